@@ -1,0 +1,99 @@
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/communicator.hpp>
+
+namespace syncnorm {
+
+/// A communicator that can make the sub-communicator of the ranks that give the same colour, ordered by (key, rank).
+template <class C>
+concept splits = communicator<C> && requires(C const& c) {
+  { c.split(0, 0) } -> communicator;
+};
+
+/// A communicator that can be made unusable at once, waking every rank that waits in it with a communicator_error.
+template <class C>
+concept aborts = communicator<C> && requires(C const& c) { c.abort(); };
+
+/// The sub-communicator of the ranks that give the same `color`, ordered by (key, rank). Collective over `comm`.
+template <splits C>
+[[nodiscard]] auto split(C const& comm, int color, int key = 0) {
+  return comm.split(color, key);
+}
+
+/// Returns on no rank before every rank has entered. Collective.
+template <communicator C>
+void barrier(C const& comm) {
+  if constexpr (requires { comm.barrier(); }) {
+    comm.barrier();
+  } else {
+    std::int32_t token = 0;
+    allreduce(comm, std::span<std::int32_t const>{&token, 1}, std::span{&token, 1});
+  }
+}
+
+namespace detail {
+
+template <communicator C>
+void require_root(C const& comm, int root) {
+  if (root < 0 || root >= size(comm))
+    throw invalid_argument_error{"root " + std::to_string(root) + " is not a rank of a communicator of " +
+                                 std::to_string(size(comm))};
+}
+
+} // namespace detail
+
+/// Copies `data` of rank `root` to every rank. Collective. Without a broadcast of the communicator's own it is an
+/// allgather, whose memory is size·data.size().
+template <wire_type T, communicator C>
+void broadcast(C const& comm, std::span<T> data, int root) {
+  detail::require_root(comm, root);
+  if constexpr (requires { comm.broadcast(data, root); }) {
+    comm.broadcast(data, root);
+  } else {
+    std::vector<T> all(data.size() * static_cast<std::size_t>(size(comm)));
+    allgather(comm, data, std::span{all});
+    auto const first = std::span<T const>{all}.subspan(data.size() * static_cast<std::size_t>(root), data.size());
+    std::ranges::copy(first, data.begin());
+  }
+}
+
+/// Block r of `in` on rank `root`, of out.size() elements, goes to `out` on rank r; `in` is read on the root alone.
+/// Collective. Without a scatter of the communicator's own it is a broadcast.
+template <wire_type T, communicator C>
+void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root) {
+  detail::require_root(comm, root);
+  if constexpr (requires { comm.scatter(in, out, root); }) {
+    comm.scatter(in, out, root);
+  } else {
+    std::vector<T> all(out.size() * static_cast<std::size_t>(size(comm)));
+    // A wrong extent is the root's alone to see; every rank must still leave the collective.
+    if (rank(comm) == root && in.size() == all.size()) std::ranges::copy(in, all.begin());
+    broadcast(comm, std::span{all}, root);
+    if (rank(comm) == root) detail::require_allgather_extents(out.size(), in.size(), size(comm));
+    std::ranges::copy(std::span{all}.subspan(out.size() * static_cast<std::size_t>(rank(comm)), out.size()), out.begin());
+  }
+}
+
+/// Reduces `in` of every rank elementwise into `out` on rank `root`; other ranks' `out` may be empty. Collective.
+template <reducible_type T, communicator C>
+void reduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root,
+            reduce_op op = reduce_op::sum) {
+  detail::require_root(comm, root);
+  if constexpr (requires { comm.reduce(in, out, root, op); }) {
+    comm.reduce(in, out, root, op);
+  } else {
+    std::vector<T> all(in.size());
+    allreduce(comm, in, std::span{all}, op);
+    if (rank(comm) != root) return;
+    detail::require_allreduce_extents(in.size(), out.size());
+    std::ranges::copy(all, out.begin());
+  }
+}
+
+} // namespace syncnorm

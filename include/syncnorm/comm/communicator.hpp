@@ -1,0 +1,164 @@
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <type_traits>
+
+#include <syncnorm/comm/wire.hpp>
+#include <syncnorm/core/error.hpp>
+
+namespace syncnorm {
+
+/// How syncnorm reaches a communicator of type `C`. The primary template calls the members; specialize it for a type
+/// that cannot have them.
+template <class C>
+struct communicator_traits {
+  static int rank(C const& c) { return c.rank(); }
+  static int size(C const& c) { return c.size(); }
+
+  template <wire_type T>
+  static void allgather(C const& c, std::span<T const> in, std::span<T> out)
+    requires requires { c.allgather(in, out); }
+  {
+    c.allgather(in, out);
+  }
+  template <reducible_type T>
+  static void allreduce(C const& c, std::span<T const> in, std::span<T> out, reduce_op op)
+    requires requires { c.allreduce(in, out, op); }
+  {
+    c.allreduce(in, out, op);
+  }
+  template <wire_type T>
+  static auto allgather_async(C const& c, std::span<T const> in, std::span<T> out)
+    requires requires { c.allgather_async(in, out); }
+  {
+    return c.allgather_async(in, out);
+  }
+  template <reducible_type T>
+  static auto allreduce_async(C const& c, std::span<T const> in, std::span<T> out, reduce_op op)
+    requires requires { c.allreduce_async(in, out, op); }
+  {
+    return c.allreduce_async(in, out, op);
+  }
+};
+
+/// A handle to a group of ranks, cheap to copy.
+///
+/// Contract of every communicator: 1. All ranks call the same operations in the same order. 2. Zero length is legal.
+/// 3. Buffers are borrowed until the operation completes. 4. `allgather` is in rank order. 5. One thread at a time.
+/// 6. The user's handle is not owned unless the adapter says so. 7. A failed, missing or late peer is a
+/// `communicator_error` (`timeout_error`) within the timeout, never a hang; the communicator is unusable afterwards.
+template <class C>
+concept communicator = requires(C const& c) {
+  { communicator_traits<C>::rank(c) } -> std::same_as<int>;
+  { communicator_traits<C>::size(c) } -> std::same_as<int>;
+};
+
+/// The handle of an operation in flight: `test()` polls, `wait()` blocks; both rethrow what failed. After completion
+/// both return at once. Destruction waits, and discards an error.
+template <class W>
+concept async_work = std::move_constructible<W> && !std::copy_constructible<W> && requires(W& w) {
+  { w.test() } -> std::same_as<bool>;
+  { w.wait() } -> std::same_as<void>;
+};
+
+/// allgather(in, out): `out` holds size() blocks of in.size() elements in rank order; `in` may be block rank() of `out`.
+template <class C, class T>
+concept allgathers = communicator<C> && requires(C const& c, std::span<T const> in, std::span<T> out) {
+  communicator_traits<C>::template allgather<T>(c, in, out);
+};
+
+/// allreduce(in, out, op): `out` holds the reduction over the ranks, the same bits on each; `in` may be `out`.
+template <class C, class T>
+concept allreduces = communicator<C> && requires(C const& c, std::span<T const> in, std::span<T> out, reduce_op op) {
+  communicator_traits<C>::template allreduce<T>(c, in, out, op);
+};
+
+template <class C, class T>
+concept allgathers_async = communicator<C> && requires(C const& c, std::span<T const> in, std::span<T> out) {
+  { communicator_traits<C>::template allgather_async<T>(c, in, out) } -> async_work;
+};
+
+template <class C, class T>
+concept allreduces_async = communicator<C> && requires(C const& c, std::span<T const> in, std::span<T> out, reduce_op op) {
+  { communicator_traits<C>::template allreduce_async<T>(c, in, out, op) } -> async_work;
+};
+
+/// Completes before the call returns.
+template <class C>
+concept blocking_communicator =
+    allgathers<C, std::byte> && allgathers<C, float> && allgathers<C, double> && allgathers<C, std::int32_t> &&
+    allgathers<C, std::int64_t> && allreduces<C, float> && allreduces<C, double> && allreduces<C, std::int32_t> &&
+    allreduces<C, std::int64_t>;
+
+/// Starts the operation and returns its `async_work`.
+template <class C>
+concept async_communicator =
+    allgathers_async<C, std::byte> && allgathers_async<C, float> && allgathers_async<C, double> &&
+    allgathers_async<C, std::int32_t> && allgathers_async<C, std::int64_t> && allreduces_async<C, float> &&
+    allreduces_async<C, double> && allreduces_async<C, std::int32_t> && allreduces_async<C, std::int64_t>;
+
+namespace detail {
+
+inline void require_allgather_extents(std::size_t in, std::size_t out, int size) {
+  if (out != in * static_cast<std::size_t>(size))
+    throw invalid_argument_error{"allgather: the output has " + std::to_string(out) + " elements, expected " +
+                                 std::to_string(size) + " ranks x " + std::to_string(in)};
+}
+
+inline void require_allreduce_extents(std::size_t in, std::size_t out) {
+  if (out != in)
+    throw invalid_argument_error{"allreduce: the output has " + std::to_string(out) + " elements, the input " +
+                                 std::to_string(in)};
+}
+
+} // namespace detail
+
+/// This rank's number in [0, size). Local.
+template <communicator C>
+[[nodiscard]] int rank(C const& comm) {
+  return communicator_traits<C>::rank(comm);
+}
+
+/// Number of ranks. Local.
+template <communicator C>
+[[nodiscard]] int size(C const& comm) {
+  return communicator_traits<C>::size(comm);
+}
+
+/// Gathers `in` of every rank into `out` on every rank, in rank order. Collective, blocking. `in` may be block rank()
+/// of `out`. Throws invalid_argument_error where out.size() ≠ size·in.size(), communicator_error.
+template <wire_type T, allgathers<T> C>
+void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out) {
+  detail::require_allgather_extents(in.size(), out.size(), size(comm));
+  communicator_traits<C>::template allgather<T>(comm, in, out);
+}
+
+/// Reduces `in` of every rank elementwise into `out` on every rank, the same bits on each. Collective, blocking. `in`
+/// may be `out`. Throws invalid_argument_error where the sizes differ, communicator_error.
+template <reducible_type T, allreduces<T> C>
+void allreduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out,
+               reduce_op op = reduce_op::sum) {
+  detail::require_allreduce_extents(in.size(), out.size());
+  communicator_traits<C>::template allreduce<T>(comm, in, out, op);
+}
+
+/// Starts `allgather`. The buffers are borrowed until the returned work has completed.
+template <wire_type T, allgathers_async<T> C>
+[[nodiscard]] auto allgather_async(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out) {
+  detail::require_allgather_extents(in.size(), out.size(), size(comm));
+  return communicator_traits<C>::template allgather_async<T>(comm, in, out);
+}
+
+/// Starts `allreduce`. The buffers are borrowed until the returned work has completed.
+template <reducible_type T, allreduces_async<T> C>
+[[nodiscard]] auto allreduce_async(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out,
+                                   reduce_op op = reduce_op::sum) {
+  detail::require_allreduce_extents(in.size(), out.size());
+  return communicator_traits<C>::template allreduce_async<T>(comm, in, out, op);
+}
+
+} // namespace syncnorm

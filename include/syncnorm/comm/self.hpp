@@ -1,0 +1,50 @@
+#pragma once
+
+#include <algorithm>
+#include <span>
+
+#include <syncnorm/comm/communicator.hpp>
+
+namespace syncnorm {
+
+/// The work of an operation that has completed already.
+class completed_work {
+public:
+  completed_work() = default;
+  completed_work(completed_work&&) = default;
+  completed_work& operator=(completed_work&&) = default;
+
+  bool test() { return true; }
+  void wait() {}
+};
+
+/// The communicator of one rank. Every collective is a copy.
+class self_communicator {
+public:
+  [[nodiscard]] int rank() const noexcept { return 0; }
+  [[nodiscard]] int size() const noexcept { return 1; }
+
+  template <wire_type T>
+  void allgather(std::span<T const> in, std::span<T> out) const {
+    if (in.data() != out.data()) std::ranges::copy(in, out.begin());
+  }
+  template <reducible_type T>
+  void allreduce(std::span<T const> in, std::span<T> out, reduce_op) const {
+    allgather(in, out);
+  }
+  template <wire_type T>
+  [[nodiscard]] completed_work allgather_async(std::span<T const> in, std::span<T> out) const {
+    allgather(in, out);
+    return {};
+  }
+  template <reducible_type T>
+  [[nodiscard]] completed_work allreduce_async(std::span<T const> in, std::span<T> out, reduce_op) const {
+    allgather(in, out);
+    return {};
+  }
+  [[nodiscard]] self_communicator split(int, int) const noexcept { return {}; }
+  void barrier() const noexcept {}
+  void abort() const noexcept {}
+};
+
+} // namespace syncnorm

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+namespace syncnorm {
+
+/// Which variance goes into `running_var`. PyTorch, Apex and Horovod keep the unbiased one; TensorFlow, Paddle, MXNet
+/// and Flax the biased one.
+enum class running_variance : std::uint8_t { unbiased, biased };
+
+/// Options of batch normalization; the same on every rank.
+struct batch_norm_options {
+  /// Added to the variance under the root; ≥ 0.
+  double eps = 1e-5;
+  /// Weight of the new statistic, running = (1 − momentum)·running + momentum·new, in [0, 1]. Empty: the cumulative
+  /// average, whose weight is 1 / (num_batches_tracked + 1).
+  std::optional<double> momentum = 0.1;
+  running_variance variance = running_variance::unbiased;
+
+  friend bool operator==(batch_norm_options const&, batch_norm_options const&) = default;
+};
+
+/// The affine parameters, `[C]` each. An empty span stands for gamma = 1 or beta = 0.
+template <class P>
+struct affine_parameters {
+  std::span<P const> gamma{}, beta{};
+};
+
+/// Where the gradients of the affine parameters go, `[C]` each. An empty span: not needed.
+template <class P>
+struct affine_gradients {
+  std::span<P> gamma{}, beta{};
+};
+
+/// The running statistics, `[C]` each, and their counter. Empty spans: not tracked.
+template <class P>
+struct running_statistics {
+  std::span<P> mean{}, var{};
+  std::int64_t* num_batches_tracked = nullptr;
+};
+
+} // namespace syncnorm

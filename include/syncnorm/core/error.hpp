@@ -1,0 +1,57 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <syncnorm/core/source_location.hpp>
+
+namespace syncnorm {
+
+/// Root of every exception that syncnorm throws. `what()` is the message alone; `where()` is the throwing line.
+class error : public std::runtime_error {
+public:
+  explicit error(std::string const& message, source_location where = source_location::current())
+      : std::runtime_error{message}, where_{where} {}
+
+  [[nodiscard]] source_location const& where() const noexcept { return where_; }
+
+private:
+  source_location where_;
+};
+
+/// An argument of this rank, or of another rank that the message names, cannot be used.
+class invalid_argument_error : public error {
+public:
+  using error::error;
+};
+
+/// Ranks disagree on what they are computing: channels, element type, options, or the collective itself.
+class mismatch_error : public error {
+public:
+  using error::error;
+};
+
+/// A collective failed. The communicator is unusable afterwards; everything else still is.
+class communicator_error : public error {
+public:
+  explicit communicator_error(std::string backend, std::string const& message, int native_code = 0,
+                              source_location where = source_location::current())
+      : error{backend + ": " + message, where}, backend_{std::move(backend)}, native_code_{native_code} {}
+
+  [[nodiscard]] std::string const& backend() const noexcept { return backend_; }
+  /// The backend's own error code, 0 where it has none.
+  [[nodiscard]] int native_code() const noexcept { return native_code_; }
+
+private:
+  std::string backend_;
+  int native_code_;
+};
+
+/// A peer did not join a collective within the communicator's timeout.
+class timeout_error : public communicator_error {
+public:
+  using communicator_error::communicator_error;
+};
+
+} // namespace syncnorm

@@ -1,0 +1,5 @@
+#pragma once
+
+#define SYNCNORM_VERSION_MAJOR 0
+#define SYNCNORM_VERSION_MINOR 1
+#define SYNCNORM_VERSION_PATCH 0
