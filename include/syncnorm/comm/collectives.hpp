@@ -18,7 +18,9 @@ concept splits = communicator<C> && requires(C const& c) {
 
 /// A communicator that can be made unusable at once, waking every rank that waits in it with a communicator_error.
 template <class C>
-concept aborts = communicator<C> && requires(C const& c) { c.abort(); };
+concept aborts = communicator<C> && requires(C const& c) {
+  c.abort();
+};
 
 /// The sub-communicator of the ranks that give the same `color`, ordered by (key, rank). Collective over `comm`.
 template <splits C>
@@ -76,7 +78,8 @@ void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::sp
     if (rank(comm) == root && in.size() == all.size()) std::ranges::copy(in, all.begin());
     broadcast(comm, std::span{all}, root);
     if (rank(comm) == root) detail::require_allgather_extents(out.size(), in.size(), size(comm));
-    std::ranges::copy(std::span{all}.subspan(out.size() * static_cast<std::size_t>(rank(comm)), out.size()), out.begin());
+    std::ranges::copy(std::span{all}.subspan(out.size() * static_cast<std::size_t>(rank(comm)), out.size()),
+                      out.begin());
   }
 }
 

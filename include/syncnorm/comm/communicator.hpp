@@ -20,29 +20,25 @@ struct communicator_traits {
   static int size(C const& c) { return c.size(); }
 
   template <wire_type T>
-  static void allgather(C const& c, std::span<T const> in, std::span<T> out)
-    requires requires { c.allgather(in, out); }
-  {
+  static void allgather(C const& c, std::span<T const> in, std::span<T> out) requires requires {
     c.allgather(in, out);
   }
+  { c.allgather(in, out); }
   template <reducible_type T>
-  static void allreduce(C const& c, std::span<T const> in, std::span<T> out, reduce_op op)
-    requires requires { c.allreduce(in, out, op); }
-  {
+  static void allreduce(C const& c, std::span<T const> in, std::span<T> out, reduce_op op) requires requires {
     c.allreduce(in, out, op);
   }
+  { c.allreduce(in, out, op); }
   template <wire_type T>
-  static auto allgather_async(C const& c, std::span<T const> in, std::span<T> out)
-    requires requires { c.allgather_async(in, out); }
-  {
-    return c.allgather_async(in, out);
+  static auto allgather_async(C const& c, std::span<T const> in, std::span<T> out) requires requires {
+    c.allgather_async(in, out);
   }
+  { return c.allgather_async(in, out); }
   template <reducible_type T>
-  static auto allreduce_async(C const& c, std::span<T const> in, std::span<T> out, reduce_op op)
-    requires requires { c.allreduce_async(in, out, op); }
-  {
-    return c.allreduce_async(in, out, op);
+  static auto allreduce_async(C const& c, std::span<T const> in, std::span<T> out, reduce_op op) requires requires {
+    c.allreduce_async(in, out, op);
   }
+  { return c.allreduce_async(in, out, op); }
 };
 
 /// A handle to a group of ranks, cheap to copy.
@@ -60,12 +56,13 @@ concept communicator = requires(C const& c) {
 /// The handle of an operation in flight: `test()` polls, `wait()` blocks; both rethrow what failed. After completion
 /// both return at once. Destruction waits, and discards an error.
 template <class W>
-concept async_work = std::move_constructible<W> && !std::copy_constructible<W> && requires(W& w) {
+concept async_work = std::move_constructible<W> && !std::copy_constructible<W> && requires(W & w) {
   { w.test() } -> std::same_as<bool>;
   { w.wait() } -> std::same_as<void>;
 };
 
-/// allgather(in, out): `out` holds size() blocks of in.size() elements in rank order; `in` may be block rank() of `out`.
+/// allgather(in, out): `out` holds size() blocks of in.size() elements in rank order; `in` may be block rank() of
+/// `out`.
 template <class C, class T>
 concept allgathers = communicator<C> && requires(C const& c, std::span<T const> in, std::span<T> out) {
   communicator_traits<C>::template allgather<T>(c, in, out);
@@ -83,16 +80,16 @@ concept allgathers_async = communicator<C> && requires(C const& c, std::span<T c
 };
 
 template <class C, class T>
-concept allreduces_async = communicator<C> && requires(C const& c, std::span<T const> in, std::span<T> out, reduce_op op) {
+concept allreduces_async = communicator<C> &&
+    requires(C const& c, std::span<T const> in, std::span<T> out, reduce_op op) {
   { communicator_traits<C>::template allreduce_async<T>(c, in, out, op) } -> async_work;
 };
 
 /// Completes before the call returns.
 template <class C>
-concept blocking_communicator =
-    allgathers<C, std::byte> && allgathers<C, float> && allgathers<C, double> && allgathers<C, std::int32_t> &&
-    allgathers<C, std::int64_t> && allreduces<C, float> && allreduces<C, double> && allreduces<C, std::int32_t> &&
-    allreduces<C, std::int64_t>;
+concept blocking_communicator = allgathers<C, std::byte> && allgathers<C, float> && allgathers<C, double> &&
+    allgathers<C, std::int32_t> && allgathers<C, std::int64_t> && allreduces<C, float> && allreduces<C, double> &&
+    allreduces<C, std::int32_t> && allreduces<C, std::int64_t>;
 
 /// Starts the operation and returns its `async_work`.
 template <class C>

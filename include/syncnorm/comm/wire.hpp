@@ -11,7 +11,7 @@ namespace syncnorm {
 /// The types that cross ranks.
 template <class T>
 concept wire_type = std::same_as<T, float> || std::same_as<T, double> || std::same_as<T, std::int32_t> ||
-                    std::same_as<T, std::int64_t> || std::same_as<T, std::byte>;
+    std::same_as<T, std::int64_t> || std::same_as<T, std::byte>;
 
 /// The wire types that can be reduced: all but `std::byte`.
 template <class T>
@@ -26,9 +26,12 @@ void reduce_into(std::span<T> accumulator, std::span<T const> value, reduce_op o
     for (std::size_t i = 0; i < accumulator.size(); ++i) accumulator[i] = combine(accumulator[i], value[i]);
   };
   switch (op) {
-  case reduce_op::sum: return apply([](T a, T b) { return static_cast<T>(a + b); });
-  case reduce_op::min: return apply([](T a, T b) { return std::min(a, b); });
-  case reduce_op::max: return apply([](T a, T b) { return std::max(a, b); });
+  case reduce_op::sum:
+    return apply([](T a, T b) { return static_cast<T>(a + b); });
+  case reduce_op::min:
+    return apply([](T a, T b) { return std::min(a, b); });
+  case reduce_op::max:
+    return apply([](T a, T b) { return std::max(a, b); });
   }
 }
 

@@ -28,12 +28,13 @@ make_normalize_coefficients(double mean, double inv_std, double gamma, double be
   return {center, static_cast<A>(scale), static_cast<A>(beta - (mean - static_cast<double>(center)) * scale)};
 }
 
-/// Coefficients of dx = gamma·inv_std·(dy − sum_dy/n − (x − mean)·inv_std²·sum_dy_xmu/n), where n counts the elements of
-/// the channel over all ranks. n = 0 gives the gradient of constant statistics, gamma·inv_std·dy.
-/// Source: Ioffe and Szegedy, "Batch normalization", 2015, section 3.
+/// Coefficients of dx = gamma·inv_std·(dy − sum_dy/n − (x − mean)·inv_std²·sum_dy_xmu/n), where n counts the elements
+/// of the channel over all ranks. n = 0 gives the gradient of constant statistics, gamma·inv_std·dy. Source: Ioffe and
+/// Szegedy, "Batch normalization", 2015, section 3.
 template <class A>
 [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr backward_coefficients<A>
-make_backward_coefficients(double mean, double inv_std, double gamma, double sum_dy, double sum_dy_xmu, std::int64_t n) {
+make_backward_coefficients(double mean, double inv_std, double gamma, double sum_dy, double sum_dy_xmu,
+                           std::int64_t n) {
   A const center = static_cast<A>(mean);
   double const dy_scale = gamma * inv_std;
   if (n == 0) return {static_cast<A>(dy_scale), center, A{0}, A{0}};

@@ -25,7 +25,8 @@ struct tensor_view {
   }
 
   /// Channels [first, first + length), without a copy.
-  [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr tensor_view channel_range(std::int64_t first, std::int64_t length) const {
+  [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr tensor_view channel_range(std::int64_t first,
+                                                                         std::int64_t length) const {
     tensor_view part = *this;
     if (data != nullptr) part.data = data + first * stride_c;
     part.channels = length;
@@ -40,22 +41,22 @@ struct tensor_view {
     return part;
   }
 
-  SYNCNORM_HOST_DEVICE constexpr operator tensor_view<T const>() const
-    requires(!std::is_const_v<T>)
-  {
+  SYNCNORM_HOST_DEVICE constexpr operator tensor_view<T const>() const requires(!std::is_const_v<T>) {
     return {data, samples, channels, spatial, stride_n, stride_c, stride_s};
   }
 };
 
 /// `[N, C, S]` with contiguous rows, as in NCHW (S = H·W), NCW and NCDHW.
 template <class T>
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr tensor_view<T> nchw(T* data, std::int64_t n, std::int64_t c, std::int64_t s) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr tensor_view<T> nchw(T* data, std::int64_t n, std::int64_t c,
+                                                                 std::int64_t s) {
   return {data, n, c, s, c * s, s, 1};
 }
 
 /// `[N, S, C]` with contiguous channels, as in NHWC (S = H·W) and torch's channels_last.
 template <class T>
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr tensor_view<T> nhwc(T* data, std::int64_t n, std::int64_t c, std::int64_t s) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr tensor_view<T> nhwc(T* data, std::int64_t n, std::int64_t c,
+                                                                 std::int64_t s) {
   return {data, n, c, s, s * c, 1, c};
 }
 
@@ -67,7 +68,8 @@ template <class T>
 
 /// `[T, B, C]`, a batch of B sequences of T positions, time outermost: N = B, S = T.
 template <class T>
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr tensor_view<T> tbc(T* data, std::int64_t t, std::int64_t b, std::int64_t c) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr tensor_view<T> tbc(T* data, std::int64_t t, std::int64_t b,
+                                                                std::int64_t c) {
   return {data, b, c, t, c, 1, b * c};
 }
 

@@ -15,9 +15,9 @@ struct serial_executor {
   }
 };
 
-/// Runs independent pieces of work: `for_each(n, f)` calls f(i) once for each i in [0, n), in any order, possibly at the
-/// same time, and returns when all have returned; `concurrency()` is how many can run at the same time. The primitives
-/// give the same bits whatever the executor. Calls nothing that throws.
+/// Runs independent pieces of work: `for_each(n, f)` calls f(i) once for each i in [0, n), in any order, possibly at
+/// the same time, and returns when all have returned; `concurrency()` is how many can run at the same time. The
+/// primitives give the same bits whatever the executor. Calls nothing that throws.
 template <class E>
 concept executor = requires(E const& exec, void (&f)(std::int64_t)) {
   { exec.concurrency() } -> std::same_as<int>;

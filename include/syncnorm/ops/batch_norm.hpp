@@ -1,0 +1,112 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/ops/batch_norm_backward.hpp>
+#include <syncnorm/ops/batch_norm_forward.hpp>
+
+namespace syncnorm {
+
+/// How a batch norm layer is made; the same on every rank.
+struct batch_norm_layer_options {
+  batch_norm_options norm{};
+  bool affine = true;              ///< gamma and beta exist and are learned
+  bool track_running_stats = true; ///< off: inference, too, normalizes by its own batch, on this rank
+};
+
+/// A batch normalization layer whose statistics span the ranks of `C`. It owns the parameters (`P`, gamma = 1, beta =
+/// 0), their gradients, the running statistics (mean 0, var 1) and what its latest forward pass saved.
+///
+/// Construction is local and checks nothing: what is wrong with the options is reported by the first forward pass, on
+/// every rank. Errors leave parameters, gradients, running statistics and the counter as they were.
+template <element T, communicator C = self_communicator, host::executor E = host::serial_executor,
+          class P = accumulate_t<T>>
+class batch_norm {
+public:
+  explicit batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {}, E exec = {})
+      : comm_{std::move(comm)}, exec_{std::move(exec)}, options_{options}, channels_{channels}, workspace_{channels} {
+    auto const c = static_cast<std::size_t>(channels > 0 ? channels : 0);
+    if (options.affine) {
+      gamma_.assign(c, P{1});
+      beta_.assign(c, P{0});
+      gamma_grad_.assign(c, P{0});
+      beta_grad_.assign(c, P{0});
+    }
+    if (options.track_running_stats) {
+      running_mean_.assign(c, P{0});
+      running_var_.assign(c, P{1});
+    }
+  }
+
+  /// y = batch_norm(x). `[N, C, S]`, y may be x unless a backward pass follows, which needs x. In training mode
+  /// collective and as `batch_norm_forward`; in evaluation mode local, by the running statistics.
+  void forward(tensor_view<T const> x, tensor_view<T> y) {
+    affine_parameters<P> const affine{gamma_, beta_};
+    auto const& norm = options_.norm;
+    if (training_) {
+      batch_norm_forward<T, P>(exec_, comm_, x, y, affine, running(), norm, saved_, workspace_);
+    } else if (options_.track_running_stats) {
+      batch_norm_inference<T, P>(exec_, x, y, affine, running_mean_, running_var_, norm.eps, saved_);
+    } else {
+      batch_norm_forward<T, P>(exec_, self_communicator{}, x, y, affine, {}, norm, saved_, workspace_);
+      saved_.scope = statistics_scope::this_rank;
+    }
+  }
+
+  /// dx for the latest forward pass, whose x this has to be; adds to the gradients of gamma and beta. As
+  /// `batch_norm_backward`; a default `dx`: not needed.
+  void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                batch_norm_backward_options const& options = {}) {
+    batch_norm_backward<T const, P>(exec_, comm_, dy, x, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
+                                    options, workspace_);
+  }
+
+  void train(bool on = true) noexcept { training_ = on; }
+  void eval() noexcept { training_ = false; }
+  [[nodiscard]] bool is_training() const noexcept { return training_; }
+
+  void zero_grad() {
+    std::ranges::fill(gamma_grad_, P{0});
+    std::ranges::fill(beta_grad_, P{0});
+  }
+
+  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
+  [[nodiscard]] C const& comm() const noexcept { return comm_; }
+  [[nodiscard]] batch_norm_layer_options const& options() const noexcept { return options_; }
+  /// Statistics of the latest forward pass.
+  [[nodiscard]] batch_norm_saved const& saved() const noexcept { return saved_; }
+
+  /// `[C]` each; empty without affine parameters.
+  [[nodiscard]] std::span<P> gamma() noexcept { return gamma_; }
+  [[nodiscard]] std::span<P> beta() noexcept { return beta_; }
+  [[nodiscard]] std::span<P> gamma_grad() noexcept { return gamma_grad_; }
+  [[nodiscard]] std::span<P> beta_grad() noexcept { return beta_grad_; }
+  /// `[C]` each; empty without running statistics.
+  [[nodiscard]] std::span<P> running_mean() noexcept { return running_mean_; }
+  [[nodiscard]] std::span<P> running_var() noexcept { return running_var_; }
+  /// Training batches that the running statistics have seen.
+  [[nodiscard]] std::int64_t& num_batches_tracked() noexcept { return num_batches_tracked_; }
+
+private:
+  [[nodiscard]] running_statistics<P> running() {
+    if (!options_.track_running_stats) return {};
+    return {running_mean_, running_var_, &num_batches_tracked_};
+  }
+
+  C comm_;
+  [[no_unique_address]] E exec_;
+  batch_norm_layer_options options_;
+  std::int64_t channels_;
+  std::vector<P> gamma_, beta_, gamma_grad_, beta_grad_, running_mean_, running_var_;
+  std::int64_t num_batches_tracked_ = 0;
+  bool training_ = true;
+  batch_norm_saved saved_;
+  batch_norm_workspace workspace_;
+};
+
+} // namespace syncnorm

@@ -1,0 +1,163 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <type_traits>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/local_moments.hpp>
+#include <syncnorm/host/normalize.hpp>
+#include <syncnorm/host/running_statistics.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_common.hpp>
+
+namespace syncnorm {
+
+namespace detail {
+
+inline void require_trainable_count(std::int64_t count) {
+  if (count == 1)
+    throw invalid_argument_error{"batch_norm forward: training needs more than 1 value per channel over all ranks, "
+                                 "got 1"};
+}
+
+/// Starts `saved` for `count` elements of each channel; the statistics follow channel by channel.
+inline void start_saved(batch_norm_saved& saved, std::vector<double>& m2, std::int64_t channels, std::int64_t count) {
+  require_trainable_count(count);
+  saved.scope = statistics_scope::all_ranks;
+  saved.count = count;
+  saved.mean.assign(static_cast<std::size_t>(channels), 0.0);
+  saved.inv_std.assign(static_cast<std::size_t>(channels), 0.0);
+  m2.assign(static_cast<std::size_t>(channels), 0.0);
+}
+
+/// inv_std = 1/√(m2/count + eps); 0 where nothing was counted.
+inline void finish_statistics(std::span<double const> m2, std::int64_t count, double eps, std::span<double> inv_std) {
+  for (std::size_t c = 0; c < m2.size(); ++c)
+    inv_std[c] = count > 0 ? 1.0 / std::sqrt(m2[c] / static_cast<double>(count) + eps) : 0.0;
+}
+
+/// Moves the running statistics towards `saved`. `m2` is used up.
+template <class P>
+void update_running_statistics(running_statistics<P> running, batch_norm_options const& options,
+                               batch_norm_saved const& saved, std::span<double> m2) {
+  if (running.mean.empty() || saved.count == 0) return;
+  double const weight =
+      options.momentum ? *options.momentum : 1.0 / static_cast<double>(*running.num_batches_tracked + 1);
+  auto const divisor = options.variance == running_variance::unbiased ? saved.count - 1 : saved.count;
+  for (double& value : m2) value /= static_cast<double>(divisor);
+  host::update_running(running.mean, std::span<double const>{saved.mean}, weight);
+  host::update_running(running.var, std::span<double const>{m2}, weight);
+  if (running.num_batches_tracked != nullptr) ++*running.num_batches_tracked;
+}
+
+} // namespace detail
+
+/// Batch normalization over the batch of all ranks, in training:
+///
+///     mean = Σ x / n,  var = Σ (x − mean)² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  sums over all ranks' N and
+///     S running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))
+///
+/// x, y `[N, C, S]`, y may be x; N and S may differ between ranks and be zero. Collective: one allgather once the
+/// workspace has been used, none with one rank. Every rank gets the same bits of mean, inv_std and running statistics.
+/// Statistics are merged in double; where no rank has a sample nothing changes. On an error, which every rank throws,
+/// running statistics are unchanged and `saved` is unusable.
+/// Throws invalid_argument_error (an argument of any rank; n = 1), mismatch_error, communicator_error.
+/// Source: Ioffe and Szegedy, "Batch normalization", 2015.
+template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
+void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+                        affine_parameters<P> affine, running_statistics<P> running, batch_norm_options const& options,
+                        batch_norm_saved& saved, batch_norm_workspace& workspace) {
+  static constexpr std::string_view pass = "batch_norm forward";
+  auto& exchange = workspace.exchange;
+  auto& m2 = workspace.first;
+  std::int64_t const channels = exchange.channels();
+
+  detail::call_check check;
+  check.require(channels >= 0, "the number of channels is negative: " + std::to_string(channels));
+  check.tensor(x, "x", channels);
+  check.output(y, "y", x, "x");
+  check.channel_values(affine.gamma, "gamma", channels);
+  check.channel_values(affine.beta, "beta", channels);
+  check.options(options, running, channels);
+
+  auto const finish = [&](detail::channel_span part) {
+    auto const inv_std = detail::part_of(std::span{saved.inv_std}, part);
+    detail::finish_statistics(detail::part_of(std::span{m2}, part), saved.count, options.eps, inv_std);
+    host::normalize(exec, detail::part_of(x, part), detail::part_of(y, part),
+                    detail::part_of(std::span<double const>{saved.mean}, part), inv_std,
+                    affine_parameters<P>{detail::part_of(affine.gamma, part), detail::part_of(affine.beta, part)});
+  };
+
+  if (size(comm) == 1) {
+    detail::throw_fault(pass, check);
+    detail::start_saved(saved, m2, channels, x.count());
+    host::local_moments(exec, x, std::span{saved.mean}, std::span{m2});
+    finish({0, channels});
+  } else {
+    auto own = detail::make_header<T>(pass, channels, x.count(), check);
+    own.eps = options.eps;
+    own.momentum = options.momentum.value_or(-1);
+    own.biased_variance = options.variance == running_variance::biased ? 1 : 0;
+    own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
+    own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
+    exchange.run(
+        comm, own,
+        [&](detail::exchange_part const& part) {
+          if (!check.failed()) host::local_moments(exec, detail::part_of(x, part.channels), part.first, part.second);
+        },
+        [&] {
+          std::int64_t count = 0;
+          for (auto const& header : exchange.headers()) count += header.count;
+          detail::start_saved(saved, m2, channels, count);
+        },
+        [&](detail::exchange_part const& part) {
+          detail::merge_ranks(exchange, part, detail::part_of(std::span{saved.mean}, part.channels),
+                              detail::part_of(std::span{m2}, part.channels));
+          finish(part.channels);
+        });
+  }
+  detail::update_running_statistics(running, options, saved, m2);
+}
+
+/// The same with a workspace of its own, returning what the backward pass needs.
+template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
+[[nodiscard]] batch_norm_saved batch_norm_forward(E const& exec, C const& comm,
+                                                  std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+                                                  affine_parameters<P> affine = {}, running_statistics<P> running = {},
+                                                  batch_norm_options const& options = {}) {
+  batch_norm_saved saved;
+  batch_norm_workspace workspace{x.channels};
+  batch_norm_forward<T, P>(exec, comm, x, y, affine, running, options, saved, workspace);
+  return saved;
+}
+
+/// Batch normalization by constant statistics, y = gamma·(x − mean)/√(var + eps) + beta: inference. Not collective.
+/// x, y `[N, C, S]`, y may be x; mean and var `[C]`. Throws invalid_argument_error.
+template <class T, class P, host::executor E>
+void batch_norm_inference(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+                          affine_parameters<P> affine, std::type_identity_t<std::span<P const>> mean,
+                          std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved) {
+  auto const channels = static_cast<std::int64_t>(mean.size());
+  detail::call_check check;
+  check.tensor(x, "x", channels);
+  check.output(y, "y", x, "x");
+  check.channel_values(affine.gamma, "gamma", channels);
+  check.channel_values(affine.beta, "beta", channels);
+  check.require(var.size() == mean.size(),
+                "var has " + std::to_string(var.size()) + " elements, mean has " + std::to_string(mean.size()));
+  check.eps(eps);
+  detail::throw_fault("batch_norm inference", check);
+
+  saved.scope = statistics_scope::constant;
+  saved.count = 0;
+  saved.mean.assign(mean.begin(), mean.end());
+  saved.inv_std.assign(var.begin(), var.end());
+  for (double& value : saved.inv_std) value = 1.0 / std::sqrt(value + eps);
+  host::normalize(exec, x, y, std::span<double const>{saved.mean}, std::span<double const>{saved.inv_std}, affine);
+}
+
+} // namespace syncnorm

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/moments.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/ops/detail/exchange.hpp>
+
+namespace syncnorm::detail {
+
+/// The entries of a `[C]` array that belong to a span of channels; an empty array stays empty.
+template <class T>
+[[nodiscard]] std::span<T> part_of(std::span<T> values, channel_span channels) {
+  if (values.empty()) return values;
+  return values.subspan(static_cast<std::size_t>(channels.first), static_cast<std::size_t>(channels.length));
+}
+
+template <class T>
+[[nodiscard]] tensor_view<T> part_of(tensor_view<T> const& x, channel_span channels) {
+  return x.channel_range(channels.first, channels.length);
+}
+
+/// The header of a pass of element type `T`; the caller adds what its pass alone has.
+template <class T>
+[[nodiscard]] packet_header make_header(std::string_view pass, std::int64_t channels, std::int64_t count,
+                                        call_check const& check) {
+  packet_header own;
+  set_text(own.pass, pass);
+  set_text(own.element, element_traits<T>::name);
+  set_text(own.fault, check.fault());
+  own.channels = channels;
+  own.count = check.failed() ? 0 : count;
+  return own;
+}
+
+inline void throw_fault(std::string_view pass, call_check const& check) {
+  if (check.failed()) throw invalid_argument_error{std::string{pass} + ": " + check.fault()};
+}
+
+/// mean and m2 of a part's channels over all ranks, merged in rank order so that every rank gets the same bits.
+inline void merge_ranks(channel_exchange const& exchange, exchange_part const& part, std::span<double> mean,
+                        std::span<double> m2) {
+  std::int64_t merged = 0;
+  for (std::size_t r = 0; r < exchange.headers().size(); ++r) {
+    auto const count = exchange.headers()[r].count;
+    auto const rank_mean = part.first_of(r), rank_m2 = part.second_of(r);
+    for (std::size_t c = 0; c < mean.size(); ++c) {
+      auto const all = merge(moments<double>{merged, mean[c], m2[c]}, moments<double>{count, rank_mean[c], rank_m2[c]});
+      mean[c] = all.mean;
+      m2[c] = all.m2;
+    }
+    merged += count;
+  }
+}
+
+/// The sums of a part's channels over all ranks, in rank order.
+inline void sum_ranks(channel_exchange const& exchange, exchange_part const& part, std::span<double> first,
+                      std::span<double> second) {
+  for (std::size_t r = 0; r < exchange.headers().size(); ++r)
+    for (std::size_t c = 0; c < first.size(); ++c) {
+      first[c] += part.first_of(r)[c];
+      second[c] += part.second_of(r)[c];
+    }
+}
+
+} // namespace syncnorm::detail

@@ -1,0 +1,150 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
+
+namespace syncnorm::detail {
+
+/// Channels [first, first + length).
+struct channel_span {
+  std::int64_t first = 0, length = 0;
+};
+
+/// One message of an exchange: two values for each channel of a span, on this rank and, after the exchange, on all.
+struct exchange_part {
+  channel_span channels;
+  std::span<double> first, second; ///< this rank's values, `[length]` each
+  std::span<std::byte> send, receive;
+  std::size_t values_offset = 0; ///< where in a rank's message its values begin
+
+  [[nodiscard]] double const* values_of(std::size_t rank) const {
+    return reinterpret_cast<double const*>(receive.data() + rank * send.size() + values_offset);
+  }
+  [[nodiscard]] std::span<double const> first_of(std::size_t rank) const { return {values_of(rank), first.size()}; }
+  [[nodiscard]] std::span<double const> second_of(std::size_t rank) const {
+    return {values_of(rank) + first.size(), first.size()};
+  }
+};
+
+/// The buffers and the protocol by which ranks exchange a header and two values for each channel.
+///
+/// All messages have to be of equal size on every rank, although the number of channels is among the things that ranks
+/// may disagree on. So the first exchange is a head of fixed size, the header and the first `head_channels` channels,
+/// and the rest follows once the heads agree. From then on the size is agreed, and one message carries everything.
+class channel_exchange {
+public:
+  static constexpr std::int64_t head_channels = 128;
+
+  /// `agreed`: an earlier exchange has shown already that all ranks have this number of channels.
+  explicit channel_exchange(std::int64_t channels, bool agreed = false) : channels_{channels}, agreed_{agreed} {}
+
+  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
+
+  /// Exchanges `own` and the values that `local(part)` writes for each part. `accept()` is called once the headers of
+  /// all ranks are known and agree, then `consume(part)` for each part in turn, while the next one is on its way where
+  /// the communicator is asynchronous. Throws on every rank where the headers report a fault or disagree. Collective.
+  template <allgathers<std::byte> C, class Local, class Accept, class Consume>
+  void run(C const& comm, packet_header const& own, Local const& local, Accept const& accept, Consume const& consume) {
+    prepare(size(comm));
+    std::memcpy(parts_.front().send.data(), &own, sizeof own);
+    if constexpr (allgathers_async<C, std::byte>) {
+      if (parts_.size() > 1) {
+        run_overlapped(comm, local, accept, consume);
+        return;
+      }
+    }
+    for (std::size_t k = 0; k < parts_.size(); ++k) {
+      auto const& part = parts_[k];
+      local(part);
+      allgather(comm, std::span<std::byte const>{part.send}, part.receive);
+      if (k == 0) accept_headers(), accept();
+      consume(part);
+    }
+  }
+
+  /// The headers of all ranks, once part 0 has been exchanged.
+  [[nodiscard]] std::span<packet_header const> headers() const { return headers_; }
+
+  /// The parts of the last exchange.
+  [[nodiscard]] std::span<exchange_part const> parts() const { return parts_; }
+
+private:
+  template <class C, class Local, class Accept, class Consume>
+  void run_overlapped(C const& comm, Local const& local, Accept const& accept, Consume const& consume) {
+    auto const start = [&](exchange_part const& part) {
+      return allgather_async(comm, std::span<std::byte const>{part.send}, part.receive);
+    };
+    local(parts_[0]);
+    auto in_flight = start(parts_[0]);
+    for (std::size_t k = 0; k < parts_.size(); ++k) {
+      bool const more = k + 1 < parts_.size();
+      if (more) local(parts_[k + 1]);
+      in_flight.wait();
+      if (k == 0) accept_headers(), accept();
+      if (more) in_flight = start(parts_[k + 1]);
+      consume(parts_[k]);
+    }
+  }
+
+  /// Lays the parts out for `ranks` ranks, and zeroes them where the layout changed.
+  void prepare(int ranks) {
+    headers_.resize(static_cast<std::size_t>(ranks));
+    if (!parts_.empty() && ranks_ == ranks && laid_out_agreed_ == agreed_) return;
+    std::int64_t const legal = std::max<std::int64_t>(channels_, 0);
+    std::vector<channel_span> spans{{0, legal}};
+    if (!agreed_ && legal > head_channels) spans = {{0, head_channels}, {head_channels, legal - head_channels}};
+    lay_out(spans, static_cast<std::size_t>(ranks));
+    ranks_ = ranks;
+    laid_out_agreed_ = agreed_;
+  }
+
+  void lay_out(std::span<channel_span const> spans, std::size_t ranks) {
+    std::size_t total = 0;
+    auto const message_bytes = [&](std::size_t k) {
+      // An agreed message is exact; the head has room for head_channels whatever this rank's channels are.
+      auto const room = !agreed_ && k == 0 ? head_channels : spans[k].length;
+      return (k == 0 ? sizeof(packet_header) : 0) + 2 * sizeof(double) * static_cast<std::size_t>(room);
+    };
+    for (std::size_t k = 0; k < spans.size(); ++k) total += (1 + ranks) * message_bytes(k);
+    storage_.assign(total / sizeof(double), 0.0);
+    parts_.clear();
+    auto* free = reinterpret_cast<std::byte*>(storage_.data());
+    for (std::size_t k = 0; k < spans.size(); ++k) {
+      exchange_part part;
+      part.channels = spans[k];
+      part.values_offset = k == 0 ? sizeof(packet_header) : 0;
+      part.send = {free, message_bytes(k)};
+      part.receive = {free + message_bytes(k), ranks * message_bytes(k)};
+      auto* values = reinterpret_cast<double*>(free + part.values_offset);
+      auto const length = static_cast<std::size_t>(spans[k].length);
+      part.first = {values, length};
+      part.second = {values + length, length};
+      free += (1 + ranks) * message_bytes(k);
+      parts_.push_back(part);
+    }
+  }
+
+  void accept_headers() {
+    auto const& part = parts_.front();
+    for (std::size_t r = 0; r < headers_.size(); ++r)
+      std::memcpy(&headers_[r], part.receive.data() + r * part.send.size(), sizeof(packet_header));
+    require_agreement(headers_);
+    agreed_ = true;
+  }
+
+  std::int64_t channels_;
+  bool agreed_, laid_out_agreed_ = false;
+  int ranks_ = 0;
+  std::vector<double> storage_; // double, for the alignment of the values
+  std::vector<exchange_part> parts_;
+  std::vector<packet_header> headers_;
+};
+
+} // namespace syncnorm::detail
