@@ -1,0 +1,126 @@
+# Functions for the project's own tests, examples and benchmarks. Nothing in here reaches a consumer.
+
+option(SYNCNORM_WERROR "Treat warnings in the project's own code as errors" OFF)
+set(SYNCNORM_SANITIZE "" CACHE STRING "Sanitizers for tests and examples, such as address,undefined or thread")
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release)
+endif()
+
+add_library(syncnorm_development INTERFACE)
+target_compile_options(syncnorm_development INTERFACE -Wall -Wextra -Wconversion -Wshadow)
+if(SYNCNORM_WERROR)
+  target_compile_options(syncnorm_development INTERFACE -Werror)
+endif()
+if(SYNCNORM_SANITIZE)
+  target_compile_options(syncnorm_development INTERFACE
+    -fsanitize=${SYNCNORM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+  target_link_options(syncnorm_development INTERFACE -fsanitize=${SYNCNORM_SANITIZE})
+endif()
+
+# What a process that the tests start finds in its environment: Open MPI may run as root, on fewer cores than ranks,
+# and without the kernel's cross-memory attach, which containers forbid. The variables mean nothing to other programs.
+set(SYNCNORM_TEST_ENVIRONMENT
+  OMP_NUM_THREADS=1
+  OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
+  OMPI_MCA_btl_vader_single_copy_mechanism=none
+  PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+  "ASAN_OPTIONS=detect_stack_use_after_return=1"
+  "LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/cmake/lsan.supp:print_suppressions=0"
+  "UBSAN_OPTIONS=print_stacktrace=1"
+  "TSAN_OPTIONS=second_deadlock_stack=1")
+
+# Gives a target of the project's own the warnings, the sanitizers and, for libtorch, its precompiled header.
+function(syncnorm_development_target target)
+  target_link_libraries(${target} PRIVATE syncnorm_development)
+  get_target_property(libraries ${target} LINK_LIBRARIES)
+  if(NOT "syncnorm::torch" IN_LIST libraries OR NOT SYNCNORM_TORCH_PCH)
+    return()
+  endif()
+  if(NOT TARGET syncnorm_torch_pch)
+    file(WRITE "${PROJECT_BINARY_DIR}/torch_pch.cpp" "")
+    add_library(syncnorm_torch_pch OBJECT EXCLUDE_FROM_ALL "${PROJECT_BINARY_DIR}/torch_pch.cpp")
+    target_link_libraries(syncnorm_torch_pch PRIVATE syncnorm::torch syncnorm_development)
+    target_precompile_headers(syncnorm_torch_pch PRIVATE <torch/torch.h>)
+  endif()
+  target_precompile_headers(${target} REUSE_FROM syncnorm_torch_pch)
+endfunction()
+option(SYNCNORM_TORCH_PCH "Precompile <torch/torch.h> for tests and examples" ON)
+
+# syncnorm_register_test(<name> COMMAND <command>... [PROCESSORS n] [TIMEOUT seconds] [LABELS label...]
+#   [ENVIRONMENT VAR=value...] [RUN_SERIAL]) is add_test with the properties that every test has. An exit status of 77
+# means that the machine lacks what the test needs.
+function(syncnorm_register_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "RUN_SERIAL" "PROCESSORS;TIMEOUT" "COMMAND;LABELS;ENVIRONMENT")
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 120)
+  endif()
+  if(NOT arg_PROCESSORS)
+    set(arg_PROCESSORS 1)
+  endif()
+  add_test(NAME ${name} COMMAND ${arg_COMMAND})
+  set_tests_properties(${name} PROPERTIES
+    TIMEOUT ${arg_TIMEOUT} PROCESSORS ${arg_PROCESSORS} RUN_SERIAL ${arg_RUN_SERIAL} SKIP_RETURN_CODE 77
+    LABELS "${arg_LABELS}" ENVIRONMENT "${SYNCNORM_TEST_ENVIRONMENT};${arg_ENVIRONMENT}")
+endfunction()
+
+# syncnorm_add_test(<name> SOURCES a.cpp... [LIBRARIES syncnorm::mpi...] [MPI_RANKS n...] [NO_MAIN] [ARGUMENTS ...]
+#   [LABELS ...] [TIMEOUT seconds] [PROCESSORS n] [RUN_SERIAL] [ENVIRONMENT VAR=value...])
+#
+# Builds one executable, with tests/support/main.cpp unless NO_MAIN, and registers it: under mpiexec with MPI_RANKS,
+# once for each of them where there are several, as <name>.<ranks>.
+function(syncnorm_add_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_MAIN;RUN_SERIAL" "PROCESSORS;TIMEOUT"
+    "SOURCES;LIBRARIES;MPI_RANKS;ARGUMENTS;LABELS;ENVIRONMENT")
+  if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
+    message(FATAL_ERROR "syncnorm_add_test(${name}): sources '${arg_SOURCES}', unknown '${arg_UNPARSED_ARGUMENTS}'")
+  endif()
+  add_executable(${name} ${arg_SOURCES})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
+  target_link_libraries(${name} PRIVATE syncnorm::syncnorm doctest::doctest ${arg_LIBRARIES})
+  if(NOT arg_NO_MAIN)
+    target_link_libraries(${name} PRIVATE syncnorm_test_main)
+  endif()
+  syncnorm_development_target(${name})
+
+  set(options)
+  foreach(key IN ITEMS TIMEOUT LABELS ENVIRONMENT)
+    if(arg_${key})
+      list(APPEND options ${key} ${arg_${key}})
+    endif()
+  endforeach()
+  if(arg_RUN_SERIAL)
+    list(APPEND options RUN_SERIAL)
+  endif()
+  if(NOT arg_MPI_RANKS)
+    syncnorm_register_test(${name} COMMAND ${name} ${arg_ARGUMENTS} PROCESSORS ${arg_PROCESSORS} ${options})
+    return()
+  endif()
+  list(LENGTH arg_MPI_RANKS launches)
+  foreach(ranks IN LISTS arg_MPI_RANKS)
+    set(launch ${name})
+    if(launches GREATER 1)
+      set(launch ${name}.${ranks})
+    endif()
+    syncnorm_register_test(${launch} PROCESSORS ${ranks} ${options}
+      COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} ${MPIEXEC_PREFLAGS}
+        $<TARGET_FILE:${name}> ${MPIEXEC_POSTFLAGS} ${arg_ARGUMENTS})
+  endforeach()
+endfunction()
+
+# syncnorm_add_example(<name> SOURCES a.cpp... [LIBRARIES ...] [ARGUMENTS ...] [PROCESSORS n] [TIMEOUT seconds] [NO_TEST])
+# builds an example, and runs it as the test examples.<name> where tests are built.
+function(syncnorm_add_example name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_TEST" "PROCESSORS;TIMEOUT" "SOURCES;LIBRARIES;ARGUMENTS")
+  if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
+    message(FATAL_ERROR "syncnorm_add_example(${name}): sources '${arg_SOURCES}', unknown '${arg_UNPARSED_ARGUMENTS}'")
+  endif()
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE syncnorm::syncnorm ${arg_LIBRARIES})
+  syncnorm_development_target(${name})
+  if(SYNCNORM_BUILD_TESTS AND NOT arg_NO_TEST)
+    syncnorm_register_test(examples.${name} COMMAND ${name} ${arg_ARGUMENTS}
+      PROCESSORS ${arg_PROCESSORS} TIMEOUT ${arg_TIMEOUT})
+  endif()
+endfunction()
