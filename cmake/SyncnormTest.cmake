@@ -7,6 +7,8 @@ if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release)
 endif()
 
+set(CMAKE_CXX_EXTENSIONS OFF)
+
 add_library(syncnorm_development INTERFACE)
 target_compile_options(syncnorm_development INTERFACE -Wall -Wextra -Wconversion -Wshadow)
 if(SYNCNORM_WERROR)

@@ -1,0 +1,24 @@
+# The layers of include/syncnorm as a table: for each folder, which folders of the library its headers may include, and
+# as a regular expression which headers of others beside the standard library's. `.` is include/syncnorm itself.
+
+set(syncnorm_layers . core comm adapters host ops torch)
+
+set(syncnorm_layer_core_includes core)
+set(syncnorm_layer_comm_includes core comm)
+set(syncnorm_layer_adapters_includes core comm adapters)
+set(syncnorm_layer_adapters_others "^(mpi\\.h|hiredis\\.h|(gloo|ATen|c10|torch)/.*|(sys|netinet|arpa)/[a-z_]+\\.h|(unistd|poll|netdb|ifaddrs)\\.h)$")
+set(syncnorm_layer_host_includes core host)
+set(syncnorm_layer_host_others "^(omp|[a-z]*mmintrin)\\.h$")
+set(syncnorm_layer_ops_includes core comm host ops)
+set(syncnorm_layer_torch_includes core comm host ops adapters torch)
+set(syncnorm_layer_torch_others "^(ATen|c10|torch)/")
+# The umbrella header: what a plain C++20 compiler needs.
+set(syncnorm_layer_._includes core comm host ops)
+
+# What the standard library's headers are called.
+set(syncnorm_standard_header "^([a-z_]+[0-9]*|experimental/simd)$")
+
+# Headers that need a backend, as a regular expression of their path; all others belong to the core component.
+set(syncnorm_header_gloo "^adapters/(detail/)?gloo")
+set(syncnorm_header_mpi "^adapters/(detail/)?mpi")
+set(syncnorm_header_torch "^(adapters/(detail/)?(c10d|torch)|torch/)")
