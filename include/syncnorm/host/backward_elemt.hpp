@@ -1,0 +1,64 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host {
+
+namespace detail {
+
+template <class A, class P>
+struct backward_elemt_op {
+  static constexpr std::size_t inputs = 2, coefficients = 4;
+
+  std::span<double const> mean, inv_std;
+  std::span<P const> gamma;
+  std::span<double const> sum_dy, sum_dy_xmu;
+  std::int64_t count;
+
+  std::array<A, coefficients> operator()(std::int64_t channel) const {
+    auto const c = static_cast<std::size_t>(channel);
+    double const weight = gamma.empty() ? 1.0 : static_cast<double>(gamma[c]);
+    bool const constant = count == 0;
+    auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], weight, constant ? 0.0 : sum_dy[c],
+                                                 constant ? 0.0 : sum_dy_xmu[c], count);
+    return {k.dy_scale, k.center, k.x_scale, k.shift};
+  }
+
+  template <class V>
+  static V apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k) {
+    return in[0] * k[0] + ((in[1] - k[1]) * k[2] + k[3]);
+  }
+};
+
+} // namespace detail
+
+/// The gradient of the input,
+///
+///     dx = gamma·inv_std·(dy − sum_dy/count − (x − mean)·inv_std²·sum_dy_xmu/count)
+///
+/// where sums and count are those over all ranks. count = 0 stands for constant statistics, as in eval mode:
+/// dx = gamma·inv_std·dy, and the sums may be empty. An empty gamma stands for 1.
+///
+/// Shapes: dy, x and dx `[N, C, S]`, the rest `[C]`. Local. dx may be dy or x. `how`: see `normalize`.
+template <class T, class P, executor E>
+requires element<T>
+void backward_elemt(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+                    std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx, std::span<double const> mean,
+                    std::span<double const> inv_std, std::span<P const> gamma, std::span<double const> sum_dy,
+                    std::span<double const> sum_dy_xmu, std::int64_t count, stores how = stores::automatic) {
+  detail::backward_elemt_op<accumulate_t<T>, P> const op{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
+  detail::map_channels<T>(exec, op, {dy, x}, dx, how);
+}
+
+} // namespace syncnorm::host

@@ -1,0 +1,227 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// `dy = Σ dy` and `product = Σ dy·(x − center)` of the elements of one piece.
+template <class A>
+struct gradient_sums {
+  A dy, product;
+};
+
+template <class T, class A = accumulate_t<T>>
+[[nodiscard]] inline gradient_sums<A> sum_gradient_piece(T const* dy, T const* x, A center, std::int64_t n) {
+  constexpr int lanes = native_lanes<A>;
+  using vector = vector_t<A, lanes>;
+  if (n < lanes) {
+    A first = 0, second = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      A const g = static_cast<A>(dy[i]);
+      first += g;
+      second += g * (static_cast<A>(x[i]) - center);
+    }
+    return {first, second};
+  }
+
+  struct sums {
+    vector first{}, second{};
+    void add(vector const& g, vector const& d) {
+      first += g;
+      second += g * d;
+    }
+  } s0, s1, s2, s3;
+  vector const c = splat<A, lanes>(center);
+  std::int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
+    s1.add(load<lanes>(dy + i + lanes), load<lanes>(x + i + lanes) - c);
+    s2.add(load<lanes>(dy + i + 2 * lanes), load<lanes>(x + i + 2 * lanes) - c);
+    s3.add(load<lanes>(dy + i + 3 * lanes), load<lanes>(x + i + 3 * lanes) - c);
+  }
+  for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
+  if (i < n) {
+    int const rest = static_cast<int>(n - i);
+    s1.add(keep_last<A, lanes>(load<lanes>(dy + n - lanes), rest),
+           keep_last<A, lanes>(load<lanes>(x + n - lanes) - c, rest));
+  }
+  return {sum_lanes<A, lanes>((s0.first + s1.first) + (s2.first + s3.first)),
+          sum_lanes<A, lanes>((s0.second + s1.second) + (s2.second + s3.second))};
+}
+
+/// Σ dy and Σ dy·(x − mean) of channels over one group of pieces; see reduce_channels. The elements' arithmetic takes the
+/// mean rounded to their type; what that loses is added in double.
+template <class T>
+class backward_kernel {
+  using A = accumulate_t<T>;
+  static constexpr std::size_t most = static_cast<std::size_t>(chunk_channels<A>);
+  /// Pieces shorter than this go element by element into double.
+  static constexpr std::int64_t shortest = 8;
+
+public:
+  backward_kernel(tensor_view<T const> const& dy, tensor_view<T const> const& x, std::span<double const> mean,
+                  groups const& parts)
+      : dy_{dy}, x_{x}, mean_{mean}, parts_{parts}, layout_{common_layout(dy, x)} {}
+
+  [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy,
+                                    double* sum_dy_xmu) const {
+    tensor_view<T const> const dy = dy_.channel_range(first, length), x = x_.channel_range(first, length);
+    constexpr int lanes = native_lanes<A>, double_lanes = native_lanes<double>;
+    centers center;
+    for (std::int64_t c = 0; c < length; ++c) {
+      center[static_cast<std::size_t>(c)] = static_cast<A>(mean_[static_cast<std::size_t>(first + c)]);
+      sum_dy[c] = sum_dy_xmu[c] = 0;
+    }
+    if (layout_ != layout::channels) {
+      rows(dy, x, center, group, sum_dy, sum_dy_xmu);
+    } else if (parts_.cut.length >= shortest) {
+      length >= lanes ? channels<lanes>(dy, x, center, group, sum_dy, sum_dy_xmu)
+                      : channels<1>(dy, x, center, group, sum_dy, sum_dy_xmu);
+    } else {
+      length >= double_lanes ? elements<double_lanes>(dy, x, center, group, sum_dy, sum_dy_xmu)
+                             : elements<1>(dy, x, center, group, sum_dy, sum_dy_xmu);
+    }
+    for (std::int64_t c = 0; c < length; ++c) {
+      double const lost =
+          mean_[static_cast<std::size_t>(first + c)] - static_cast<double>(center[static_cast<std::size_t>(c)]);
+      sum_dy_xmu[c] -= lost * sum_dy[c];
+    }
+  }
+
+  static void merge(std::int64_t, std::int64_t, double* a, double* b, double const* a_more, double const* b_more,
+                    std::int64_t length) {
+    for (std::int64_t c = 0; c < length; ++c) a[c] += a_more[c];
+    for (std::int64_t c = 0; c < length; ++c) b[c] += b_more[c];
+  }
+
+private:
+  using centers = std::array<A, most>;
+
+  void rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center, std::int64_t group,
+            double* sum_dy, double* sum_dy_xmu) const {
+    std::array<A, static_cast<std::size_t>(row_cut::longest)> dy_row{}, x_row{};
+    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
+      for (std::int64_t c = 0; c < x.channels; ++c) {
+        A const middle = center[static_cast<std::size_t>(c)];
+        gradient_sums<A> piece;
+        if (layout_ == layout::rows) {
+          piece = sum_gradient_piece(&dy(sample, c, begin), &x(sample, c, begin), middle, length);
+        } else {
+          for (std::int64_t s = 0; s < length; ++s) {
+            dy_row[static_cast<std::size_t>(s)] = static_cast<A>(dy(sample, c, begin + s));
+            x_row[static_cast<std::size_t>(s)] = static_cast<A>(x(sample, c, begin + s));
+          }
+          piece = sum_gradient_piece(dy_row.data(), x_row.data(), middle, length);
+        }
+        sum_dy[c] += static_cast<double>(piece.dy);
+        sum_dy_xmu[c] += static_cast<double>(piece.product);
+      }
+    });
+  }
+
+  /// Long pieces: one lane per channel, four positions at a time.
+  template <int L>
+  void channels(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center,
+                std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
+    using vector = vector_t<A, L>;
+    lane_slots<L> const slots{x.channels};
+    std::array<A, most> firsts, seconds;
+    std::array<double, most> first{}, second{};
+    auto const used = static_cast<std::size_t>(slots.size());
+    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
+      std::int64_t const dy_step = dy.stride_s, x_step = x.stride_s;
+      T const* const dy_row = &dy(sample, 0, begin);
+      T const* const x_row = &x(sample, 0, begin);
+      std::fill_n(firsts.data(), used, A{0});
+      std::fill_n(seconds.data(), used, A{0});
+      std::int64_t s = 0;
+      for (; s + 4 <= length; s += 4) {
+        slots.for_each([&](std::int64_t slot, std::int64_t c) {
+          T const* const g = dy_row + s * dy_step + c;
+          T const* const from = x_row + s * x_step + c;
+          auto const i = static_cast<std::size_t>(slot);
+          vector const m = load<L>(&center[static_cast<std::size_t>(c)]);
+          vector const g0 = load<L>(g), g1 = load<L>(g + dy_step), g2 = load<L>(g + 2 * dy_step),
+                       g3 = load<L>(g + 3 * dy_step);
+          vector const d0 = load<L>(from) - m, d1 = load<L>(from + x_step) - m;
+          vector const d2 = load<L>(from + 2 * x_step) - m, d3 = load<L>(from + 3 * x_step) - m;
+          store<L>(&firsts[i], load<L>(&firsts[i]) + ((g0 + g1) + (g2 + g3)));
+          store<L>(&seconds[i], load<L>(&seconds[i]) + ((g0 * d0 + g1 * d1) + (g2 * d2 + g3 * d3)));
+        });
+      }
+      for (; s < length; ++s) {
+        slots.for_each([&](std::int64_t slot, std::int64_t c) {
+          auto const i = static_cast<std::size_t>(slot);
+          vector const g = load<L>(dy_row + s * dy_step + c);
+          vector const d = load<L>(x_row + s * x_step + c) - load<L>(&center[static_cast<std::size_t>(c)]);
+          store<L>(&firsts[i], load<L>(&firsts[i]) + g);
+          store<L>(&seconds[i], load<L>(&seconds[i]) + g * d);
+        });
+      }
+      for (std::size_t i = 0; i < used; ++i) first[i] += static_cast<double>(firsts[i]);
+      for (std::size_t i = 0; i < used; ++i) second[i] += static_cast<double>(seconds[i]);
+    });
+    finish_slots(slots, first, second, sum_dy, sum_dy_xmu);
+  }
+
+  /// Short pieces, as in (N, C): every element goes into double, some rows at a time.
+  template <int L>
+  void elements(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center,
+                std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
+    using vector = vector_t<A, L>;
+    using wide = vector_t<double, L>;
+    lane_slots<L> const slots{x.channels};
+    std::array<double, most> first{}, second{};
+    std::array<T const*, static_cast<std::size_t>(shortest)> dy_rows, x_rows;
+    std::size_t waiting = 0;
+    auto const flush = [&] {
+      slots.for_each([&](std::int64_t slot, std::int64_t c) {
+        auto const i = static_cast<std::size_t>(slot);
+        vector const m = load<L>(&center[static_cast<std::size_t>(c)]);
+        wide a = load<L>(&first[i]), b = load<L>(&second[i]);
+        for (std::size_t r = 0; r < waiting; ++r) {
+          vector const g = load<L>(dy_rows[r] + c);
+          a += to_double<A, L>(g);
+          b += to_double<A, L>(g * (load<L>(x_rows[r] + c) - m));
+        }
+        store<L>(&first[i], a);
+        store<L>(&second[i], b);
+      });
+      waiting = 0;
+    };
+    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
+      for (std::int64_t s = 0; s < length; ++s) {
+        dy_rows[waiting] = &dy(sample, 0, begin + s);
+        x_rows[waiting++] = &x(sample, 0, begin + s);
+        if (waiting == x_rows.size()) flush();
+      }
+    });
+    flush();
+    finish_slots(slots, first, second, sum_dy, sum_dy_xmu);
+  }
+
+  template <int L>
+  static void finish_slots(lane_slots<L> const& slots, std::array<double, most> const& first,
+                           std::array<double, most> const& second, double* sum_dy, double* sum_dy_xmu) {
+    slots.for_each([&](std::int64_t slot, std::int64_t c) {
+      std::copy_n(first.data() + slot, L, sum_dy + c);
+      std::copy_n(second.data() + slot, L, sum_dy_xmu + c);
+    });
+  }
+
+  tensor_view<T const> dy_, x_;
+  std::span<double const> mean_;
+  groups parts_;
+  layout layout_;
+};
+
+} // namespace syncnorm::host::detail

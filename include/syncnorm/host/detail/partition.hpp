@@ -1,0 +1,116 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include <syncnorm/core/tensor_view.hpp>
+
+namespace syncnorm::host::detail {
+
+/// What is contiguous in every view of an operation.
+enum class layout : std::uint8_t { rows, channels, strided };
+
+template <class T>
+[[nodiscard]] constexpr bool has_rows(tensor_view<T> const& x) {
+  return x.spatial > 1 && x.stride_s == 1;
+}
+
+template <class T>
+[[nodiscard]] constexpr bool has_contiguous_channels(tensor_view<T> const& x) {
+  return x.stride_c == 1;
+}
+
+template <class... T>
+[[nodiscard]] constexpr layout common_layout(tensor_view<T> const&... views) {
+  if ((has_rows(views) && ...)) return layout::rows;
+  return (has_contiguous_channels(views) && ...) ? layout::channels : layout::strided;
+}
+
+[[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// The length of the parts into which `extent` is cut evenly, none longer than `longest`, a multiple of 16, and all but
+/// the last of a length that is a multiple of 16.
+[[nodiscard]] constexpr std::int64_t even_part(std::int64_t extent, std::int64_t longest) {
+  return extent <= longest ? extent : ceil_div(ceil_div(extent, ceil_div(extent, longest)), 16) * 16;
+}
+
+/// How rows are cut into pieces, the unit of summation. Depends on the extent of a row alone.
+struct row_cut {
+  static constexpr std::int64_t longest = 1024;
+
+  std::int64_t spatial, length, pieces;
+
+  constexpr explicit row_cut(std::int64_t s)
+      : spatial{s}, length{even_part(s, longest)}, pieces{s == 0 ? 0 : ceil_div(s, length)} {}
+
+  [[nodiscard]] constexpr std::int64_t begin(std::int64_t piece) const { return piece * length; }
+  [[nodiscard]] constexpr std::int64_t size(std::int64_t piece) const {
+    return std::min(length, spatial - piece * length);
+  }
+};
+
+/// The pieces of a channel, in order of samples, in groups of consecutive pieces. A group is summed about a pivot of its
+/// own, and groups merge in order; so the result does not depend on who computes which group.
+struct groups {
+  static constexpr std::int64_t most = 32, fewest_elements = 512;
+
+  row_cut cut;
+  std::int64_t pieces, length, count;
+
+  constexpr groups(std::int64_t samples, std::int64_t spatial)
+      : cut{spatial}, pieces{samples * cut.pieces}, length{1}, count{0} {
+    if (pieces == 0) return;
+    length = std::max(ceil_div(pieces, most), ceil_div(fewest_elements, cut.length));
+    count = ceil_div(pieces, length);
+  }
+
+  /// Calls f(sample, first position, positions) for each piece of group `g`.
+  template <class F>
+  constexpr void for_each_piece(std::int64_t g, F const& f) const {
+    std::int64_t const first = g * length, last = std::min(pieces, first + length);
+    std::int64_t sample = first / cut.pieces, piece = first % cut.pieces;
+    for (std::int64_t i = first; i < last; ++i) {
+      f(sample, cut.begin(piece), cut.size(piece));
+      if (++piece == cut.pieces) piece = 0, ++sample;
+    }
+  }
+
+  /// Elements of one channel in group `g`.
+  [[nodiscard]] constexpr std::int64_t elements(std::int64_t g) const {
+    return elements_before((g + 1) * length) - elements_before(g * length);
+  }
+
+private:
+  [[nodiscard]] constexpr std::int64_t elements_before(std::int64_t piece) const {
+    piece = std::min(piece, pieces);
+    return piece / cut.pieces * cut.spatial + piece % cut.pieces * cut.length;
+  }
+};
+
+/// Contiguous channels as vectors of `L` lanes. The last vector ends at the last channel and so may overlap the one
+/// before it: sums of it are kept in lanes of their own.
+template <int L>
+class lane_slots {
+public:
+  constexpr explicit lane_slots(std::int64_t channels) : channels_{channels} {}
+
+  /// Lanes in all.
+  [[nodiscard]] constexpr std::int64_t size() const { return ceil_div(channels_, L) * L; }
+
+  /// Calls f(first lane, first channel) for each vector.
+  template <class F>
+  constexpr void for_each(F const& f) const {
+    std::int64_t slot = 0;
+    for (; slot + L <= channels_; slot += L) f(slot, slot);
+    if (slot < channels_) f(slot, channels_ - L);
+  }
+
+private:
+  std::int64_t channels_;
+};
+
+/// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.
+template <class A>
+inline constexpr std::int64_t chunk_channels = 4096 / static_cast<std::int64_t>(sizeof(A));
+
+} // namespace syncnorm::host::detail

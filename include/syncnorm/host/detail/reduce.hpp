@@ -1,0 +1,95 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/executor.hpp>
+
+namespace syncnorm::host::detail {
+
+/// Memory that the calling thread keeps from call to call, so that repeated calls allocate nothing. It is the lease's
+/// alone while that lives: an executor may run another operation on a thread that waits for its own.
+class scratch_lease {
+public:
+  explicit scratch_lease(std::size_t size) : memory_{std::exchange(kept(), {})} {
+    if (memory_.size() < size) memory_.resize(size);
+  }
+  ~scratch_lease() { kept() = std::move(memory_); }
+  scratch_lease(scratch_lease const&) = delete;
+  scratch_lease& operator=(scratch_lease const&) = delete;
+
+  [[nodiscard]] double* data() { return memory_.data(); }
+
+private:
+  static std::vector<double>& kept() {
+    thread_local std::vector<double> memory;
+    return memory;
+  }
+
+  std::vector<double> memory_;
+};
+
+/// Computes two sums per channel. `Kernel` has
+///
+///     kernel(first, length, group, a, b)      the sums of channels [first, first + length) over one group of pieces
+///     kernel.merge(before, more, a, b, a2, b2, length)   folds those of the next group in
+///
+/// where `before` and `more` count the elements of a channel. Groups fold in order, on whatever thread.
+template <class A, executor E, class Kernel>
+void reduce_channels(E const& exec, groups const& parts, std::int64_t channels, std::int64_t chunk,
+                     Kernel const& kernel, std::span<double> out_a, std::span<double> out_b) {
+  constexpr std::int64_t most = chunk_channels<A>;
+  if (channels == 0) return;
+  if (parts.count == 0) {
+    std::ranges::fill(out_a, 0.0);
+    std::ranges::fill(out_b, 0.0);
+    return;
+  }
+  chunk = even_part(channels, std::min(chunk, most));
+  std::int64_t const chunks = ceil_div(channels, chunk);
+
+  if (exec.concurrency() == 1 || parts.count == 1 || chunks >= 4 * exec.concurrency()) {
+    exec.for_each(chunks, [&](std::int64_t i) {
+      std::int64_t const first = i * chunk, length = std::min(chunk, channels - first);
+      double* const a = out_a.data() + first;
+      double* const b = out_b.data() + first;
+      kernel(first, length, 0, a, b);
+      if (parts.count == 1) return;
+      std::array<double, static_cast<std::size_t>(most)> next_a, next_b;
+      std::int64_t before = parts.elements(0);
+      for (std::int64_t g = 1; g < parts.count; ++g) {
+        std::int64_t const more = parts.elements(g);
+        kernel(first, length, g, next_a.data(), next_b.data());
+        kernel.merge(before, more, a, b, next_a.data(), next_b.data(), length);
+        before += more;
+      }
+    });
+    return;
+  }
+
+  std::int64_t const width = 2 * channels;
+  scratch_lease partials{static_cast<std::size_t>(parts.count * width)};
+  exec.for_each(chunks * parts.count, [&](std::int64_t i) {
+    std::int64_t const g = i / chunks, first = i % chunks * chunk;
+    double* const a = partials.data() + g * width + first;
+    kernel(first, std::min(chunk, channels - first), g, a, a + channels);
+  });
+  std::copy_n(partials.data(), channels, out_a.data());
+  std::copy_n(partials.data() + channels, channels, out_b.data());
+  std::int64_t before = parts.elements(0);
+  for (std::int64_t g = 1; g < parts.count; ++g) {
+    std::int64_t const more = parts.elements(g);
+    double const* const a = partials.data() + g * width;
+    kernel.merge(before, more, out_a.data(), out_b.data(), a, a + channels, channels);
+    before += more;
+  }
+}
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host {
+
+namespace detail {
+
+template <class A, class P>
+struct normalize_op {
+  static constexpr std::size_t inputs = 1, coefficients = 3;
+
+  std::span<double const> mean, inv_std;
+  affine_parameters<P> params;
+
+  std::array<A, coefficients> operator()(std::int64_t channel) const {
+    auto const c = static_cast<std::size_t>(channel);
+    double const gamma = params.gamma.empty() ? 1.0 : static_cast<double>(params.gamma[c]);
+    double const beta = params.beta.empty() ? 0.0 : static_cast<double>(params.beta[c]);
+    auto const k = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma, beta);
+    return {k.center, k.scale, k.shift};
+  }
+
+  template <class V>
+  static V apply(std::array<V, inputs> const& x, std::array<V, coefficients> const& k) {
+    return (x[0] - k[0]) * k[1] + k[2];
+  }
+};
+
+} // namespace detail
+
+/// y = gamma·(x − mean)·inv_std + beta. An empty gamma stands for 1, an empty beta for 0.
+///
+/// Shapes: x and y `[N, C, S]`, the rest `[C]`. Local. y may be x. `how` says how y is written; a caller that works block
+/// by block asks `stores_for` with the whole of y.
+template <class T, class P, executor E>
+requires element<T>
+void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+               std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+               stores how = stores::automatic) {
+  detail::normalize_op<accumulate_t<T>, P> const op{mean, inv_std, params};
+  detail::map_channels<T>(exec, op, {x}, y, how);
+}
+
+} // namespace syncnorm::host
