@@ -24,8 +24,10 @@ public:
     auto const theirs = out.subspan(in.size() * static_cast<std::size_t>(1 - rank_), in.size());
     if (in.data() != mine.data()) std::ranges::copy(in, mine.begin());
     for (int sender = 0; sender < 2; ++sender)
-      if (sender == rank_) transfer(std::as_bytes(in), [](auto... to) { return send(to..., MSG_NOSIGNAL); });
-      else transfer(std::as_writable_bytes(theirs), [](auto... to) { return recv(to..., 0); });
+      if (sender == rank_)
+        transfer(std::as_bytes(in), [](auto... to) { return send(to..., MSG_NOSIGNAL); });
+      else
+        transfer(std::as_writable_bytes(theirs), [](auto... to) { return recv(to..., 0); });
   }
 
 private:

@@ -25,9 +25,8 @@ template <syncnorm::communicator C>
 result step(C const& comm, double const* x, double const* dy, std::int64_t samples) {
   syncnorm::host::serial_executor const exec;
   result r;
-  auto const saved =
-      syncnorm::batch_norm_forward<double>(exec, comm, syncnorm::nchw(x, samples, channels, spatial),
-                                           syncnorm::nchw(r.y.data(), samples, channels, spatial));
+  auto const saved = syncnorm::batch_norm_forward<double>(exec, comm, syncnorm::nchw(x, samples, channels, spatial),
+                                                          syncnorm::nchw(r.y.data(), samples, channels, spatial));
   syncnorm::batch_norm_backward<double const>(exec, comm, syncnorm::nchw(dy, samples, channels, spatial),
                                               syncnorm::nchw(x, samples, channels, spatial),
                                               syncnorm::nchw(r.dx.data(), samples, channels, spatial), {}, saved);
