@@ -18,7 +18,8 @@ set(syncnorm_layer_._includes core comm host ops)
 # What the standard library's headers are called.
 set(syncnorm_standard_header "^([a-z_]+[0-9]*|experimental/simd)$")
 
-# Headers that need a backend, as a regular expression of their path; all others belong to the core component.
+# Headers that need a backend or OpenMP, as a regular expression of their path; all others need C++20 alone.
+set(syncnorm_header_openmp "^host/openmp")
 set(syncnorm_header_gloo "^adapters/(detail/)?gloo")
 set(syncnorm_header_mpi "^adapters/(detail/)?mpi")
 set(syncnorm_header_torch "^(adapters/(detail/)?(c10d|torch)|torch/)")
