@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include <syncnorm/ops/detail/exchange.hpp>
@@ -14,11 +15,26 @@ enum class statistics_scope : std::uint8_t {
   constant,  ///< the running statistics: they have no gradient
 };
 
+/// Whether a rank's forward pass is followed by a backward pass.
+enum class backward_pass : std::uint8_t {
+  possible,   ///< if another rank needs one
+  needed,     ///< by this rank
+  impossible, ///< this rank records nothing
+};
+
+/// What the caller of a pass knows and the pass cannot see. It joins the exchange.
+struct batch_norm_caller {
+  std::string_view fault{}; ///< what is wrong on this rank, which every rank then throws; empty: nothing
+  /// Of the forward pass alone. Where a rank needs a backward pass that is impossible on another, every rank throws.
+  backward_pass backward = backward_pass::possible;
+};
+
 /// What a forward pass leaves for its backward pass, besides x.
 struct batch_norm_saved {
   statistics_scope scope = statistics_scope::all_ranks;
   std::int64_t count = 0;            ///< elements of a channel over the scope; 0 where the statistics are constant
   std::vector<double> mean, inv_std; ///< `[C]`, inv_std = 1/√(var + eps); the same bits on every rank
+  bool backward_needed = false;      ///< some rank needs a backward pass, which every rank then has to join
 };
 
 /// Buffers of the passes of one layer, and its ranks' standing agreement on the number of channels, by which a pass

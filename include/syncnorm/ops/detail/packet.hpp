@@ -20,13 +20,14 @@ struct packet_header {
   std::array<char, 24> pass{};    ///< the operation and its direction
   std::array<char, 16> element{}; ///< element_traits<T>::name
   std::int64_t channels = 0;
-  std::int64_t count = 0; ///< elements of a channel on this rank; the one field in which ranks may differ
+  std::int64_t count = 0; ///< elements of a channel on this rank; ranks may differ
   double eps = 0;
   double momentum = 0; ///< −1: cumulative average
   std::int64_t biased_variance = 0;
   std::int64_t tracks_running_statistics = 0;
   std::int64_t affine = 0;
-  std::array<char, 152> fault{}; ///< what is wrong on this rank; empty where nothing is
+  std::int64_t backward = 0;     ///< the caller's backward_pass; ranks may differ
+  std::array<char, 144> fault{}; ///< what is wrong on this rank; empty where nothing is
 };
 static_assert(sizeof(packet_header) == 248 && std::is_trivially_copyable_v<packet_header>);
 
