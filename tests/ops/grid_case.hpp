@@ -24,9 +24,12 @@ struct grid_case {
 
   [[nodiscard]] std::int64_t samples_of(int rank) const {
     switch (spread) {
-    case partition::even: return batch;
-    case partition::uneven: return batch + rank;
-    case partition::with_empty_ranks: return ranks > 1 && rank % 2 == 0 ? 0 : batch;
+    case partition::even:
+      return batch;
+    case partition::uneven:
+      return batch + rank;
+    case partition::with_empty_ranks:
+      return ranks > 1 && rank % 2 == 0 ? 0 : batch;
     }
     return 0;
   }
@@ -40,8 +43,8 @@ struct grid_case {
   [[nodiscard]] std::string name() const {
     static constexpr std::array spreads{"even", "uneven", "empty ranks"};
     static constexpr std::array orders{"nchw", "nhwc", "nc", "tbc", "strided"};
-    return std::to_string(ranks) + " ranks, C " + std::to_string(channels) + ", batch " + std::to_string(batch) + ", S " +
-           std::to_string(spatial) + ", " + spreads[static_cast<std::size_t>(spread)] + ", " +
+    return std::to_string(ranks) + " ranks, C " + std::to_string(channels) + ", batch " + std::to_string(batch) +
+           ", S " + std::to_string(spatial) + ", " + spreads[static_cast<std::size_t>(spread)] + ", " +
            orders[static_cast<std::size_t>(order)];
   }
 };
@@ -58,11 +61,21 @@ struct owned_tensor {
     storage.assign(static_cast<std::size_t>(room), T{-77});
     T* data = storage.data();
     switch (order) {
-    case layout::nchw: view = syncnorm::nchw(data, n, c, s); break;
-    case layout::nhwc: view = syncnorm::nhwc(data, n, c, s); break;
-    case layout::nc: view = s == 1 ? syncnorm::nc(data, n, c) : syncnorm::nchw(data, n, c, s); break;
-    case layout::tbc: view = syncnorm::tbc(data, s, n, c); break;
-    case layout::strided: view = {data + 1, n, c, s, (c + 1) * (2 * s + 1), 2 * s + 1, 2}; break;
+    case layout::nchw:
+      view = syncnorm::nchw(data, n, c, s);
+      break;
+    case layout::nhwc:
+      view = syncnorm::nhwc(data, n, c, s);
+      break;
+    case layout::nc:
+      view = s == 1 ? syncnorm::nc(data, n, c) : syncnorm::nchw(data, n, c, s);
+      break;
+    case layout::tbc:
+      view = syncnorm::tbc(data, s, n, c);
+      break;
+    case layout::strided:
+      view = {data + 1, n, c, s, (c + 1) * (2 * s + 1), 2 * s + 1, 2};
+      break;
     }
   }
   owned_tensor(owned_tensor const&) = delete;

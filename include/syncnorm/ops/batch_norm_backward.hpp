@@ -48,19 +48,23 @@ template <class X, class P = accumulate_t<X>, host::executor E, communicator C>
 void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx, affine_parameters<P> affine,
                          batch_norm_saved const& saved, affine_gradients<P> gradients,
-                         batch_norm_backward_options const& options, batch_norm_workspace& workspace) {
+                         batch_norm_backward_options const& options, batch_norm_workspace& workspace,
+                         batch_norm_caller const& caller = {}) {
   static constexpr std::string_view pass = "batch_norm backward";
   auto& exchange = workspace.exchange;
   std::int64_t const channels = exchange.channels();
   bool const wants_dx = dx.data != nullptr || dx.samples != 0 || dx.channels != 0 || dx.spatial != 0;
 
   detail::call_check check;
+  check.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
   check.require(saved.mean.size() == static_cast<std::size_t>(channels) && saved.inv_std.size() == saved.mean.size(),
-                "the saved statistics have " + std::to_string(saved.mean.size()) + " channels, expected " +
-                    std::to_string(channels) + "; was there a forward pass?");
+                [&] {
+                  return check.text("the saved statistics have ", saved.mean.size(), " channels, expected ", channels,
+                                    "; was there a forward pass?");
+                });
   check.tensor(x, "x", channels);
-  check.same_extents(dy, "dy", x, "x");
-  if (wants_dx) check.output(dx, "dx", x, "x");
+  check.same_extents(dy, "dy", x);
+  if (wants_dx) check.output(dx, "dx", x);
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(gradients.gamma, "the gradient of gamma", channels);
   check.channel_values(gradients.beta, "the gradient of beta", channels);

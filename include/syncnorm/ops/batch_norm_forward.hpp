@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <span>
@@ -40,6 +41,17 @@ inline void finish_statistics(std::span<double const> m2, std::int64_t count, do
     inv_std[c] = count > 0 ? 1.0 / std::sqrt(m2[c] / static_cast<double>(count) + eps) : 0.0;
 }
 
+/// Whether some rank needs a backward pass. Throws where another one cannot join it.
+inline bool require_backward_agreement(std::string_view pass, std::span<packet_header const> ranks) {
+  auto const first = [&](backward_pass what) {
+    return std::ranges::find(ranks, static_cast<std::int64_t>(what), &packet_header::backward) - ranks.begin();
+  };
+  auto const needs = first(backward_pass::needed), lacks = first(backward_pass::impossible);
+  if (needs == std::ssize(ranks) || lacks == std::ssize(ranks)) return needs != std::ssize(ranks);
+  throw mismatch_error{call_check::text(pass, ": ranks disagree on whether a backward pass follows: rank ", needs,
+                                        " needs one, rank ", lacks, " records no gradients")};
+}
+
 /// Moves the running statistics towards `saved`. `m2` is used up.
 template <class P>
 void update_running_statistics(running_statistics<P> running, batch_norm_options const& options,
@@ -70,16 +82,18 @@ void update_running_statistics(running_statistics<P> running, batch_norm_options
 template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
 void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                         affine_parameters<P> affine, running_statistics<P> running, batch_norm_options const& options,
-                        batch_norm_saved& saved, batch_norm_workspace& workspace) {
+                        batch_norm_saved& saved, batch_norm_workspace& workspace,
+                        batch_norm_caller const& caller = {}) {
   static constexpr std::string_view pass = "batch_norm forward";
   auto& exchange = workspace.exchange;
   auto& m2 = workspace.first;
   std::int64_t const channels = exchange.channels();
 
   detail::call_check check;
-  check.require(channels >= 0, "the number of channels is negative: " + std::to_string(channels));
+  check.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+  check.require(channels >= 0, [&] { return check.text("the number of channels is negative: ", channels); });
   check.tensor(x, "x", channels);
-  check.output(y, "y", x, "x");
+  check.output(y, "y", x);
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(affine.beta, "beta", channels);
   check.options(options, running, channels);
@@ -95,6 +109,7 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
   if (size(comm) == 1) {
     detail::throw_fault(pass, check);
     detail::start_saved(saved, m2, channels, x.count());
+    saved.backward_needed = caller.backward == backward_pass::needed;
     host::local_moments(exec, x, std::span{saved.mean}, std::span{m2});
     finish({0, channels});
   } else {
@@ -104,12 +119,14 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
     own.biased_variance = options.variance == running_variance::biased ? 1 : 0;
     own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
     own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
+    own.backward = static_cast<std::int64_t>(caller.backward);
     exchange.run(
         comm, own,
         [&](detail::exchange_part const& part) {
           if (!check.failed()) host::local_moments(exec, detail::part_of(x, part.channels), part.first, part.second);
         },
         [&] {
+          saved.backward_needed = detail::require_backward_agreement(pass, exchange.headers());
           std::int64_t count = 0;
           for (auto const& header : exchange.headers()) count += header.count;
           detail::start_saved(saved, m2, channels, count);
@@ -144,11 +161,11 @@ void batch_norm_inference(E const& exec, std::type_identity_t<tensor_view<T cons
   auto const channels = static_cast<std::int64_t>(mean.size());
   detail::call_check check;
   check.tensor(x, "x", channels);
-  check.output(y, "y", x, "x");
+  check.output(y, "y", x);
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(affine.beta, "beta", channels);
   check.require(var.size() == mean.size(),
-                "var has " + std::to_string(var.size()) + " elements, mean has " + std::to_string(mean.size()));
+                [&] { return check.text("var has ", var.size(), " elements, mean has ", mean.size()); });
   check.eps(eps);
   detail::throw_fault("batch_norm inference", check);
 

@@ -1,0 +1,250 @@
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
+
+namespace {
+
+constexpr syncnorm::host::serial_executor serial{};
+constexpr int ranks = 3;
+
+using layer_type = syncnorm::batch_norm<float, syncnorm::thread_communicator>;
+
+/// The inputs of a step, which a case spoils on one rank.
+struct step_inputs {
+  std::vector<float> x, y, dy, dx;
+  syncnorm::tensor_view<float> x_view, y_view, dy_view, dx_view;
+
+  explicit step_inputs(std::int64_t channels)
+      : x(static_cast<std::size_t>(4 * channels * 5)), y(x.size()), dy(x.size(), 1),
+        dx(x.size()), x_view{syncnorm::nchw(x.data(), 4, channels, 5)}, y_view{syncnorm::nchw(y.data(), 4, channels,
+                                                                                              5)},
+        dy_view{syncnorm::nchw(dy.data(), 4, channels, 5)}, dx_view{syncnorm::nchw(dx.data(), 4, channels, 5)} {
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7);
+  }
+};
+
+/// `f()` throws an `Error` whose message has all of `parts`.
+template <class Error, class F>
+void check_throws(F const& f, std::vector<std::string> const& parts) {
+  try {
+    f();
+    FAIL_CHECK("nothing thrown, expected: " << parts.front());
+  } catch (Error const& error) {
+    std::string const message = error.what();
+    for (auto const& part : parts)
+      CHECK_MESSAGE(message.find(part) != std::string::npos, "no \"" << part << "\" in: " << message);
+    CHECK(error.where().line() > 0);
+  }
+}
+
+/// Takes a good step, then one that `spoil(layer_inputs)` spoils on rank 1, then a good one again. Every rank must throw in
+/// the second, keep its state, and be able to go on. 3 channels fit into the head of a first exchange, 200 do not.
+template <class Spoil>
+void check_spoiled_step(Spoil const& spoil, std::vector<std::string> const& parts) {
+  for (std::int64_t const channels : {3, 200})
+    for (bool const first_step_good : {true, false})
+      syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+        layer_type layer{comm, channels};
+        step_inputs good{channels};
+        auto const good_step = [&] {
+          layer.forward(good.x_view, good.y_view);
+          layer.backward(good.x_view, good.dy_view, good.dx_view);
+        };
+        if (first_step_good) good_step();
+        auto const state = [&] {
+          std::vector<float> all{static_cast<float>(layer.num_batches_tracked())};
+          for (auto const values : {layer.running_mean(), layer.running_var(), layer.gamma_grad(), layer.beta_grad()})
+            all.insert(all.end(), values.begin(), values.end());
+          return all;
+        };
+        step_inputs bad{channels};
+        auto const spoiled = comm.rank() == 1;
+        if (spoiled) spoil(bad);
+        auto expected = parts;
+        expected.emplace_back("rank 1");
+        bool const in_backward = parts.front() == "backward";
+        if (in_backward) layer.forward(bad.x_view, bad.y_view);
+        auto const before = state();
+        check_throws<syncnorm::invalid_argument_error>(
+            [&] {
+              if (in_backward)
+                layer.backward(bad.x_view, bad.dy_view, bad.dx_view);
+              else
+                layer.forward(bad.x_view, bad.y_view);
+            },
+            expected);
+        CHECK(state() == before);
+        good_step();
+        CHECK(layer.num_batches_tracked() == static_cast<std::int64_t>(before.front()) + 1);
+      });
+}
+
+} // namespace
+
+TEST_CASE("what is wrong with a forward pass on one rank is an error on every rank") {
+  check_spoiled_step([](step_inputs& in) { in.x_view.data = nullptr; }, {"x is null"});
+  check_spoiled_step([](step_inputs& in) { in.y_view.data = nullptr; }, {"y is null"});
+  check_spoiled_step([](step_inputs& in) { in.x_view.channels = 2; }, {"x has 2 channels"});
+  check_spoiled_step([](step_inputs& in) { in.x_view.samples = -1; }, {"negative extent", "[-1, "});
+  check_spoiled_step([](step_inputs& in) { in.y_view.samples = 3; }, {"y is [3, ", "expected [4, "});
+  check_spoiled_step([](step_inputs& in) { in.y_view.stride_s = 0; }, {"y has a zero stride"});
+}
+
+TEST_CASE("what is wrong with a backward pass on one rank is an error on every rank") {
+  check_spoiled_step([](step_inputs& in) { in.dy_view.data = nullptr; }, {"backward", "dy is null"});
+  check_spoiled_step([](step_inputs& in) { in.dy_view.samples = 3; }, {"backward", "dy is [3, "});
+  check_spoiled_step([](step_inputs& in) { in.dx_view.data = nullptr; }, {"backward", "dx is null"});
+  check_spoiled_step([](step_inputs& in) { in.dx_view.stride_n = 0; }, {"backward", "dx has a zero stride"});
+}
+
+TEST_CASE("options out of range on one rank are an error on every rank") {
+  auto const nan = std::numeric_limits<double>::quiet_NaN();
+  struct bad_options {
+    syncnorm::batch_norm_options norm;
+    char const* part;
+  };
+  for (auto const& bad : std::initializer_list<bad_options>{{{.eps = -1e-5}, "eps is"},
+                                                            {{.eps = nan}, "eps is"},
+                                                            {{.momentum = -0.1}, "momentum is -0.1"},
+                                                            {{.momentum = 1.5}, "momentum is 1.5"},
+                                                            {{.momentum = nan}, "momentum"}})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      auto const norm = comm.rank() == 2 ? bad.norm : syncnorm::batch_norm_options{};
+      layer_type layer{comm, 3, {.norm = norm}};
+      step_inputs in{3};
+      check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(in.x_view, in.y_view); },
+                                                     {"rank 2", bad.part});
+      CHECK(layer.num_batches_tracked() == 0);
+    });
+}
+
+TEST_CASE("ranks that disagree on the number of channels are told so") {
+  for (auto const& pair : {std::pair<std::int64_t, std::int64_t>{3, 4}, {200, 3}, {300, 200}, {128, 129}})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      auto const channels = comm.rank() == 1 ? pair.second : pair.first;
+      step_inputs in{channels};
+      std::vector<std::string> const parts{"number of channels", "rank 0 has " + std::to_string(pair.first),
+                                           "rank 1 has " + std::to_string(pair.second)};
+      layer_type layer{comm, channels};
+      check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); }, parts);
+      check_throws<syncnorm::mismatch_error>(
+          [&] { (void)syncnorm::batch_norm_forward(serial, comm, in.x_view, in.y_view); }, parts);
+      CHECK(layer.num_batches_tracked() == 0);
+    });
+}
+
+TEST_CASE("ranks that disagree on the element type are told so") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    auto const forward = [&]<class T>(T) {
+      std::vector<T> x{1, 2, 3, 4}, y(4);
+      (void)syncnorm::batch_norm_forward(serial, comm, syncnorm::nc(x.data(), 2, 2), syncnorm::nc(y.data(), 2, 2));
+    };
+    check_throws<syncnorm::mismatch_error>([&] { comm.rank() == 0 ? forward(float{}) : forward(double{}); },
+                                           {"element type", "rank 0 has float", "rank 1 has double"});
+  });
+}
+
+TEST_CASE("ranks that disagree on the options are told so") {
+  struct other_options {
+    syncnorm::batch_norm_layer_options layer;
+    char const* part;
+  };
+  for (auto const& other : std::initializer_list<other_options>{
+           {{.norm = {.eps = 1e-3}}, "eps"},
+           {{.norm = {.momentum = 0.2}}, "momentum"},
+           {{.norm = {.momentum = std::nullopt}}, "momentum"},
+           {{.norm = {.variance = syncnorm::running_variance::biased}}, "running variance"},
+           {{.track_running_stats = false}, "running statistics"},
+           {{.affine = false}, "affine"}})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      layer_type layer{comm, 3, comm.rank() == 2 ? other.layer : syncnorm::batch_norm_layer_options{}};
+      step_inputs in{3};
+      check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); },
+                                             {"disagree", "rank 2", "rank 0", other.part});
+      CHECK(layer.num_batches_tracked() == 0);
+    });
+}
+
+TEST_CASE("ranks in different passes are told so") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    layer_type layer{comm, 3};
+    step_inputs in{3};
+    layer.forward(in.x_view, in.y_view);
+    check_throws<syncnorm::mismatch_error>(
+        [&] {
+          if (comm.rank() == 0)
+            layer.forward(in.x_view, in.y_view);
+          else
+            layer.backward(in.x_view, in.dy_view, in.dx_view);
+        },
+        {"the operation", "batch_norm forward", "batch_norm backward"});
+  });
+}
+
+TEST_CASE("one value per channel over all ranks cannot be trained on") {
+  for (int const size : {1, 2, 3})
+    syncnorm::run_ranks(size, [&](syncnorm::thread_communicator const& comm) {
+      layer_type layer{comm, 2};
+      std::vector<float> x{1, 2}, y(2);
+      std::int64_t const samples = comm.rank() == 0 ? 1 : 0;
+      auto const step = [&] { layer.forward(syncnorm::nc(x.data(), samples, 2), syncnorm::nc(y.data(), samples, 2)); };
+      check_throws<syncnorm::invalid_argument_error>(step, {"more than 1 value per channel"});
+      CHECK(layer.num_batches_tracked() == 0);
+      layer.eval();
+      step(); // inference may
+    });
+}
+
+TEST_CASE("a backward pass needs a forward pass") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    layer_type layer{comm, 3};
+    step_inputs in{3};
+    check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); },
+                                                   {"was there a forward pass?"});
+  });
+}
+
+TEST_CASE("parameters of a wrong size on one rank are an error on every rank") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    step_inputs in{3};
+    std::vector<float> const gamma(comm.rank() == 0 ? 3 : 2, 1.0F);
+    std::vector<float> mean(3), var(3);
+    check_throws<syncnorm::invalid_argument_error>(
+        [&] {
+          (void)syncnorm::batch_norm_forward(serial, comm, in.x_view, in.y_view,
+                                             syncnorm::affine_parameters<float>{gamma, {}});
+        },
+        {"rank 1", "gamma has 2 elements, expected 3"});
+    std::int64_t batches = 0;
+    check_throws<syncnorm::invalid_argument_error>(
+        [&] {
+          (void)syncnorm::batch_norm_forward(
+              serial, comm, in.x_view, in.y_view, {},
+              syncnorm::running_statistics<float>{mean, var, comm.rank() == 0 ? &batches : nullptr},
+              {.momentum = std::nullopt});
+        },
+        {"rank 1", "num_batches_tracked"});
+    CHECK(batches == 0);
+  });
+}
+
+TEST_CASE("a peer that never comes is an error within the timeout") {
+  syncnorm::thread_group const group{2, std::chrono::milliseconds{100}};
+  layer_type layer{group.communicator(0), 3};
+  step_inputs in{3};
+  CHECK_THROWS_AS(layer.forward(in.x_view, in.y_view), syncnorm::timeout_error);
+  CHECK(layer.num_batches_tracked() == 0);
+  for (float const value : layer.running_var()) CHECK(value == 1.0F);
+}

@@ -1,0 +1,193 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
+
+#include <ops/grid_case.hpp>
+#include <support/oracle.hpp>
+
+namespace test {
+
+/// Inputs of a case over the whole batch, dense `[N, C, S]`, and what the oracle says of them. Two training steps are
+/// taken on the same batch, so that the running statistics are not only an average with their initial values.
+template <class T>
+struct case_data {
+  static constexpr double eps = 1e-3, momentum = 0.3;
+  static constexpr int steps = 2;
+
+  grid_case cell;
+  std::vector<T> x, dy, gamma, beta;
+  batch_norm_oracle oracle;
+  std::vector<long double> y, running_mean, running_var, inference;
+  batch_norm_oracle::gradients gradients;
+
+  explicit case_data(grid_case const& g)
+      : cell{g}, x(fill(g, 1)), dy(fill(g, 2)), gamma(per_channel(g, 3)),
+        beta(per_channel(g, 4)), oracle{x, g.samples(), g.channels, g.spatial, eps}, y{oracle.forward(x, gamma, beta)},
+        running_mean(oracle.mean.size(), 0), running_var(oracle.mean.size(), 1),
+        inference(x.size()), gradients{oracle.backward(x, dy, gamma)} {
+    auto const count = static_cast<long double>(g.samples() * g.spatial);
+    for (int step = 0; step < steps; ++step)
+      for (std::size_t c = 0; c < oracle.mean.size(); ++c) {
+        running_mean[c] = (1 - momentum) * running_mean[c] + momentum * oracle.mean[c];
+        running_var[c] = (1 - momentum) * running_var[c] + momentum * oracle.var[c] * count / (count - 1);
+      }
+    std::size_t i = 0;
+    for (std::int64_t n = 0; n < g.samples(); ++n)
+      for (std::size_t c = 0; c < oracle.mean.size(); ++c)
+        for (std::int64_t s = 0; s < g.spatial; ++s, ++i)
+          inference[i] =
+              (static_cast<long double>(x[i]) - running_mean[c]) / std::sqrt(running_var[c] + eps) * gamma[c] + beta[c];
+  }
+
+private:
+  static std::vector<T> fill(grid_case const& g, std::uint64_t stream) {
+    std::vector<T> values(static_cast<std::size_t>(g.samples() * g.channels * g.spatial));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      auto const c = static_cast<double>((static_cast<std::int64_t>(i) / g.spatial) % g.channels);
+      values[i] = static_cast<T>(noise(stream, i) * (1 + 0.01 * c) + 0.3 * std::sin(c));
+    }
+    return values;
+  }
+  static std::vector<T> per_channel(grid_case const& g, std::uint64_t stream) {
+    std::vector<T> values(static_cast<std::size_t>(g.channels));
+    for (std::size_t c = 0; c < values.size(); ++c) values[c] = static_cast<T>(noise(stream, c) + 1.25);
+    return values;
+  }
+};
+
+/// Greatest difference relative to the greatest magnitude that is expected.
+class comparison {
+public:
+  explicit comparison(long double scale = 0) : scale_{scale} {}
+
+  void add(double got, long double expected) {
+    auto const difference = std::abs(static_cast<long double>(got) - expected);
+    if (!(difference <= worst_)) worst_ = difference; // a NaN sticks
+    scale_ = std::max(scale_, std::abs(expected));
+  }
+  void add(std::span<double const> got, std::vector<long double> const& expected) {
+    for (std::size_t i = 0; i < got.size(); ++i) add(got[i], expected[i]);
+  }
+  [[nodiscard]] bool within(double tolerance) const { return worst_ <= tolerance * scale_; }
+  [[nodiscard]] std::string text() const {
+    return std::to_string(static_cast<double>(worst_)) + " of " + std::to_string(static_cast<double>(scale_));
+  }
+
+private:
+  long double worst_ = 0, scale_;
+};
+
+/// The required accuracy relative to the scale of a result.
+template <class T>
+inline constexpr double tolerance = std::is_same_v<T, float> ? 1e-5 : 1e-12;
+
+/// Runs one case on this rank of `comm`; returns what is wrong.
+template <class T, syncnorm::communicator C>
+std::vector<std::string> run_case(case_data<T> const& data, C const& comm) {
+  auto const& g = data.cell;
+  int const rank = syncnorm::rank(comm);
+  auto const samples = g.samples_of(rank), first = g.first_sample_of(rank);
+  std::vector<std::string> failures;
+  auto const expect = [&](bool holds, std::string const& what) {
+    if (!holds)
+      failures.push_back(g.name() + (std::is_same_v<T, float> ? ", float" : ", double") + ", rank " +
+                         std::to_string(rank) + ": " + what);
+  };
+  auto const each = [&](auto const& f) {
+    for (std::int64_t n = 0; n < samples; ++n)
+      for (std::int64_t c = 0; c < g.channels; ++c)
+        for (std::int64_t s = 0; s < g.spatial; ++s)
+          f(n, c, s, static_cast<std::size_t>(((first + n) * g.channels + c) * g.spatial + s));
+  };
+  auto const expect_tensor = [&](syncnorm::tensor_view<T> const& got, std::vector<long double> const& expected,
+                                 char const* what) {
+    comparison all;
+    // Relative to the scale over the whole batch: a rank's own share may be small by chance.
+    for (auto const value : expected) all.add(static_cast<double>(value), value);
+    comparison c = all;
+    each([&](auto n, auto ch, auto s, std::size_t i) { c.add(static_cast<double>(got(n, ch, s)), expected[i]); });
+    expect(c.within(tolerance<T>), std::string{what} + " off by " + c.text());
+  };
+  auto const expect_channels = [&](auto const& got, std::vector<long double> const& expected, char const* what,
+                                   long double scale = 0) {
+    comparison c{scale};
+    expect(got.size() == expected.size(), std::string{what} + " has a wrong size");
+    for (std::size_t i = 0; i < got.size(); ++i) c.add(static_cast<double>(got[i]), expected[i]);
+    expect(c.within(tolerance<T>), std::string{what} + " off by " + c.text());
+  };
+
+  owned_tensor<T> x{g.order, samples, g.channels, g.spatial}, dy{g.order, samples, g.channels, g.spatial};
+  owned_tensor<T> y{g.order, samples, g.channels, g.spatial}, dx{g.order, samples, g.channels, g.spatial};
+  each([&](auto n, auto c, auto s, std::size_t i) {
+    x.view(n, c, s) = data.x[i];
+    dy.view(n, c, s) = data.dy[i];
+  });
+
+  syncnorm::batch_norm<T, C> layer{comm, g.channels, {.norm = {.eps = data.eps, .momentum = data.momentum}}};
+  std::ranges::copy(data.gamma, layer.gamma().begin());
+  std::ranges::copy(data.beta, layer.beta().begin());
+  for (int step = 0; step < data.steps; ++step) layer.forward(x.view, y.view);
+  layer.backward(x.view, dy.view, dx.view);
+
+  expect_tensor(y.view, data.y, "y");
+  expect_tensor(dx.view, data.gradients.dx, "dx");
+  // A mean may be near zero by chance; what it is measured by then is the deviation of the data.
+  auto const deviation = 1 / *std::ranges::max_element(data.oracle.inv_std);
+  expect_channels(layer.saved().mean, data.oracle.mean, "mean", deviation);
+  expect_channels(layer.saved().inv_std, data.oracle.inv_std, "inv_std");
+  expect_channels(layer.running_mean(), data.running_mean, "running_mean", deviation);
+  expect_channels(layer.running_var(), data.running_var, "running_var");
+  expect(layer.saved().count == g.samples() * g.spatial, "a wrong count");
+  expect(layer.num_batches_tracked() == data.steps, "a wrong num_batches_tracked");
+  auto const local = data.oracle.parameter_gradients(data.x, data.dy, first, first + samples);
+  expect_channels(layer.gamma_grad(), local.gamma, "the gradient of gamma");
+  expect_channels(layer.beta_grad(), local.beta, "the gradient of beta");
+
+  std::vector<std::byte> own;
+  auto const append = [&](auto const& values) {
+    auto const bytes = std::as_bytes(std::span{values});
+    own.insert(own.end(), bytes.begin(), bytes.end());
+  };
+  append(layer.saved().mean), append(layer.saved().inv_std);
+  append(layer.running_mean()), append(layer.running_var());
+  std::vector<std::byte> all(own.size() * static_cast<std::size_t>(g.ranks));
+  syncnorm::allgather(comm, own, std::span{all});
+  for (std::size_t r = 0; r < static_cast<std::size_t>(g.ranks); ++r)
+    expect(std::memcmp(all.data() + r * own.size(), own.data(), own.size()) == 0,
+           "other bits of the statistics than rank " + std::to_string(r));
+
+  layer.eval();
+  layer.forward(x.view, y.view);
+  expect_tensor(y.view, data.inference, "y in evaluation");
+  return failures;
+}
+
+/// All cases of the grid for `ranks` ranks, each with `run(cell)`. Small channel counts take every layout; from 128
+/// channels on the layouts take turns, so that the time goes into shapes.
+template <class Run>
+void for_each_case(int ranks, Run const& run) {
+  std::size_t turn = 0;
+  for (std::int64_t const channels : {1, 3, 128, 256, 512, 1024})
+    for (std::int64_t const batch : {1, 32, 64})
+      for (auto const spread : partitions)
+        for (std::size_t l = 0; l < (channels < 128 ? layouts.size() : 1); ++l, ++turn) {
+          auto const order = layouts[channels < 128 ? l : turn % layouts.size()];
+          std::int64_t spatial = order == layout::nc ? 1 : channels < 128 ? 19 : 3;
+          grid_case cell{ranks, channels, batch, spatial, spread, order};
+          // One element over all ranks cannot be trained on; bad input has its own tests.
+          if (cell.samples() * cell.spatial < 2) cell.spatial = 2;
+          run(cell);
+        }
+}
+
+} // namespace test
