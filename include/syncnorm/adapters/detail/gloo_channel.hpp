@@ -1,0 +1,370 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <gloo/context.h>
+#include <gloo/transport/unbound_buffer.h>
+
+#include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/gloo_error.hpp>
+
+namespace syncnorm::detail {
+
+class gloo_channel;
+using gloo_buffer = gloo::transport::UnboundBuffer;
+
+/// One completion that an operation waits for.
+struct gloo_transfer {
+  enum class kind : bool { send, receive };
+
+  gloo_buffer* buffer;
+  int peer;
+  kind direction;
+
+  void wait(std::chrono::milliseconds timeout) const {
+    direction == kind::receive ? buffer->waitRecv(timeout) : buffer->waitSend(timeout);
+  }
+};
+
+/// The memory of one packet from every rank, and the operation that is using it. Slots are reused.
+struct gloo_slot {
+  /// What to do once everything in `pending` has completed. Returns whether the operation is complete; if not, it has
+  /// put more into `pending`.
+  using step = bool (*)(gloo_channel&, gloo_slot&);
+
+  std::uint32_t sequence = 0;
+  std::unique_ptr<std::byte[]> memory; // size packets; this rank's own is sent, the others are received
+  std::unique_ptr<gloo_buffer> own;
+  std::vector<std::unique_ptr<gloo_buffer>> peers; // none at this rank
+
+  std::chrono::steady_clock::time_point deadline;
+  std::vector<gloo_transfer> pending;
+  step resume = nullptr;
+  bool queued = false;            // the channel's thread drives it
+  std::atomic<bool> done = false; // whatever follows is its owner's again
+  std::exception_ptr error;
+
+  std::byte const* in = nullptr;
+  std::byte* out = nullptr;
+  std::vector<std::unique_ptr<gloo_buffer>> bulk; // over memory of the user, or over scratch
+  std::vector<std::byte> scratch;
+};
+
+/// Exchanges packets between all ranks of a Gloo context.
+///
+/// Gloo moves data only when the receiver has announced its buffer. So the buffers of the next few packets are
+/// announced ahead, and a packet that is sent arrives after one trip, moved by Gloo's own threads. A packet begins
+/// with the header of the collective, followed by the data if they fit. What does not fit follows once every header
+/// has been seen to agree: Gloo ends the process when a message is longer than the buffer announced for it.
+///
+/// Gloo's buffers can be waited for but not polled, and a wait that times out closes every connection. So the thread
+/// that waits drives the operation, and the channel has a thread of its own, started when first needed, for those that
+/// are tested, and for those that go on in several steps while their owner does something else.
+class gloo_channel {
+public:
+  using clock = std::chrono::steady_clock;
+
+  gloo_channel(std::shared_ptr<gloo::Context> context, std::chrono::milliseconds timeout, std::uint32_t tag)
+      : context_{std::move(context)}, timeout_{timeout}, tag_{tag} {
+    if (size() == 1) return;
+    // A peer's death must be an error of the collective, not a signal that ends this process.
+    struct sigaction action {};
+    if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL)
+      static_cast<void>(std::signal(SIGPIPE, SIG_IGN));
+    guarded([&] {
+      for_each_peer([&](int r) {
+        if (!context_->getPair(r)) throw gloo_error{"the context has no connection to rank " + std::to_string(r)};
+      });
+      connected_ = true;
+      announce();
+    });
+  }
+  gloo_channel(gloo_channel const&) = delete;
+  gloo_channel& operator=(gloo_channel const&) = delete;
+  ~gloo_channel() {
+    if (!driver_.joinable()) return;
+    {
+      std::lock_guard const lock{queue_mutex_};
+      stopping_ = true;
+    }
+    queue_changed_.notify_all();
+    driver_.join();
+  }
+
+  [[nodiscard]] int rank() const noexcept { return context_->rank; }
+  [[nodiscard]] int size() const noexcept { return context_->size; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+  [[nodiscard]] std::shared_ptr<gloo::Context> const& context() const noexcept { return context_; }
+  /// Bytes of data that travel with the header. The same on every rank.
+  [[nodiscard]] std::size_t capacity() const noexcept { return stride() - sizeof(collective_header); }
+
+  [[nodiscard]] collective_header header_of(gloo_slot const& slot, int rank) const {
+    collective_header header;
+    std::memcpy(&header, packet(slot, rank), sizeof header);
+    return header;
+  }
+  [[nodiscard]] std::byte* data_of(gloo_slot const& slot, int rank) const {
+    return packet(slot, rank) + sizeof(collective_header);
+  }
+  /// f(r) for every other rank, starting after this one, so that ranks do not all begin with rank 0.
+  template <class F>
+  void for_each_peer(F f) const {
+    for (int i = 1; i < size(); ++i) f((rank() + i) % size());
+  }
+
+  /// The slot of the next collective. Its packet must be sent next.
+  [[nodiscard]] std::unique_ptr<gloo_slot> open(std::span<std::byte const> in, std::span<std::byte> out) {
+    require_usable();
+    auto slot = std::move(announced_.front());
+    announced_.pop_front();
+    slot->deadline = clock::now() + timeout_;
+    slot->queued = false;
+    slot->done = false;
+    slot->in = in.data();
+    slot->out = out.data();
+    return slot;
+  }
+
+  /// Sends `header` and `data` to every peer. When all their packets are here, `resume` continues the operation.
+  void send(gloo_slot& slot, collective_header header, std::span<std::byte const> data, gloo_slot::step resume) {
+    header.sequence = slot.sequence;
+    std::memcpy(packet(slot, rank()), &header, sizeof header);
+    if (!data.empty()) std::memcpy(data_of(slot, rank()), data.data(), data.size());
+    slot.resume = resume;
+    guarded([&] {
+      for_each_peer([&](int r) { slot.own->send(r, slot_tag(slot, 0), 0, sizeof header + data.size()); });
+      for_each_peer([&](int r) {
+        slot.pending.push_back({slot.peers[index(r)].get(), r, gloo_transfer::kind::receive});
+      });
+      for_each_peer([&](int r) { slot.pending.push_back({slot.own.get(), r, gloo_transfer::kind::send}); });
+      announce();
+    });
+  }
+
+  /// Announces memory for what rank `from` sends in phase `phase` (1 to 3) of the operation.
+  void announce_bulk(gloo_slot& slot, int phase, int from, std::span<std::byte> to) {
+    guarded([&] { add_bulk(slot, to)->recv(from, slot_tag(slot, phase), 0, to.size()); });
+  }
+  /// Sends data to rank `to`, and waits for it along with what else is pending.
+  void send_bulk(gloo_slot& slot, int phase, int to, std::span<std::byte const> from) {
+    auto* const data = const_cast<std::byte*>(from.data()); // Gloo's buffers serve both directions; this one is read
+    auto* const buffer = add_bulk(slot, {data, from.size()});
+    buffer->send(to, slot_tag(slot, phase), 0, from.size());
+    slot.pending.push_back({buffer, to, gloo_transfer::kind::send});
+  }
+
+  /// Has the channel's thread drive the operation.
+  void drive_in_background(gloo_slot& slot) {
+    if (slot.queued || slot.done) return;
+    {
+      std::lock_guard const lock{queue_mutex_};
+      if (!driver_.joinable()) driver_ = std::thread{[this] { drive_queue(); }};
+      queue_.push_back(&slot);
+      slot.queued = true;
+    }
+    queue_changed_.notify_all();
+  }
+
+  /// Returns whether the operation has completed; rethrows what failed.
+  bool test(gloo_slot& slot) {
+    drive_in_background(slot);
+    if (!slot.done) return false;
+    if (slot.error) std::rethrow_exception(slot.error);
+    return true;
+  }
+
+  /// Returns when the operation has completed; rethrows what failed.
+  void wait(gloo_slot& slot) {
+    if (slot.queued) {
+      std::unique_lock lock{queue_mutex_};
+      slot_done_.wait(lock, [&] { return slot.done.load(); });
+    } else if (!slot.done) {
+      drive(slot);
+    }
+    if (slot.error) std::rethrow_exception(slot.error);
+  }
+
+  /// Gives the slot of a completed operation back.
+  void close(std::unique_ptr<gloo_slot> slot) {
+    slot->bulk.clear();
+    slot->pending.clear();
+    if (!slot->error) free_.push_back(std::move(slot));
+  }
+
+  /// Makes the channel unusable, closes the connections so that every peer fails too, and wakes who waits here.
+  void fail(std::string const& reason) {
+    {
+      std::lock_guard const lock{reason_mutex_};
+      if (failed_) return;
+      reason_ = reason;
+      failed_ = true;
+    }
+    if (!connected_) return;
+    try {
+      // A wait that times out is Gloo's own way of failing every pending transfer of a context.
+      std::byte none{};
+      context_->createUnboundBuffer(&none, 0)->waitRecv(std::chrono::milliseconds{0});
+    } catch (std::exception const&) { // as intended
+    }
+  }
+
+private:
+  static constexpr std::size_t announced_ahead = 4;
+
+  [[nodiscard]] static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+  [[nodiscard]] std::size_t stride() const noexcept { return size() <= 16 ? 32768 : size() <= 128 ? 4096 : 1024; }
+  [[nodiscard]] std::byte* packet(gloo_slot const& slot, int rank) const {
+    return slot.memory.get() + stride() * index(rank);
+  }
+  // Gloo's collectives use the prefixes 1 to 8 of the 64 bits, and point-to-point users small numbers.
+  [[nodiscard]] std::uint64_t slot_tag(gloo_slot const& slot, int phase) const {
+    return std::uint64_t{0x5e} << 56 | std::uint64_t{tag_ & 0xff'ffff} << 32 |
+           std::uint64_t{slot.sequence & 0x3fff'ffff} << 2 | static_cast<std::uint64_t>(phase);
+  }
+
+  void announce() {
+    while (announced_.size() < announced_ahead) {
+      std::unique_ptr<gloo_slot> slot;
+      if (free_.empty()) {
+        slot = make_slot();
+      } else {
+        slot = std::move(free_.back());
+        free_.pop_back();
+      }
+      slot->sequence = next_sequence_++;
+      for_each_peer([&](int r) { slot->peers[index(r)]->recv(r, slot_tag(*slot, 0), 0, stride()); });
+      announced_.push_back(std::move(slot));
+    }
+  }
+
+  std::unique_ptr<gloo_slot> make_slot() {
+    auto slot = std::make_unique<gloo_slot>();
+    slot->memory = std::make_unique_for_overwrite<std::byte[]>(stride() * index(size()));
+    slot->own = context_->createUnboundBuffer(packet(*slot, rank()), stride());
+    slot->peers.resize(index(size()));
+    for_each_peer([&](int r) { slot->peers[index(r)] = context_->createUnboundBuffer(packet(*slot, r), stride()); });
+    return slot;
+  }
+
+  gloo_buffer* add_bulk(gloo_slot& slot, std::span<std::byte> memory) {
+    slot.bulk.push_back(context_->createUnboundBuffer(memory.data(), memory.size()));
+    return slot.bulk.back().get();
+  }
+
+  void require_usable() {
+    if (!failed_) return;
+    std::lock_guard const lock{reason_mutex_};
+    throw gloo_error{"the communicator cannot be used any more: " + reason_};
+  }
+
+  /// Waits for the transfers of the operation and resumes it, until it is complete or has failed.
+  void drive(gloo_slot& slot) {
+    try {
+      guarded([&] {
+        do {
+          for (auto const& transfer : slot.pending) wait_for(slot, transfer);
+          slot.pending.clear();
+        } while (!slot.resume(*this, slot));
+      });
+    } catch (...) {
+      slot.error = std::current_exception();
+    }
+    slot.done = true;
+  }
+
+  void wait_for(gloo_slot const& slot, gloo_transfer const& transfer) {
+    auto const left = std::chrono::ceil<std::chrono::milliseconds>(slot.deadline - clock::now());
+    try {
+      transfer.wait(std::max(left, std::chrono::milliseconds{0}));
+    } catch (std::exception const& failure) {
+      require_usable(); // another thread may have aborted
+      if (clock::now() >= slot.deadline) time_out(slot, transfer);
+      throw gloo_error{"lost rank " + std::to_string(transfer.peer) + " during " + describe(header_of(slot, rank())) +
+                       ": " + failure.what()};
+    }
+  }
+
+  [[noreturn]] void time_out(gloo_slot const& slot, gloo_transfer const& late) {
+    std::string missing = std::to_string(late.peer);
+    for (auto const* other = &late + 1; other != slot.pending.data() + slot.pending.size(); ++other) {
+      if (other->direction == gloo_transfer::kind::send) continue;
+      try {
+        other->wait(std::chrono::milliseconds{0}); // nothing arrives any more; this tells what has
+      } catch (std::exception const&) {
+        missing += ", " + std::to_string(other->peer);
+      }
+    }
+    throw timeout_error{"gloo", "rank " + std::to_string(rank()) + " waited " + std::to_string(timeout_.count()) +
+                                    " ms in " + describe(header_of(slot, rank())) + " for rank " + missing};
+  }
+
+  void drive_queue() {
+    std::unique_lock lock{queue_mutex_};
+    for (;;) {
+      queue_changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      auto& slot = *queue_.front();
+      queue_.pop_front();
+      lock.unlock();
+      drive(slot);
+      lock.lock();
+      slot_done_.notify_all();
+    }
+  }
+
+  /// Runs `f`, making gloo_error of what Gloo throws, after which the channel cannot be used.
+  template <class F>
+  void guarded(F f) {
+    std::string reason;
+    try {
+      return f();
+    } catch (communicator_error const& failure) {
+      fail(failure.what());
+      throw;
+    } catch (error const&) {
+      throw; // the ranks disagree, and know it
+    } catch (std::exception const& failure) {
+      reason = failure.what();
+    }
+    require_usable();
+    fail(reason);
+    throw gloo_error{reason};
+  }
+
+  std::shared_ptr<gloo::Context> context_;
+  std::chrono::milliseconds timeout_;
+  std::uint32_t tag_;
+  bool connected_ = false;
+  std::uint32_t next_sequence_ = 0;
+  std::deque<std::unique_ptr<gloo_slot>> announced_;
+  std::vector<std::unique_ptr<gloo_slot>> free_;
+
+  std::atomic<bool> failed_ = false;
+  std::mutex reason_mutex_;
+  std::string reason_;
+
+  std::thread driver_;
+  std::mutex queue_mutex_;
+  std::condition_variable queue_changed_, slot_done_;
+  std::deque<gloo_slot*> queue_;
+  bool stopping_ = false;
+};
+
+} // namespace syncnorm::detail

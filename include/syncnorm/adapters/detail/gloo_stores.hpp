@@ -1,0 +1,49 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include <gloo/common/error.h>
+#include <gloo/config.h>
+#include <gloo/rendezvous/file_store.h>
+#include <gloo/rendezvous/store.h>
+
+#if GLOO_USE_REDIS && __has_include(<hiredis.h>)
+#define SYNCNORM_HAVE_GLOO_REDIS 1
+#include <gloo/rendezvous/redis_store.h>
+#elif GLOO_USE_REDIS && __has_include(<hiredis/hiredis.h>)
+#define SYNCNORM_HAVE_GLOO_REDIS 1
+#ifdef HIREDIS_NESTED_INCLUDE
+#include <gloo/rendezvous/redis_store.h>
+#else
+#define HIREDIS_NESTED_INCLUDE
+#include <gloo/rendezvous/redis_store.h>
+#undef HIREDIS_NESTED_INCLUDE
+#endif
+#else
+#define SYNCNORM_HAVE_GLOO_REDIS 0
+#endif
+
+namespace syncnorm::detail {
+
+/// A store of Gloo's that waits as long as it is told to. Gloo's own count whole seconds.
+template <class Base>
+class punctual_store final : public Base {
+public:
+  using Base::Base;
+  using Base::wait;
+
+  void wait(std::vector<std::string> const& keys, std::chrono::milliseconds const& timeout) override {
+    auto const deadline = std::chrono::steady_clock::now() + timeout;
+    for (auto pause = std::chrono::milliseconds{1}; !this->check(keys); pause = std::chrono::milliseconds{10}) {
+      if (std::chrono::steady_clock::now() >= deadline)
+        throw gloo::IoException{"nothing under " + keys.front() + " after " + std::to_string(timeout.count()) + " ms"};
+      std::this_thread::sleep_for(pause);
+    }
+  }
+};
+
+} // namespace syncnorm::detail
