@@ -33,23 +33,6 @@ set(SYNCNORM_TEST_ENVIRONMENT
   "UBSAN_OPTIONS=print_stacktrace=1"
   "TSAN_OPTIONS=second_deadlock_stack=1")
 
-# Gives a target of the project's own the warnings, the sanitizers and, for libtorch, its precompiled header.
-function(syncnorm_development_target target)
-  target_link_libraries(${target} PRIVATE syncnorm_development)
-  get_target_property(libraries ${target} LINK_LIBRARIES)
-  if(NOT "syncnorm::torch" IN_LIST libraries OR NOT SYNCNORM_TORCH_PCH)
-    return()
-  endif()
-  if(NOT TARGET syncnorm_torch_pch)
-    file(WRITE "${PROJECT_BINARY_DIR}/torch_pch.cpp" "")
-    add_library(syncnorm_torch_pch OBJECT EXCLUDE_FROM_ALL "${PROJECT_BINARY_DIR}/torch_pch.cpp")
-    target_link_libraries(syncnorm_torch_pch PRIVATE syncnorm::torch syncnorm_development)
-    target_precompile_headers(syncnorm_torch_pch PRIVATE <torch/torch.h>)
-  endif()
-  target_precompile_headers(${target} REUSE_FROM syncnorm_torch_pch)
-endfunction()
-option(SYNCNORM_TORCH_PCH "Precompile <torch/torch.h> for tests and examples" ON)
-
 # syncnorm_register_test(<name> COMMAND <command>... [PROCESSORS n] [TIMEOUT seconds] [LABELS label...]
 #   [ENVIRONMENT VAR=value...] [RUN_SERIAL]) is add_test with the properties that every test has. An exit status of 77
 # means that the machine lacks what the test needs.
@@ -80,11 +63,10 @@ function(syncnorm_add_test name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
-  target_link_libraries(${name} PRIVATE syncnorm::syncnorm doctest::doctest ${arg_LIBRARIES})
+  target_link_libraries(${name} PRIVATE syncnorm::syncnorm doctest::doctest ${arg_LIBRARIES} syncnorm_development)
   if(NOT arg_NO_MAIN)
     target_link_libraries(${name} PRIVATE syncnorm_test_main)
   endif()
-  syncnorm_development_target(${name})
 
   set(options)
   foreach(key IN ITEMS TIMEOUT LABELS ENVIRONMENT)
@@ -119,8 +101,7 @@ function(syncnorm_add_example name)
     message(FATAL_ERROR "syncnorm_add_example(${name}): sources '${arg_SOURCES}', unknown '${arg_UNPARSED_ARGUMENTS}'")
   endif()
   add_executable(${name} ${arg_SOURCES})
-  target_link_libraries(${name} PRIVATE syncnorm::syncnorm ${arg_LIBRARIES})
-  syncnorm_development_target(${name})
+  target_link_libraries(${name} PRIVATE syncnorm::syncnorm ${arg_LIBRARIES} syncnorm_development)
   if(SYNCNORM_BUILD_TESTS AND NOT arg_NO_TEST)
     syncnorm_register_test(examples.${name} COMMAND ${name} ${arg_ARGUMENTS}
       PROCESSORS ${arg_PROCESSORS} TIMEOUT ${arg_TIMEOUT})
