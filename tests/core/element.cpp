@@ -1,0 +1,59 @@
+#include <string>
+#include <type_traits>
+
+#include <doctest/doctest.h>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/error.hpp>
+
+namespace {
+
+struct half {
+  unsigned short bits;
+  explicit half(float value) : bits{static_cast<unsigned short>(value)} {}
+  explicit operator float() const { return bits; }
+};
+
+struct one_way {
+  explicit operator float() const { return 0; }
+};
+
+struct undescribed {};
+
+} // namespace
+
+template <>
+struct syncnorm::element_traits<half> {
+  using accumulate_type = float;
+  static constexpr std::string_view name = "half";
+};
+
+template <>
+struct syncnorm::element_traits<one_way> {
+  using accumulate_type = float;
+  static constexpr std::string_view name = "one way";
+};
+
+TEST_CASE("elements are what element_traits describes and what converts both ways") {
+  static_assert(syncnorm::element<float> && syncnorm::element<double>);
+  static_assert(syncnorm::element<float const> && syncnorm::element<half> && syncnorm::element<half const>);
+  static_assert(!syncnorm::element<undescribed> && !syncnorm::element<int> && !syncnorm::element<one_way>);
+  static_assert(std::is_same_v<syncnorm::accumulate_t<half const>, float>);
+  static_assert(std::is_same_v<syncnorm::accumulate_t<double>, double>);
+  CHECK(syncnorm::element_traits<float>::name == "float");
+  CHECK(syncnorm::element_traits<double>::name == "double");
+}
+
+TEST_CASE("errors know where they were thrown and what a backend said") {
+  unsigned const line = __LINE__ + 2;
+  try {
+    throw syncnorm::timeout_error{"wire", "rank 3 is late", 7};
+  } catch (syncnorm::error const& e) {
+    CHECK(std::string{e.what()} == "wire: rank 3 is late");
+    CHECK(std::string{e.where().file_name()}.ends_with("element.cpp"));
+    CHECK(e.where().line() == line);
+    auto const* const from_wire = dynamic_cast<syncnorm::communicator_error const*>(&e);
+    REQUIRE(from_wire != nullptr);
+    CHECK(from_wire->backend() == "wire");
+    CHECK(from_wire->native_code() == 7);
+  }
+}

@@ -1,0 +1,200 @@
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include <doctest/doctest.h>
+#include <syncnorm/host/local_moments.hpp>
+
+#include <host/tensors.hpp>
+#include <support/oracle.hpp>
+
+using namespace syncnorm;
+
+namespace {
+
+struct statistics {
+  std::vector<double> mean, m2;
+
+  template <class E, class X>
+  statistics(E const& exec, tensor_view<X> const& x) : mean(static_cast<std::size_t>(x.channels), -1), m2(mean) {
+    host::local_moments(exec, x, mean, m2);
+  }
+  friend bool operator==(statistics const&, statistics const&) = default;
+};
+
+/// m2 of the oracle.
+std::vector<long double> m2_of(test::batch_norm_oracle const& oracle) {
+  std::vector<long double> m2 = oracle.var;
+  for (auto& value : m2) value *= static_cast<long double>(oracle.samples * oracle.spatial);
+  return m2;
+}
+
+double variance_error(statistics const& got, test::batch_norm_oracle const& oracle) {
+  double worst = 0;
+  auto const m2 = m2_of(oracle);
+  for (std::size_t c = 0; c < m2.size(); ++c) {
+    double const error = static_cast<double>(std::abs(got.m2[c] - m2[c]) / m2[c]);
+    if (!(error <= worst)) worst = error;
+  }
+  return worst;
+}
+
+} // namespace
+
+TEST_CASE_TEMPLATE("the moments of every shape and arrangement are the oracle's", T, float, double, test::brief) {
+  double const accuracy = sizeof(T) == 8 ? 1e-12 : 1e-5;
+  for (auto const& shape : test::shapes) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    auto const values = test::deviates<T>(n, c, s, 7);
+    test::batch_norm_oracle const oracle{values, n, c, s, 0};
+    for (auto const order : test::arrangements) {
+      CAPTURE(test::name_of(shape));
+      CAPTURE(test::name_of(order));
+      for (std::int64_t const offset : {0, 1}) {
+        test::tensor<T> x{order, n, c, s, values, offset};
+        tensor_view<T const> const readable = x.view();
+        statistics const got{host::serial_executor{}, readable};
+        CHECK(test::error_of(got.mean, oracle.mean) <= accuracy);
+        CHECK(test::error_of(got.m2, m2_of(oracle)) <= accuracy);
+      }
+    }
+  }
+}
+
+TEST_CASE_TEMPLATE("moments do not depend on the executor", T, float, double) {
+  for (auto const& shape : test::shapes) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    auto const values = test::deviates<T>(n, c, s, 3);
+    for (auto const order : test::arrangements) {
+      CAPTURE(test::name_of(shape));
+      CAPTURE(test::name_of(order));
+      test::tensor<T> x{order, n, c, s, values};
+      statistics const serial{host::serial_executor{}, x.view()};
+      for (int const threads : {2, 3, 64}) {
+        CAPTURE(threads);
+        // Many would-be threads change how work is cut; a few suffice to run it.
+        struct : test::shuffling_executor {
+          int claimed;
+          [[nodiscard]] int concurrency() const { return claimed; }
+        } exec{{2, static_cast<unsigned>(threads)}, threads};
+        CHECK(statistics{exec, x.view()} == serial);
+      }
+    }
+  }
+}
+
+TEST_CASE("a part of the channels has the moments of these channels") {
+  auto const values = test::deviates<float>(6, 45, 50, 3);
+  for (auto const order : {test::arrangement::nchw, test::arrangement::nhwc, test::arrangement::every_other}) {
+    test::tensor<float> x{order, 6, 45, 50, values};
+    statistics const all{host::serial_executor{}, x.view()};
+    statistics const part{host::serial_executor{}, x.view().channel_range(16, 16)};
+    for (std::size_t c = 0; c < 16; ++c) {
+      CHECK(part.mean[c] == doctest::Approx(all.mean[16 + c]).epsilon(1e-6));
+      CHECK(part.m2[c] == doctest::Approx(all.m2[16 + c]).epsilon(1e-6));
+    }
+  }
+}
+
+TEST_CASE("without elements the moments are zero") {
+  for (auto const order : test::arrangements) {
+    for (auto const& shape : {test::extents{0, 5, 4}, {3, 5, 0}, {0, 0, 0}, {4, 0, 9}}) {
+      std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+      test::tensor<float> x{order, n, c, s};
+      for (int const threads : {1, 2}) {
+        statistics const got{test::shuffling_executor{threads}, x.view()};
+        CHECK(got.mean == std::vector<double>(static_cast<std::size_t>(c), 0.0));
+        CHECK(got.m2 == got.mean);
+      }
+    }
+  }
+}
+
+TEST_CASE("a constant channel has no spread") {
+  std::vector<float> const values(3 * 4 * 1500, 0.1f);
+  for (auto const order : test::arrangements) {
+    test::tensor<float> x{order, 3, 4, 1500, values};
+    statistics const got{host::serial_executor{}, x.view()};
+    for (std::size_t c = 0; c < 4; ++c) {
+      CHECK(got.mean[c] == doctest::Approx(static_cast<double>(0.1f)).epsilon(1e-12));
+      CHECK(got.m2[c] < 1e-20);
+    }
+  }
+}
+
+TEST_CASE("a large mean beside a small deviation does not cancel") {
+  struct large_mean {
+    double mean, deviation;
+  };
+  for (auto const& shape : {test::extents{32, 3, 784}, {5, 2, 3136}, {200, 20, 49}, {4096, 33, 1}, {900, 5, 4}}) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    for (auto const& given : {large_mean{1e4, 1}, {1e3, 1e-2}, {-3e5, 1}}) {
+      CAPTURE(test::name_of(shape));
+      CAPTURE(given.mean);
+      auto const values = test::deviates<float>(n, c, s, 5, given.mean, given.deviation);
+      test::batch_norm_oracle const oracle{values, n, c, s, 0};
+
+      // The form that cancels must fail here, or the data would prove nothing.
+      std::vector<float> sum(oracle.mean.size()), square(sum);
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        auto const channel = i / static_cast<std::size_t>(s) % sum.size();
+        sum[channel] += values[i];
+        square[channel] += values[i] * values[i];
+      }
+      auto const count = static_cast<float>(n * s);
+      for (std::size_t channel = 0; channel < sum.size(); ++channel) {
+        float const naive = square[channel] / count - (sum[channel] / count) * (sum[channel] / count);
+        CHECK(std::abs(static_cast<long double>(naive) - oracle.var[channel]) > 1e-3L * oracle.var[channel]);
+      }
+
+      for (auto const order : test::arrangements) {
+        CAPTURE(test::name_of(order));
+        test::tensor<float> x{order, n, c, s, values};
+        statistics const got{host::serial_executor{}, x.view()};
+        CHECK(variance_error(got, oracle) < 1e-6);
+        for (std::size_t channel = 0; channel < oracle.mean.size(); ++channel)
+          CHECK(std::abs(got.mean[channel] - oracle.mean[channel]) <= 1e-6L * std::sqrt(oracle.var[channel]));
+      }
+    }
+  }
+}
+
+TEST_CASE("a first sample, position or element far from the rest costs no accuracy") {
+  for (auto const& shape : {test::extents{40, 3, 784}, {3, 2, 5000}, {90, 20, 49}, {3000, 17, 1}, {500, 5, 4}}) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    for (int const outlier : {0, 1, 2}) {
+      CAPTURE(test::name_of(shape));
+      CAPTURE(outlier);
+      auto values = test::deviates<float>(n, c, s, 11);
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        auto const index = static_cast<std::int64_t>(i);
+        std::int64_t const position = index % s, sample = index / (c * s);
+        bool const far = outlier == 0 ? sample == 0 : sample == 0 && position < (outlier == 1 ? s / 4 + 1 : 1);
+        if (far) values[i] += 1e5f;
+      }
+      test::batch_norm_oracle const oracle{values, n, c, s, 0};
+      for (auto const order : test::arrangements) {
+        CAPTURE(test::name_of(order));
+        test::tensor<float> x{order, n, c, s, values};
+        // The float sums of one piece take the outlier for their pivot.
+        double const rounding = std::numeric_limits<float>::epsilon() / 2;
+        CHECK(variance_error({host::serial_executor{}, x.view()}, oracle) < rounding * host::detail::row_cut::longest);
+      }
+    }
+  }
+}
+
+TEST_CASE("what is no number stays in its channel") {
+  for (auto const order : test::arrangements) {
+    for (std::int64_t const s : {1, 5, 300}) {
+      auto values = test::deviates<float>(4, 20, s, 2);
+      values[static_cast<std::size_t>(3 * s)] = std::numeric_limits<float>::quiet_NaN();
+      test::tensor<float> x{order, 4, 20, s, values};
+      statistics const got{host::serial_executor{}, x.view()};
+      for (std::size_t c = 0; c < 20; ++c) {
+        CHECK(std::isnan(got.mean[c]) == (c == 3));
+        CHECK(std::isnan(got.m2[c]) == (c == 3));
+      }
+    }
+  }
+}

@@ -1,0 +1,32 @@
+#include <atomic>
+#include <vector>
+
+#include <doctest/doctest.h>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/local_moments.hpp>
+#include <syncnorm/host/openmp.hpp>
+
+#include <host/tensors.hpp>
+
+using namespace syncnorm;
+
+static_assert(host::executor<host::openmp_executor>);
+
+TEST_CASE("an OpenMP team runs each piece of work once") {
+  host::openmp_executor const exec{3};
+  CHECK(exec.concurrency() == 3);
+  for (std::int64_t const n : {0, 1, 100}) {
+    std::vector<std::atomic<int>> times(static_cast<std::size_t>(n));
+    exec.for_each(n, [&](std::int64_t i) { ++times[static_cast<std::size_t>(i)]; });
+    for (auto const& t : times) CHECK(t == 1);
+  }
+}
+
+TEST_CASE("an OpenMP team gives the bits of one thread") {
+  test::tensor<float> x{test::arrangement::nchw, 40, 3, 2000, test::deviates<float>(40, 3, 2000, 1)};
+  std::vector<double> mean(3), m2(3), mean_one(3), m2_one(3);
+  host::local_moments(host::openmp_executor{4}, x.view(), mean, m2);
+  host::local_moments(host::serial_executor{}, x.view(), mean_one, m2_one);
+  CHECK(mean == mean_one);
+  CHECK(m2 == m2_one);
+}

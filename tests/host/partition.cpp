@@ -1,0 +1,60 @@
+#include <vector>
+
+#include <doctest/doctest.h>
+#include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+
+using namespace syncnorm;
+using host::detail::boxes, host::detail::groups, host::detail::row_cut;
+
+TEST_CASE("groups hold every position of every sample once, in order") {
+  for (std::int64_t const n : {0, 1, 3, 64, 700})
+    for (std::int64_t const s : {0, 1, 7, 1024, 1025, 5000}) {
+      groups const parts{n, s};
+      CHECK(parts.count <= groups::most);
+      std::int64_t next = 0, total = 0;
+      for (std::int64_t g = 0; g < parts.count; ++g) {
+        std::int64_t in_group = 0;
+        parts.for_each_piece(g, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
+          CHECK(sample * s + begin == next);
+          CHECK(length > 0);
+          CHECK(length <= row_cut::longest);
+          next += length;
+          in_group += length;
+        });
+        CHECK(parts.elements(g) == in_group);
+        total += in_group;
+      }
+      CHECK(total == n * s);
+    }
+}
+
+TEST_CASE("boxes hold every element once") {
+  for (std::int64_t const n : {0, 1, 5, 40})
+    for (std::int64_t const c : {0, 1, 3, 100, 1100})
+      for (std::int64_t const s : {0, 1, 9, 150}) {
+        boxes const tasks{n, c, s, 1024};
+        std::vector<int> seen(static_cast<std::size_t>(n * c * s));
+        for (std::int64_t i = 0; i < tasks.count(); ++i) {
+          auto const b = tasks[i];
+          for (std::int64_t j = b.sample; j < b.sample + b.samples; ++j)
+            for (std::int64_t k = b.channel; k < b.channel + b.channels; ++k)
+              for (std::int64_t l = b.position; l < b.position + b.positions; ++l)
+                ++seen[static_cast<std::size_t>((j * c + k) * s + l)];
+        }
+        CHECK(std::ranges::all_of(seen, [](int times) { return times == 1; }));
+      }
+  boxes const large{2, 3, 1 << 22, 1024};
+  CHECK(large.count() >= 24 * (1 << 20) / boxes::box_elements / 2);
+}
+
+TEST_CASE("a channel block fits the cache, and is at least one row or one line") {
+  float* const x = nullptr;
+  CHECK(host::channel_block(nchw(x, 32, 512, 784)) == (1 << 20) / (32 * 784 * 4));
+  CHECK(host::channel_block(nchw(x, 32, 64, 112 * 112)) == 1);
+  CHECK(host::channel_block(nchw(x, 1, 8, 4)) == 8);
+  CHECK(host::channel_block(nchw(x, 0, 8, 4)) == 8);
+  CHECK(host::channel_block(nc(x, 4096, 1024)) == 64);
+  CHECK(host::channel_block(nhwc(x, 32, 512, 784)) == 512);
+}
