@@ -1,0 +1,108 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/nn/modules/batchnorm.h>
+
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/torch/detail/registry.hpp>
+#include <syncnorm/torch/detail/replace.hpp>
+#include <syncnorm/torch/sync_batch_norm.hpp>
+
+namespace syncnorm::torch {
+
+namespace detail {
+
+/// Calls f(batch norm, its dimension) where `module` is a torch::nn::BatchNorm1d, 2d or 3d, or derived from one, and
+/// returns whether it is.
+template <class F>
+bool visit_batch_norm(::torch::nn::Module const& module, F const& f) {
+  if (auto const* one = module.as<::torch::nn::BatchNorm1dImpl>()) return f(*one, 1), true;
+  if (auto const* two = module.as<::torch::nn::BatchNorm2dImpl>()) return f(*two, 2), true;
+  if (auto const* three = module.as<::torch::nn::BatchNorm3dImpl>()) return f(*three, 3), true;
+  return false;
+}
+
+[[nodiscard]] inline bool is_batch_norm(::torch::nn::Module const& module) {
+  return visit_batch_norm(module, [](auto const&, int) {});
+}
+
+[[nodiscard]] inline bool is_sync_batch_norm(::torch::nn::Module const& module) {
+  return module.as<SyncBatchNormImpl>() != nullptr;
+}
+
+[[nodiscard]] inline replacement make_synchronized(::torch::nn::Module const& module, any_communicator const& comm) {
+  std::shared_ptr<SyncBatchNormImpl> made;
+  visit_batch_norm(module, [&](auto const& norm, int dimension) {
+    made = std::make_shared<SyncBatchNormImpl>(norm.options, comm, dimension);
+    share_state(norm, *made);
+  });
+  return make_replacement(made);
+}
+
+template <class Impl>
+[[nodiscard]] replacement make_local_as(SyncBatchNormImpl const& norm) {
+  auto const made = std::make_shared<Impl>(norm.options);
+  share_state(norm, *made);
+  return make_replacement(made);
+}
+
+[[nodiscard]] inline replacement make_local(SyncBatchNormImpl const& norm) {
+  switch (norm.revert_dimension()) {
+  case 1:
+    return make_local_as<::torch::nn::BatchNorm1dImpl>(norm);
+  case 3:
+    return make_local_as<::torch::nn::BatchNorm3dImpl>(norm);
+  default:
+    return make_local_as<::torch::nn::BatchNorm2dImpl>(norm);
+  }
+}
+
+} // namespace detail
+
+/// Puts a SyncBatchNorm over `comm` in the place of every torch::nn::BatchNorm1d, 2d and 3d in `module`, and gives
+/// `comm` to every SyncBatchNorm there is; returns `module`, or what replaces it where it is a batch norm itself. Not
+/// collective, but for the same model on every rank.
+///
+/// The new modules have the very tensors of the old ones, so that optimizers made before go on. What holds a module by
+/// its type, in C++, cannot hold another: only the elements of Sequential, ModuleList and ModuleDict are replaced.
+/// Throws invalid_argument_error, with the paths of all others, and has changed nothing then.
+inline std::shared_ptr<::torch::nn::Module> convert_sync_batchnorm(std::shared_ptr<::torch::nn::Module> const& module,
+                                                                   any_communicator const& comm) {
+  if (module == nullptr) throw invalid_argument_error{"convert_sync_batchnorm: the module is null"};
+  if (detail::is_batch_norm(*module)) return detail::make_synchronized(*module, comm).module;
+  detail::module_replacer replacer{*module, detail::is_batch_norm};
+  if (!replacer.fixed_paths().empty()) {
+    std::string paths;
+    for (auto const& path : replacer.fixed_paths()) paths += (paths.empty() ? "" : ", ") + path;
+    throw invalid_argument_error{
+        "convert_sync_batchnorm: cannot replace " + paths +
+        ": members that hold a batch norm by its type. Hold them in a torch::nn::Sequential, or "
+        "declare them as syncnorm::torch::SyncBatchNorm, which is local until converted"};
+  }
+  replacer.replace([&](::torch::nn::Module& norm) { return detail::make_synchronized(norm, comm); });
+  module->apply([&](::torch::nn::Module& each) {
+    if (auto* norm = each.as<SyncBatchNormImpl>()) norm->set_communicator(comm);
+  });
+  return module;
+}
+
+/// The reverse: puts a BatchNorm1d, 2d or 3d in the place of every SyncBatchNorm in `module`, as it was before the
+/// conversion, and otherwise by its `revert_dimension`; returns `module`, or what replaces it where it is a SyncBatchNorm
+/// itself. A SyncBatchNorm that a member holds by its type stays, with a communicator of its own rank alone, which is as
+/// local. The tensors are the same.
+inline std::shared_ptr<::torch::nn::Module> revert_sync_batchnorm(std::shared_ptr<::torch::nn::Module> const& module) {
+  if (module == nullptr) throw invalid_argument_error{"revert_sync_batchnorm: the module is null"};
+  if (auto const* norm = module->as<SyncBatchNormImpl>()) return detail::make_local(*norm).module;
+  detail::module_replacer replacer{*module, detail::is_sync_batch_norm};
+  replacer.replace([](::torch::nn::Module& norm) { return detail::make_local(*norm.as<SyncBatchNormImpl>()); });
+  for (auto const& fixed : replacer.fixed()) fixed->as<SyncBatchNormImpl>()->set_communicator(self_communicator{});
+  return module;
+}
+
+} // namespace syncnorm::torch

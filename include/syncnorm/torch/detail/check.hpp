@@ -1,0 +1,61 @@
+#pragma once
+
+#include <array>
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// What libtorch tensors can have wrong besides what a pass checks for itself; empty where nothing is.
+[[nodiscard]] inline std::string find_fault(at::Tensor const& input, std::array<at::Tensor, 2> const& parameters,
+                                            std::array<at::Tensor, 2> const& running,
+                                            at::Tensor const& num_batches_tracked) {
+  syncnorm::detail::call_check check;
+  auto const on_cpu = [&](at::Tensor const& tensor, char const* name) {
+    check.require(tensor.layout() == at::kStrided,
+                  [&] { return check.text(name, " is ", tensor.layout(), ", expected Strided"); });
+    check.require(tensor.device().is_cpu(),
+                  [&] { return check.text(name, " is on ", tensor.device(), ", expected cpu"); });
+  };
+  check.require(input.defined(), [] { return "the input is undefined"; });
+  if (check.failed()) return check.fault();
+  on_cpu(input, "the input");
+  auto const type = input.scalar_type();
+  check.require(type == at::kFloat || type == at::kDouble,
+                [&] { return check.text("the input is of ", type, ", expected Float or Double"); });
+  check.require(input.dim() >= 2, [&] {
+    return check.text("the input has ", input.dim(), " dimensions, expected at least 2, [N, C, ...]");
+  });
+
+  auto const of_channels = [&](at::Tensor const& tensor, char const* name) {
+    if (!tensor.defined()) return;
+    on_cpu(tensor, name);
+    check.require(tensor.scalar_type() == type,
+                  [&] { return check.text("the input is of ", type, ", but ", name, " of ", tensor.scalar_type()); });
+  };
+  of_channels(parameters[0], "weight");
+  of_channels(parameters[1], "bias");
+  of_channels(running[0], "running_mean");
+  of_channels(running[1], "running_var");
+  for (auto const& tensor : running)
+    check.require(!tensor.defined() || tensor.is_contiguous(),
+                  [] { return "running_mean or running_var is not contiguous"; });
+  if (num_batches_tracked.defined()) {
+    on_cpu(num_batches_tracked, "num_batches_tracked");
+    check.require(num_batches_tracked.numel() == 1, [] { return "num_batches_tracked is not one value"; });
+  }
+  return check.fault();
+}
+
+/// Tells autograd that the tensors were written to.
+inline void bump_versions(std::initializer_list<at::Tensor> tensors) {
+  for (auto const& tensor : tensors)
+    if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+} // namespace syncnorm::torch::detail

@@ -1,0 +1,149 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <exception>
+#include <iterator>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/types.h>
+
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/ops/batch_norm_backward.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/torch/detail/views.hpp>
+#include <syncnorm/torch/executor.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// What the passes of a module have in common. A pass that is recorded keeps it, whatever becomes of the module.
+struct exchange_state {
+  any_communicator comm;
+  batch_norm_workspace workspace;
+  bool exchange_backward = true;
+};
+
+/// What a recorded forward pass leaves for its backward pass, besides tensors.
+struct recorded_pass : ::torch::CustomClassHolder {
+  std::shared_ptr<exchange_state> state;
+  batch_norm_saved saved;
+};
+
+/// The `[C]` values of `tensor`, which has to be contiguous; none where it is undefined.
+template <class T>
+[[nodiscard]] std::span<T> values_of(at::Tensor const& tensor) {
+  if (!tensor.defined()) return {};
+  return {tensor.data_ptr<T>(), static_cast<std::size_t>(tensor.numel())};
+}
+
+/// What an exception says, without libtorch's backtrace.
+[[nodiscard]] inline std::string text_of(std::exception const& thrown) {
+  if (auto const* error = dynamic_cast<c10::Error const*>(&thrown)) return error->what_without_backtrace();
+  return thrown.what();
+}
+
+/// Gives gradients that refuse to be differentiated again.
+class once_differentiable : public ::torch::autograd::Function<once_differentiable> {
+public:
+  /// `inputs` are what the gradients depend on.
+  static ::torch::autograd::variable_list forward(::torch::autograd::AutogradContext*, at::TensorList /*inputs*/,
+                                                  ::torch::autograd::variable_list* gradients) {
+    return *gradients;
+  }
+  static ::torch::autograd::variable_list backward(::torch::autograd::AutogradContext*,
+                                                   ::torch::autograd::variable_list const&) {
+    throw error{"syncnorm::torch::SyncBatchNorm: its gradients cannot be differentiated (double backward)"};
+  }
+};
+
+/// Records a forward pass that has been computed already, and runs its backward pass.
+class batch_norm_function : public ::torch::autograd::Function<batch_norm_function> {
+public:
+  using context = ::torch::autograd::AutogradContext;
+  using tensors = ::torch::autograd::variable_list;
+
+  /// Returns y, recorded as a function of x, weight and bias, the latter of which may be absent. `anchor` requires a
+  /// gradient, so that this rank joins a backward pass that others need, when it needs none itself.
+  static at::Tensor forward(context* recorded, at::Tensor const& x, c10::optional<at::Tensor> const& weight,
+                            c10::optional<at::Tensor> const& bias, c10::optional<at::Tensor> const& /*anchor*/,
+                            c10::intrusive_ptr<recorded_pass> const& pass, at::Tensor const* y) {
+    recorded->save_for_backward({x, weight.value_or(at::Tensor{})});
+    recorded->saved_data["pass"] = c10::IValue::make_capsule(pass);
+    recorded->saved_data["weight"] = weight.has_value();
+    recorded->saved_data["bias"] = bias.has_value();
+    return *y;
+  }
+
+  static tensors backward(context* recorded, tensors const& dy) {
+    auto const pass = c10::static_intrusive_pointer_cast<recorded_pass>(recorded->saved_data["pass"].toCapsule());
+    at::Tensor x, weight;
+    std::string fault;
+    try {
+      // Tells of tensors that were modified since, and of a graph that was freed, on this rank alone.
+      auto const saved = recorded->get_saved_variables();
+      x = saved.at(0);
+      weight = saved.at(1);
+    } catch (std::exception const& e) {
+      fault = text_of(e);
+    }
+    bool const is_double = fault.empty() && x.scalar_type() == at::kDouble;
+    auto gradients = is_double ? run<double>(*recorded, *pass, x, weight, dy.at(0), std::move(fault))
+                               : run<float>(*recorded, *pass, x, weight, dy.at(0), std::move(fault));
+    if (at::GradMode::is_enabled()) refuse_double_backward(gradients, {dy.at(0), x, weight});
+    return gradients;
+  }
+
+private:
+  template <class T>
+  static tensors run(context const& recorded, recorded_pass const& pass, at::Tensor const& x, at::Tensor const& weight,
+                     at::Tensor dy, std::string fault) {
+    at::AutoGradMode const no_recording{false};
+    bool const has_weight = recorded.saved_data.at("weight").toBool(),
+               has_bias = recorded.saved_data.at("bias").toBool();
+    // Edges lead to the inputs that are present: x, weight, bias.
+    bool const wants_x = recorded.needs_input_grad(0);
+    bool const wants_weight = has_weight && recorded.needs_input_grad(1);
+    bool const wants_bias = has_bias && recorded.needs_input_grad(has_weight ? 2 : 1);
+
+    operands<T> of_x;
+    tensor_view<T const> dy_view;
+    tensor_view<T> dx_view;
+    affine_parameters<T> affine;
+    affine_gradients<T> gradients;
+    at::Tensor gamma, dx, dgamma, dbeta;
+    try {
+      if (fault.empty()) {
+        of_x = make_operands<T>(x);
+        dy_view = make_companion<T>(dy, of_x);
+        if (wants_x) dx = of_x.y, dx_view = of_x.y_view;
+        if (has_weight) affine.gamma = values_of<T>(gamma = weight.contiguous());
+        if (wants_weight) gradients.gamma = values_of<T>(dgamma = at::zeros({x.size(1)}, x.options()));
+        if (wants_bias) gradients.beta = values_of<T>(dbeta = at::zeros({x.size(1)}, x.options()));
+      }
+    } catch (std::exception const& e) {
+      fault = text_of(e);
+    }
+    auto& state = *pass.state;
+    batch_norm_backward<T const, T>(at_executor{}, state.comm, dy_view, of_x.x_view, dx_view, affine, pass.saved,
+                                    gradients, {state.exchange_backward}, state.workspace, {.fault = fault});
+    return {dx, dgamma, dbeta, {}, {}, {}};
+  }
+
+  static void refuse_double_backward(tensors& gradients, tensors const& inputs) {
+    tensors defined;
+    std::ranges::copy_if(gradients, std::back_inserter(defined), &at::Tensor::defined);
+    tensors sources;
+    std::ranges::copy_if(inputs, std::back_inserter(sources), &at::Tensor::defined);
+    auto const refusing = once_differentiable::apply(at::TensorList{sources}, &defined);
+    auto next = refusing.begin();
+    for (auto& gradient : gradients)
+      if (gradient.defined()) gradient = *next++;
+  }
+};
+
+} // namespace syncnorm::torch::detail

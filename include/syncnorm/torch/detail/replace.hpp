@@ -1,0 +1,108 @@
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+
+namespace syncnorm::torch::detail {
+
+using module_ptr = std::shared_ptr<::torch::nn::Module>;
+
+/// A module in a form that every container takes.
+struct replacement {
+  ::torch::nn::AnyModule any;
+  module_ptr module;
+};
+
+template <class Impl>
+[[nodiscard]] replacement make_replacement(std::shared_ptr<Impl> const& module) {
+  return {::torch::nn::AnyModule{module}, module};
+}
+
+/// Finds modules in a tree, and the places that hold them, and puts others in their places.
+class module_replacer {
+public:
+  using predicate = std::function<bool(::torch::nn::Module const&)>;
+
+  /// Walks the tree below `root` for the modules that are `wanted`.
+  module_replacer(::torch::nn::Module& root, predicate const& wanted) { walk(root, "", wanted); }
+
+  /// The paths of those found where nothing can be put in their place: a member of a module of the user's own holds
+  /// them by their type.
+  [[nodiscard]] std::vector<std::string> const& fixed_paths() const noexcept { return fixed_paths_; }
+  /// The same modules themselves.
+  [[nodiscard]] std::vector<module_ptr> const& fixed() const noexcept { return fixed_; }
+
+  /// Puts `make(module)` in the place of each module found that has one. A module held in several places is made anew
+  /// once. Nothing has changed where `make` throws.
+  void replace(std::function<replacement(::torch::nn::Module&)> const& make) {
+    std::unordered_map<::torch::nn::Module*, replacement> made;
+    for (auto const& [module, put] : places_)
+      if (!made.contains(module.get())) made.emplace(module.get(), make(*module));
+    for (auto const& [module, put] : places_) put(made.at(module.get()));
+  }
+
+private:
+  struct place {
+    module_ptr module;
+    std::function<void(replacement const&)> put;
+  };
+
+  void walk(::torch::nn::Module& parent, std::string const& prefix, predicate const& wanted) {
+    if (!visited_.insert(&parent).second) return;
+    for (auto const& child : parent.named_children()) {
+      auto const path = prefix + child.key();
+      if (!wanted(*child.value())) {
+        walk(*child.value(), path + ".", wanted);
+      } else if (auto put = slot_of(parent, child.key(), child.value())) {
+        places_.push_back({child.value(), std::move(put)});
+      } else {
+        fixed_paths_.push_back(path);
+        fixed_.push_back(child.value());
+      }
+    }
+  }
+
+  /// How to replace `child`, registered in `parent` as `name`; empty where that is impossible.
+  static std::function<void(replacement const&)> slot_of(::torch::nn::Module& parent, std::string const& name,
+                                                         module_ptr const& child) {
+    using namespace ::torch::nn;
+    if (auto* sequential = parent.as<SequentialImpl>()) {
+      auto const is_child = [child](AnyModule const& element) { return element.ptr() == child; };
+      if (std::ranges::any_of(*sequential, is_child))
+        return [=](replacement const& by) {
+          std::ranges::replace_if(*sequential, is_child, by.any);
+          sequential->replace_module(name, by.module);
+        };
+    } else if (auto* list = parent.as<ModuleListImpl>()) {
+      if (std::ranges::find(*list, child) != list->end())
+        return [=](replacement const& by) {
+          std::ranges::replace(*list, child, by.module);
+          list->replace_module(name, by.module);
+        };
+    } else if (auto* dict = parent.as<ModuleDictImpl>()) {
+      if (dict->contains(name) && (*dict)[name] == child)
+        return [dict, name](replacement const& by) {
+          dict->update(std::vector<std::pair<std::string, module_ptr>>{{name, by.module}});
+        };
+    }
+    return {};
+  }
+
+  std::set<::torch::nn::Module*> visited_;
+  std::vector<place> places_;
+  std::vector<std::string> fixed_paths_;
+  std::vector<module_ptr> fixed_;
+};
+
+} // namespace syncnorm::torch::detail

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include <syncnorm/core/tensor_view.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// The spatial dimensions of x, outermost in memory first. The statistics do not mind their order, as long as all
+/// tensors of a pass are walked in the same one.
+[[nodiscard]] inline std::vector<std::int64_t> spatial_order(at::Tensor const& x) {
+  std::vector<std::int64_t> order;
+  for (std::int64_t d = 2; d < x.dim(); ++d) order.push_back(d);
+  std::ranges::stable_sort(order, std::ranges::greater{}, [&](std::int64_t d) { return x.stride(d); });
+  return order;
+}
+
+/// x `[N, C, …]` as `[N, C, S]`, the spatial dimensions merged in the given order; empty where no stride expresses that.
+template <class T>
+[[nodiscard]] std::optional<tensor_view<T>> view_of(at::Tensor const& x, std::vector<std::int64_t> const& order) {
+  tensor_view<T> view{x.data_ptr<std::remove_const_t<T>>(), x.size(0), x.size(1), 1, x.stride(0), x.stride(1), 1};
+  bool mergeable = true;
+  std::for_each(order.rbegin(), order.rend(), [&](std::int64_t d) {
+    if (x.size(d) == 1) return;
+    if (view.spatial == 1)
+      view.stride_s = x.stride(d);
+    else
+      mergeable = mergeable && x.stride(d) == view.stride_s * view.spatial;
+    view.spatial *= x.size(d);
+  });
+  if (!mergeable && x.numel() != 0) return std::nullopt;
+  return view;
+}
+
+/// The tensors of a pass: what is read, and what is written, of the same extents and memory format.
+template <class T>
+struct operands {
+  at::Tensor x, y;
+  tensor_view<T const> x_view{};
+  tensor_view<T> y_view{};
+  std::vector<std::int64_t> order{};
+};
+
+/// `input` as a pass reads it, and a tensor that it can write to. Copies `input` where no view expresses it.
+template <class T>
+[[nodiscard]] operands<T> make_operands(at::Tensor const& input) {
+  auto const attempt = [](at::Tensor const& x) -> std::optional<operands<T>> {
+    operands<T> made{x, at::empty_like(x), {}, {}, spatial_order(x)};
+    auto const x_view = view_of<T const>(made.x, made.order);
+    auto const y_view = view_of<T>(made.y, made.order);
+    if (!x_view || !y_view) return std::nullopt;
+    made.x_view = *x_view;
+    made.y_view = *y_view;
+    return made;
+  };
+  auto const x = input.resolve_neg();
+  if (auto made = attempt(x)) return *made;
+  return *attempt(x.contiguous(x.suggest_memory_format()));
+}
+
+/// `other`, of the extents of `like.y`, as a pass reads it beside `like`. Copies it where the two are laid out
+/// differently, since no kernel is fast over both.
+template <class T>
+[[nodiscard]] tensor_view<T const> make_companion(at::Tensor& other, operands<T> const& like) {
+  auto const view = view_of<T const>(other, like.order);
+  auto const& y = like.y_view;
+  if (view && !other.is_neg() && ((view->stride_s == 1 && y.stride_s == 1) || (view->stride_c == 1 && y.stride_c == 1)))
+    return *view;
+  other = at::empty_like(like.y).copy_(other);
+  return *view_of<T const>(other, like.order);
+}
+
+} // namespace syncnorm::torch::detail

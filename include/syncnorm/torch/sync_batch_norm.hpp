@@ -1,0 +1,210 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <utility>
+
+#include <torch/nn/cloneable.h>
+#include <torch/nn/options/batchnorm.h>
+#include <torch/nn/pimpl.h>
+#include <torch/types.h>
+
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/ops/batch_norm_forward.hpp>
+#include <syncnorm/torch/detail/check.hpp>
+#include <syncnorm/torch/detail/function.hpp>
+
+namespace syncnorm::torch {
+
+/// Batch normalization over the batch of all ranks of a communicator, in training; with its options, state and modes
+/// otherwise those of torch::nn::BatchNorm1d, 2d and 3d, so that checkpoints of either load into the other.
+///
+/// The input is `[N, C, …]` of float or double, in any memory format, which the output keeps. In training mode `forward`
+/// and its backward pass are collective, and every rank joins both: a rank with an empty batch passes an input of N = 0,
+/// and where some rank needs gradients, the output requires them on all. In evaluation mode both are local.
+///
+/// What is wrong on one rank is thrown on every rank, as invalid_argument_error or mismatch_error, and leaves the
+/// running statistics as they were. Gradients of weight and bias are sums over this rank, as of any other parameter.
+/// They cannot be differentiated again.
+class SyncBatchNormImpl : public ::torch::nn::Cloneable<SyncBatchNormImpl> {
+public:
+  /// `revert_dimension` is which of BatchNorm1d, 2d and 3d `revert_sync_batchnorm` makes of the module.
+  explicit SyncBatchNormImpl(::torch::nn::BatchNormOptions const& options_, any_communicator comm = self_communicator{},
+                             int revert_dimension = 2)
+      : options{options_}, revert_dimension_{revert_dimension}, state_{make_state(std::move(comm))} {
+    reset();
+  }
+
+  void reset() override {
+    // A clone shares nothing with its original, the buffers of the exchange least of all.
+    state_ = make_state(state_->comm);
+    auto const channels = options.num_features() > 0 ? options.num_features() : 0;
+    auto const parameter = [&](char const* name) {
+      auto const value = options.affine() ? ::torch::empty({channels}) : ::torch::Tensor{};
+      return register_parameter(name, value, options.affine());
+    };
+    weight = parameter("weight");
+    bias = parameter("bias");
+    bool const tracks = options.track_running_stats();
+    running_mean = register_buffer("running_mean", tracks ? ::torch::zeros({channels}) : ::torch::Tensor{});
+    running_var = register_buffer("running_var", tracks ? ::torch::ones({channels}) : ::torch::Tensor{});
+    num_batches_tracked =
+        register_buffer("num_batches_tracked", tracks ? ::torch::zeros({}, ::torch::kLong) : ::torch::Tensor{});
+    reset_parameters();
+  }
+
+  void reset_running_stats() {
+    if (!options.track_running_stats()) return;
+    running_mean.zero_();
+    running_var.fill_(1);
+    num_batches_tracked.zero_();
+  }
+
+  void reset_parameters() {
+    reset_running_stats();
+    if (!options.affine()) return;
+    ::torch::NoGradGuard const no_recording;
+    weight.fill_(1);
+    bias.zero_();
+  }
+
+  /// y = (input − mean)/√(var + eps)·weight + bias, by the statistics of the batch over all ranks in training mode, by
+  /// the running statistics, or without these by this rank's batch, in evaluation mode.
+  ::torch::Tensor forward(::torch::Tensor const& input) {
+    auto fault = detail::find_fault(input, {weight, bias}, {running_mean, running_var}, num_batches_tracked);
+    bool const is_double = fault.empty() && input.scalar_type() == ::torch::kDouble;
+    return is_double ? run<double>(input, std::move(fault)) : run<float>(input, std::move(fault));
+  }
+
+  void pretty_print(std::ostream& stream) const override {
+    stream << std::boolalpha << "syncnorm::torch::SyncBatchNorm(" << options.num_features() << ", eps=" << options.eps()
+           << ", momentum=";
+    if (options.momentum())
+      stream << *options.momentum();
+    else
+      stream << "None";
+    stream << ", affine=" << options.affine() << ", track_running_stats=" << options.track_running_stats()
+           << ", ranks=" << size(state_->comm) << ")";
+  }
+
+  [[nodiscard]] any_communicator const& communicator() const noexcept { return state_->comm; }
+
+  /// The communicator of the passes to come. Passes that are recorded keep theirs. The same on every rank.
+  void set_communicator(any_communicator comm) {
+    bool const exchange = state_->exchange_backward;
+    state_ = make_state(std::move(comm));
+    state_->exchange_backward = exchange;
+  }
+
+  /// Off: backward passes are local, as if the other ranks' gradients were zero; for the steps of a gradient
+  /// accumulation but the last. It is the setting at the time of the backward pass that counts. The same on every rank.
+  void set_backward_exchange(bool on) noexcept { state_->exchange_backward = on; }
+  [[nodiscard]] bool backward_exchange() const noexcept { return state_->exchange_backward; }
+
+  [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
+
+  ::torch::nn::BatchNormOptions options;
+  /// Undefined without `affine`.
+  ::torch::Tensor weight, bias;
+  /// Undefined without `track_running_stats`.
+  ::torch::Tensor running_mean, running_var, num_batches_tracked;
+
+private:
+  [[nodiscard]] std::shared_ptr<detail::exchange_state> make_state(any_communicator comm) const {
+    return std::make_shared<detail::exchange_state>(
+        detail::exchange_state{std::move(comm), batch_norm_workspace{options.num_features()}});
+  }
+
+  template <class T>
+  ::torch::Tensor run(::torch::Tensor const& input, std::string fault) {
+    bool const records = at::GradMode::is_enabled();
+    bool const needs =
+        records && ((input.defined() && input.requires_grad()) || requires_grad(weight) || requires_grad(bias));
+    auto const pass = c10::make_intrusive<detail::recorded_pass>();
+    pass->state = state_;
+    detail::operands<T> of_input;
+    affine_parameters<T> affine;
+    running_statistics<T> running;
+    ::torch::Tensor gamma, beta;
+    std::int64_t batches = 0;
+    {
+      at::AutoGradMode const no_recording{false};
+      try {
+        if (fault.empty()) {
+          of_input = detail::make_operands<T>(input);
+          if (weight.defined()) affine.gamma = detail::values_of<T>(gamma = weight.contiguous());
+          if (bias.defined()) affine.beta = detail::values_of<T>(beta = bias.contiguous());
+          running = {detail::values_of<T>(running_mean), detail::values_of<T>(running_var)};
+          // Module::to converts this buffer, too, so it may be of any type.
+          if (num_batches_tracked.defined()) batches = num_batches_tracked.item<std::int64_t>();
+          if (num_batches_tracked.defined()) running.num_batches_tracked = &batches;
+        }
+      } catch (std::exception const& e) {
+        fault = detail::text_of(e);
+      }
+      auto const backward = !records ? backward_pass::impossible
+                            : needs  ? backward_pass::needed
+                                     : backward_pass::possible;
+      auto const batches_before = batches;
+      compute(of_input, affine, running, *pass, {fault, backward});
+      if (batches != batches_before) num_batches_tracked.fill_(batches);
+    }
+    c10::optional<at::Tensor> anchor;
+    if (pass->saved.backward_needed && !needs) anchor = at::zeros({0}).requires_grad_();
+    return detail::batch_norm_function::apply(input, optional(weight), optional(bias), anchor, pass, &of_input.y);
+  }
+
+  template <class T>
+  void compute(detail::operands<T> const& of_input, affine_parameters<T> const& affine,
+               running_statistics<T> const& running, detail::recorded_pass& pass, batch_norm_caller const& caller) {
+    auto const& x = of_input.x_view;
+    auto const& y = of_input.y_view;
+    batch_norm_options norm{.eps = options.eps()};
+    norm.momentum.reset();
+    if (options.momentum()) norm.momentum = *options.momentum();
+    at_executor const exec;
+    if (is_training()) {
+      auto& workspace = state_->workspace;
+      batch_norm_forward<T, T>(exec, state_->comm, x, y, affine, running, norm, pass.saved, workspace, caller);
+      if (pass.saved.count > 0) detail::bump_versions({running_mean, running_var});
+      return;
+    }
+    if (!caller.fault.empty()) throw invalid_argument_error{"batch_norm inference: " + std::string{caller.fault}};
+    if (!running.mean.empty()) {
+      batch_norm_inference<T, T>(exec, x, y, affine, running.mean, running.var, norm.eps, pass.saved);
+    } else {
+      batch_norm_workspace workspace{options.num_features()};
+      batch_norm_forward<T, T>(exec, self_communicator{}, x, y, affine, {}, norm, pass.saved, workspace);
+      pass.saved.scope = statistics_scope::this_rank;
+    }
+  }
+
+  static bool requires_grad(::torch::Tensor const& tensor) { return tensor.defined() && tensor.requires_grad(); }
+  static c10::optional<at::Tensor> optional(::torch::Tensor const& tensor) {
+    if (!tensor.defined()) return c10::nullopt;
+    return tensor;
+  }
+
+  int revert_dimension_;
+  std::shared_ptr<detail::exchange_state> state_;
+};
+
+/// Holds a SyncBatchNormImpl, as torch::nn::BatchNorm2d holds a BatchNorm2dImpl.
+class SyncBatchNorm : public ::torch::nn::ModuleHolder<SyncBatchNormImpl> {
+public:
+  using Impl = SyncBatchNormImpl;
+  using ::torch::nn::ModuleHolder<SyncBatchNormImpl>::ModuleHolder;
+};
+
+/// `set_backward_exchange` of every SyncBatchNorm in `root`.
+inline void set_backward_exchange(::torch::nn::Module& root, bool on) {
+  root.apply([on](::torch::nn::Module& module) {
+    if (auto* norm = module.as<SyncBatchNormImpl>()) norm->set_backward_exchange(on);
+  });
+}
+
+} // namespace syncnorm::torch
