@@ -1,0 +1,31 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdio>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <syncnorm/comm/any.hpp>
+
+namespace train_cifar {
+
+/// Prints a line of each rank, in rank order, whatever host the rank is on: rank 0 gathers them. Lines are cut after 120
+/// characters. Collective.
+inline void print_in_order(syncnorm::any_communicator const& comm, std::string_view line) {
+  constexpr std::size_t width = 120;
+  std::vector<std::byte> own(width, std::byte{' '});
+  std::ranges::copy(std::as_bytes(std::span{line.substr(0, width)}), own.begin());
+  std::vector<std::byte> all(width * static_cast<std::size_t>(syncnorm::size(comm)));
+  syncnorm::allgather(comm, own, std::span{all});
+  if (syncnorm::rank(comm) != 0) return;
+  for (std::size_t first = 0; first < all.size(); first += width) {
+    std::string_view const padded{reinterpret_cast<char const*>(&all[first]), width};
+    std::printf("%.*s\n", static_cast<int>(padded.find_last_not_of(' ') + 1), padded.data());
+  }
+  std::fflush(stdout);
+}
+
+} // namespace train_cifar

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include <unistd.h>
+
+#include "shapes.hpp"
+
+namespace train_cifar {
+
+/// Goes into the name of the folder, so that nobody finds what an earlier version drew there.
+inline constexpr int drawing_version = 1;
+
+/// How many images the drawn data set has, and from which seed.
+struct shapes_options {
+  std::size_t train_images = 20000;
+  std::size_t test_images = 5000;
+  std::uint64_t seed = 1;
+};
+
+/// Writes `count` drawn images in the CIFAR-10 format. The classes take turns, so that they are balanced.
+inline void write_shapes(std::filesystem::path const& path, std::uint64_t seed, std::size_t first, std::size_t count) {
+  std::ofstream file{path, std::ios::binary};
+  std::vector<std::uint8_t> record(cifar_10.record_bytes());
+  for (std::size_t i = first; i < first + count; ++i) {
+    int const label = static_cast<int>(i % shape_classes);
+    record[0] = static_cast<std::uint8_t>(label);
+    draw_shape(seed, i, label, std::span<std::uint8_t, image_bytes>{&record[1], image_bytes});
+    file.write(reinterpret_cast<char const*>(record.data()), static_cast<std::streamsize>(record.size()));
+  }
+  if (!file.flush()) throw syncnorm::error{path.string() + ": cannot be written"};
+}
+
+/// Makes the drawn data set at `directory`, as the six files of CIFAR-10, unless it is there already. It appears under
+/// its name at once and whole, whoever else makes it at the same time.
+inline void make_shapes(std::filesystem::path const& directory, shapes_options const& options = {}) {
+  namespace fs = std::filesystem;
+  if (fs::exists(directory)) return;
+  if (directory.has_parent_path()) fs::create_directories(directory.parent_path());
+  std::string unfinished = directory.string() + ".XXXXXX";
+  if (::mkdtemp(unfinished.data()) == nullptr)
+    throw syncnorm::error{directory.string() + ": cannot be made: " + std::generic_category().message(errno)};
+
+  std::size_t done = 0;
+  for (std::size_t batch = 1; batch <= 5; ++batch) {
+    std::size_t const end = options.train_images * batch / 5;
+    write_shapes(fs::path{unfinished} / ("data_batch_" + std::to_string(batch) + ".bin"), options.seed, done,
+                 end - done);
+    done = end;
+  }
+  write_shapes(fs::path{unfinished} / "test_batch.bin", options.seed, done, options.test_images);
+
+  std::error_code status;
+  fs::rename(unfinished, directory, status);
+  if (!status) return;
+  fs::remove_all(unfinished);
+  // Somebody else's finished first, and holds the same bytes.
+  if (!fs::exists(directory)) throw syncnorm::error{directory.string() + ": cannot be made: " + status.message()};
+}
+
+/// Where the drawn data set lives below the folder `cache`.
+[[nodiscard]] inline std::filesystem::path shapes_directory(std::filesystem::path const& cache,
+                                                            shapes_options const& options = {}) {
+  return cache / ("syncnorm-shapes-" + std::to_string(drawing_version) + "-" + std::to_string(options.train_images) +
+                  "-" + std::to_string(options.test_images) + "-" + std::to_string(options.seed) + "-user" +
+                  std::to_string(::getuid()));
+}
+
+} // namespace train_cifar

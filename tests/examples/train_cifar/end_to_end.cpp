@@ -1,0 +1,202 @@
+// Runs the trainer as its users do: as one process, as threads, as processes over Gloo and over MPI.
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+#include <sys/wait.h>
+
+#include "../../../examples/train_cifar/record.hpp"
+#include "temporary_folder.hpp"
+
+namespace {
+
+/// A shell command whose output can be read while it runs.
+class shell {
+public:
+  explicit shell(std::string const& command) : pipe_{::popen(("exec 2>&1; " + command).c_str(), "re")} {
+    REQUIRE(pipe_ != nullptr);
+  }
+  ~shell() {
+    if (pipe_ != nullptr) (void)finish();
+  }
+  shell(shell const&) = delete;
+  shell& operator=(shell const&) = delete;
+
+  /// Reads one more line; false at the end of the output.
+  bool read_line(std::string& line) {
+    line.clear();
+    for (int c = std::fgetc(pipe_); c != EOF; c = std::fgetc(pipe_)) {
+      output += static_cast<char>(c);
+      if (c == '\n') return true;
+      line += static_cast<char>(c);
+    }
+    return !line.empty();
+  }
+
+  /// Waits for the end, and returns the exit status.
+  int finish() {
+    for (std::string line; read_line(line);) {
+    }
+    int const status = ::pclose(pipe_);
+    pipe_ = nullptr;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  }
+
+  std::string output;
+
+private:
+  std::FILE* pipe_;
+};
+
+std::string const trainer = TRAIN_CIFAR_PATH;
+
+struct outcome {
+  int status;
+  std::string output;
+};
+
+outcome run(std::string const& command) {
+  shell process{command};
+  int const status = process.finish();
+  return {status, process.output};
+}
+
+void check_success(std::string const& command) {
+  auto const [status, output] = run(command);
+  INFO(command, "\n", output);
+  CHECK(status == 0);
+}
+
+int compare(std::filesystem::path const& record, std::filesystem::path const& reference) {
+  auto const [status, output] = run(trainer + " compare " + record.string() + " " + reference.string());
+  MESSAGE(output);
+  return status;
+}
+
+/// The trainer with a tiny data set below `folder`.
+std::string tiny(temporary_folder const& folder, std::string const& options) {
+  return trainer + " --data-cache " + folder.path().string() + " --train-images 60 --test-images 23 --epochs 1 " +
+         options;
+}
+
+/// The process ids of the ranks of a running trainer, from the lines that it begins with.
+std::vector<pid_t> ranks_of(shell& process, std::size_t ranks) {
+  std::vector<pid_t> result;
+  for (std::string line; result.size() < ranks && process.read_line(line);) {
+    std::size_t rank = 0, size = 0;
+    int id = 0;
+    if (std::sscanf(line.c_str(), "rank %zu of %zu: process %d", &rank, &size, &id) != 3) continue;
+    CHECK(rank == result.size());
+    CHECK(size == ranks);
+    result.push_back(id);
+  }
+  INFO(process.output);
+  REQUIRE(result.size() == ranks);
+  return result;
+}
+
+} // namespace
+
+TEST_CASE("Ranks with synchronized batch norm take the steps of one process on the whole batch") {
+  temporary_folder const folder;
+  auto const path = [&](char const* name) { return (folder / name).string(); };
+  // 7 samples a batch are uneven shares; the last batch of 4 leaves ranks of 5 empty.
+  std::string const work = "--dtype double --batch-size 7 --record-steps 99 --quiet ";
+  check_success(tiny(folder, work + "--ranks 1 --record " + path("one") + " --result " + path("result")));
+  auto const reference = train_cifar::read_record(folder / "one");
+  CHECK(reference.entries.back().step == 9);
+
+  check_success(tiny(folder, work + "--backend threads --ranks 5 --record " + path("threads")));
+  CHECK(compare(folder / "threads", folder / "one") == 0);
+  check_success(tiny(folder, work + "--backend threads --ranks 2 --batch-norm local --record " + path("local")));
+  CHECK(compare(folder / "local", folder / "one") == 1);
+
+#if TRAIN_CIFAR_HAVE_GLOO
+  check_success(tiny(folder, work + "--ranks 2 --record " + path("gloo") + " --result " + path("result_gloo")));
+  CHECK(compare(folder / "gloo", folder / "one") == 0);
+  auto const table = run(trainer + " table " + path("result") + " " + path("result_gloo"));
+  CHECK(table.status == 0);
+  CHECK(table.output.find("1 process, whole batch ") != std::string::npos);
+  CHECK(table.output.find("2 ranks (Gloo), synchronized ") != std::string::npos);
+#endif
+#if TRAIN_CIFAR_HAVE_MPI
+  check_success(TRAIN_CIFAR_MPIEXEC " " + tiny(folder, work + "--record " + path("mpi")));
+  CHECK(compare(folder / "mpi", folder / "one") == 0);
+#endif
+}
+
+TEST_CASE("Accumulated passes make fewer steps, the same on every backend") {
+  temporary_folder const folder;
+  auto const path = [&](char const* name) { return (folder / name).string(); };
+  std::string const work =
+      "--dtype double --batch-size 8 --grad-accumulation 3 --record-steps 99 --quiet --no-test --ranks 2 ";
+  check_success(tiny(folder, work + "--backend threads --record " + path("threads")));
+  CHECK(train_cifar::read_record(folder / "threads").entries.back().step == 3);
+  CHECK(compare(folder / "threads", folder / "threads") == 0);
+#if TRAIN_CIFAR_HAVE_GLOO
+  check_success(tiny(folder, work + "--record " + path("gloo")));
+  CHECK(compare(folder / "gloo", folder / "threads") == 0);
+#endif
+}
+
+TEST_CASE("What cannot be done is said, and fails") {
+  temporary_folder const folder;
+  auto missing = run(trainer + " --ranks 1 --data " + (folder / "none").string());
+  CHECK(missing.status == 1);
+  CHECK(missing.output == "train_cifar: " + (folder / "none").string() +
+                              ": holds neither data_batch_1.bin of CIFAR-10 nor train.bin of CIFAR-100\n");
+
+  write_file(folder / "train.bin", std::string(4000, '\0'));
+  auto const truncated = run(trainer + " --ranks 2 --backend threads --data " + folder.path().string());
+  CHECK(truncated.status == 1);
+  CHECK(truncated.output == "train_cifar: " + (folder / "train.bin").string() +
+                                ": truncated CIFAR-100 record at byte offset 3074: 926 of its 3074 bytes\n");
+
+  auto const alone = run(trainer + " --backend mpi");
+  CHECK(alone.status == 1);
+  CHECK(alone.output.find("mpirun -n 2 train_cifar --backend mpi") != std::string::npos);
+  CHECK(run(trainer + " --batch-norm none").status != 0);
+}
+
+#if TRAIN_CIFAR_HAVE_GLOO
+TEST_CASE("Processes that other means started meet at a rendezvous, and must agree on the work") {
+  temporary_folder const folder;
+  std::string const common = "--no-test --interface lo --rendezvous file:" + (folder / "store").string();
+  check_success(tiny(folder, "--ranks 1 --steps 1 --no-test --quiet")); // so that the data is there
+  auto const rank = [&](int number, std::string const& options) {
+    return "RANK=" + std::to_string(number) + " WORLD_SIZE=2 " + tiny(folder, common + options);
+  };
+  shell first{rank(0, " --batch-size 8")};
+  auto const second = run(rank(1, " --batch-size 9"));
+  CHECK(first.finish() == 1);
+  CHECK(second.status == 1);
+  CHECK(first.output == "train_cifar: rank 0: rank 1 and rank 0 disagree on --batch-size\n");
+  CHECK(second.output == "train_cifar: rank 1: rank 1 and rank 0 disagree on --batch-size\n");
+}
+
+TEST_CASE("A rank that dies ends the whole run, and says which") {
+  temporary_folder const folder;
+  shell process{tiny(folder, "--ranks 3 --batch-size 3 --epochs 1000000")};
+  auto const ranks = ranks_of(process, 3);
+  REQUIRE(::kill(ranks[1], SIGKILL) == 0);
+  CHECK(process.finish() != 0);
+  INFO(process.output);
+  CHECK(process.output.find("train_cifar: rank 1 was killed by signal 9 (Killed)") != std::string::npos);
+  for (pid_t const rank : ranks) CHECK(::kill(rank, 0) == -1);
+}
+
+TEST_CASE("A run that is told to end takes its ranks with it") {
+  temporary_folder const folder;
+  shell process{"echo $$; exec " + tiny(folder, "--ranks 2 --batch-size 3 --epochs 1000000")};
+  std::string line;
+  REQUIRE(process.read_line(line));
+  auto const ranks = ranks_of(process, 2);
+  REQUIRE(::kill(std::stoi(line), SIGTERM) == 0);
+  CHECK(process.finish() == 128 + SIGTERM);
+  for (pid_t const rank : ranks) CHECK(::kill(rank, 0) == -1);
+}
+#endif
