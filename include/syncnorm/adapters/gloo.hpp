@@ -10,12 +10,13 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include <gloo/context.h>
 
+#include <syncnorm/adapters/detail/channel_work.hpp>
+#include <syncnorm/adapters/detail/collective_header.hpp>
 #include <syncnorm/adapters/detail/gloo_channel.hpp>
 #include <syncnorm/adapters/detail/gloo_collectives.hpp>
 #include <syncnorm/adapters/detail/gloo_mesh.hpp>
@@ -26,63 +27,7 @@
 namespace syncnorm {
 
 /// The work of a collective over Gloo.
-class gloo_work {
-public:
-  gloo_work() = default;
-  gloo_work(std::shared_ptr<detail::gloo_channel> channel, std::unique_ptr<detail::gloo_slot> slot)
-      : channel_{std::move(channel)}, slot_{std::move(slot)} {}
-  gloo_work(gloo_work&& other) noexcept = default;
-  gloo_work& operator=(gloo_work&& other) noexcept {
-    if (this != &other) {
-      finish();
-      channel_ = std::move(other.channel_);
-      slot_ = std::move(other.slot_);
-      error_ = std::move(other.error_);
-    }
-    return *this;
-  }
-  ~gloo_work() { finish(); }
-
-  /// Has the communicator's own thread go on with the operation. The first test does the same.
-  void drive_in_background() {
-    if (slot_) channel_->drive_in_background(*slot_);
-  }
-  bool test() {
-    return drive([&] { return channel_->test(*slot_); });
-  }
-  void wait() {
-    drive([&] {
-      channel_->wait(*slot_);
-      return true;
-    });
-  }
-
-private:
-  template <class F>
-  bool drive(F f) {
-    if (error_) std::rethrow_exception(error_);
-    if (!slot_) return true;
-    try {
-      if (!f()) return false;
-    } catch (...) {
-      error_ = std::current_exception();
-    }
-    channel_->close(std::move(slot_));
-    if (error_) std::rethrow_exception(error_);
-    return true;
-  }
-  void finish() noexcept {
-    if (!slot_) return;
-    try {
-      wait();
-    } catch (...) { // an operation that nobody asks about may fail
-    }
-  }
-
-  std::shared_ptr<detail::gloo_channel> channel_;
-  std::unique_ptr<detail::gloo_slot> slot_;
-  std::exception_ptr error_;
-};
+using gloo_work = detail::channel_work<detail::gloo_channel, detail::gloo_slot>;
 
 /// The communicator of a connected gloo::Context over TCP.
 ///
@@ -127,19 +72,16 @@ public:
 
   template <wire_type T>
   [[nodiscard]] gloo_work allgather_async(std::span<T const> in, std::span<T> out) const {
-    auto work = start_allgather(in, out);
-    if (in.size_bytes() > eager_bytes()) work.drive_in_background();
-    return work;
+    return in_background(start_allgather(in, out), in.size_bytes());
   }
   template <reducible_type T>
   [[nodiscard]] gloo_work allreduce_async(std::span<T const> in, std::span<T> out, reduce_op op) const {
-    auto work = start_allreduce(in, out, op);
-    if (in.size_bytes() > eager_bytes()) work.drive_in_background();
-    return work;
+    return in_background(start_allreduce(in, out, op), in.size_bytes());
   }
 
   template <wire_type T>
   void broadcast(std::span<T> data, int root) const {
+    detail::require_rank(root, size());
     if (size() == 1) return;
     auto said = header<T>(detail::collective::broadcast, data.size_bytes());
     said.root = root;
@@ -147,6 +89,7 @@ public:
   }
   template <wire_type T>
   void scatter(std::span<T const> in, std::span<T> out, int root) const {
+    detail::require_rank(root, size());
     if (size() == 1) {
       detail::require_allgather_extents(out.size(), in.size(), 1);
       return copied(in, out).wait();
@@ -190,6 +133,10 @@ private:
     auto said = header<T>(detail::collective::allreduce, in.size_bytes());
     said.reduction = op;
     return started(detail::gloo_collectives::allreduce<T>(*channel_, said, in, out));
+  }
+  gloo_work in_background(gloo_work work, std::size_t bytes) const {
+    if (size() > 1 && bytes > eager_bytes()) channel_->drive_in_background(work.slot());
+    return work;
   }
   gloo_work started(std::unique_ptr<detail::gloo_slot> slot) const { return {channel_, std::move(slot)}; }
   template <class T>

@@ -1,0 +1,281 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/mpi_include.hpp>
+#include <syncnorm/adapters/mpi_error.hpp>
+
+namespace syncnorm::detail {
+
+inline void require_mpi(int code, char const* call) {
+  if (code != MPI_SUCCESS) throw mpi_error{call, code};
+}
+
+inline void require_mpi_running() {
+  int initialized = 0, finalized = 0;
+  MPI_Initialized(&initialized);
+  if (initialized == 0) throw mpi_error{"MPI is not initialized; call MPI_Init before making a communicator"};
+  MPI_Finalized(&finalized);
+  if (finalized != 0) throw mpi_error{"MPI has been finalized"};
+}
+
+/// Memory that MPI may go on writing to, and the operation that is using it. Reused.
+struct mpi_slot {
+  /// Called when every request has completed: takes the result out.
+  using step = void (*)(mpi_slot&);
+
+  /// `bytes` of memory, kept from the last operation where that was as large. What it held is lost.
+  struct memory {
+    std::unique_ptr<std::byte[]> data;
+    std::size_t capacity = 0;
+
+    std::byte* get(std::size_t bytes) {
+      if (bytes > capacity) {
+        data = std::make_unique_for_overwrite<std::byte[]>(bytes);
+        capacity = bytes;
+      }
+      return data.get();
+    }
+  };
+
+  memory sent, received;  // the packets that are gathered, and behind them the data of other operations
+  std::size_t stride = 0; // from one rank's packet in `received` to the next; 0 if none are gathered
+  std::vector<MPI_Request> requests;
+  std::chrono::steady_clock::time_point deadline;
+  collective_header header;
+  int ranks = 0;
+  int rank = 0;
+  step finish = nullptr;
+
+  std::byte* out = nullptr;
+  std::size_t bytes = 0; // of one rank's part of `out`
+  std::size_t pitch = 0; // from one rank's part of `out` to the next
+
+  [[nodiscard]] std::byte* packet(int r) const { return received.data.get() + stride * static_cast<std::size_t>(r); }
+  [[nodiscard]] std::byte* data_of(int r) const { return packet(r) + sizeof header; }
+  [[nodiscard]] std::byte* sent_data() const { return sent.data.get() + stride; }
+  [[nodiscard]] std::byte* received_data() const { return packet(ranks); }
+  [[nodiscard]] std::byte* part(int r) const { return out + pitch * static_cast<std::size_t>(r); }
+
+  /// Throws the same error on every rank where the headers in the packets do not agree.
+  void require_agreement() const {
+    detail::require_agreement(ranks, [&](int r) {
+      collective_header said;
+      std::memcpy(&said, packet(r), sizeof said);
+      return said;
+    });
+  }
+};
+
+/// How many bytes the unit has in which `bytes` are counted, so that the count fits an int: a power of two.
+constexpr std::size_t mpi_unit(std::size_t bytes, std::size_t most = INT_MAX) {
+  std::size_t unit = 1;
+  while ((bytes + unit - 1) / unit > most) unit *= 2;
+  return unit;
+}
+
+/// An MPI communicator, and the operations in flight on it.
+class mpi_channel {
+public:
+  using clock = std::chrono::steady_clock;
+
+  mpi_channel(MPI_Comm comm, bool owned, std::chrono::milliseconds timeout)
+      : comm_{comm}, owned_{owned}, timeout_{timeout} {
+    require_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
+    require_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
+  }
+  mpi_channel(mpi_channel const&) = delete;
+  mpi_channel& operator=(mpi_channel const&) = delete;
+  ~mpi_channel() {
+    int finalized = 0;
+    // Freeing a communicator with an operation that never completes would wait for it.
+    if (owned_ && !failed_ && MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0) MPI_Comm_free(&comm_);
+  }
+
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  [[nodiscard]] int size() const noexcept { return size_; }
+  [[nodiscard]] MPI_Comm comm() const noexcept { return comm_; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+
+  /// A slot for the collective that `header` says.
+  [[nodiscard]] std::unique_ptr<mpi_slot> open(collective_header const& header) {
+    require_usable();
+    std::unique_ptr<mpi_slot> slot;
+    if (free_.empty()) {
+      slot = std::make_unique<mpi_slot>();
+    } else {
+      slot = std::move(free_.back());
+      free_.pop_back();
+    }
+    slot->deadline = clock::now() + timeout_;
+    slot->header = header;
+    slot->header.sequence = sequence_++;
+    slot->ranks = size_;
+    slot->rank = rank_;
+    slot->stride = 0;
+    slot->finish = nullptr;
+    return slot;
+  }
+  /// Gives the slot of an operation that has completed back.
+  void close(std::unique_ptr<mpi_slot> slot) {
+    if (slot->requests.empty())
+      free_.push_back(std::move(slot));
+    else
+      keep_for_ever(std::move(slot));
+  }
+
+  /// Starts gathering the header and `data` of every rank. Leaves room for as many bytes of other data as told.
+  void gather_packets(mpi_slot& slot, std::span<std::byte const> data, std::size_t room = 0) {
+    auto const bytes = sizeof slot.header + data.size();
+    auto const unit = mpi_unit(bytes);
+    auto const count = static_cast<int>((bytes + unit - 1) / unit);
+    slot.stride = static_cast<std::size_t>(count) * unit;
+    auto* const packet = slot.sent.get(slot.stride + room);
+    auto* const packets = slot.received.get(slot.stride * static_cast<std::size_t>(size_) + room);
+    std::memcpy(packet, &slot.header, sizeof slot.header);
+    if (!data.empty()) std::memcpy(packet + sizeof slot.header, data.data(), data.size());
+    MPI_Datatype type = MPI_BYTE;
+    if (unit > 1) {
+      require_mpi(MPI_Type_contiguous(static_cast<int>(unit), MPI_BYTE, &type), "MPI_Type_contiguous");
+      require_mpi(MPI_Type_commit(&type), "MPI_Type_commit");
+    }
+    start(slot, "MPI_Iallgather", [&](MPI_Request* request) {
+      return MPI_Iallgather(packet, count, type, packets, count, type, comm_, request);
+    });
+    if (unit > 1) MPI_Type_free(&type); // takes effect when the operation has completed
+  }
+
+  /// Makes room for as many bytes of data where no packets are gathered.
+  static void reserve(mpi_slot& slot, std::size_t room) {
+    slot.sent.get(room);
+    slot.received.get(room);
+  }
+
+  /// Starts one nonblocking operation: call(request).
+  template <class Call>
+  void start(mpi_slot& slot, char const* name, Call call) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    int const code = call(&request);
+    if (request != MPI_REQUEST_NULL) slot.requests.push_back(request);
+    if (code == MPI_SUCCESS) return;
+    mpi_error const failure{name, code};
+    fail(failure.what());
+    throw failure;
+  }
+
+  /// Returns whether the operation has completed; throws what failed, and timeout_error past the deadline.
+  bool test(mpi_slot& slot) {
+    if (!requests_completed(slot)) {
+      if (clock::now() >= slot.deadline) time_out(slot);
+      if (failed_) require_usable();
+      return false;
+    }
+    complete(slot);
+    return true;
+  }
+
+  /// Returns when the operation has completed; throws as `test`.
+  void wait(mpi_slot& slot) {
+    using namespace std::chrono_literals;
+    // A peer that is ready answers while this spins. Then others may need the core, and then the wait is a long one.
+    for (int i = 0; i < 256; ++i)
+      if (requests_completed(slot)) return complete(slot);
+    for (auto const started = clock::now(); !test(slot);) {
+      if (clock::now() - started < 2ms)
+        std::this_thread::yield();
+      else
+        std::this_thread::sleep_for(20us);
+    }
+  }
+
+  void fail(std::string const& reason) {
+    std::lock_guard const lock{reason_mutex_};
+    if (failed_) return;
+    reason_ = reason;
+    failed_ = true;
+  }
+
+private:
+  void require_usable() {
+    if (!failed_) return;
+    std::lock_guard const lock{reason_mutex_};
+    throw mpi_error{"the communicator cannot be used any more: " + reason_};
+  }
+
+  /// The requests are waited for in order; those that have completed are taken off.
+  bool requests_completed(mpi_slot& slot) {
+    while (!slot.requests.empty()) {
+      int done = 0;
+      int const code = MPI_Test(&slot.requests.back(), &done, MPI_STATUS_IGNORE);
+      if (code != MPI_SUCCESS) report(slot, code);
+      if (done == 0) return false;
+      slot.requests.pop_back();
+    }
+    return true;
+  }
+
+  void complete(mpi_slot& slot) {
+    if (!slot.finish) return;
+    try {
+      slot.finish(slot);
+    } catch (mismatch_error const& failure) {
+      // MPI leaves open what unequal extents do to a communicator.
+      fail(failure.what());
+      throw;
+    }
+  }
+
+  [[noreturn]] void report(mpi_slot const& slot, int code) {
+    int error_class = MPI_SUCCESS;
+    MPI_Error_class(code, &error_class);
+    mpi_error const failure{describe(slot.header), code};
+    fail(failure.what());
+    if (error_class == MPI_ERR_TRUNCATE)
+      throw mismatch_error{"ranks call different collectives: another rank contributes more than rank " +
+                           std::to_string(rank_) + " does to " + describe(slot.header)};
+    throw failure;
+  }
+
+  [[noreturn]] void time_out(mpi_slot const& slot) {
+    timeout_error const failure{"mpi", "rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " waited " +
+                                           std::to_string(timeout_.count()) + " ms for its peers in " +
+                                           describe(slot.header)};
+    fail(failure.what());
+    throw failure;
+  }
+
+  /// MPI cannot cancel a collective, so what it may still write to must outlive even the communicator.
+  static void keep_for_ever(std::unique_ptr<mpi_slot> slot) {
+    static std::mutex mutex;
+    static auto& kept = *new std::vector<std::unique_ptr<mpi_slot>>;
+    std::lock_guard const lock{mutex};
+    kept.push_back(std::move(slot));
+  }
+
+  MPI_Comm comm_;
+  bool owned_;
+  std::chrono::milliseconds timeout_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::uint32_t sequence_ = 0;
+  std::vector<std::unique_ptr<mpi_slot>> free_;
+  std::atomic<bool> failed_ = false;
+  std::mutex reason_mutex_;
+  std::string reason_;
+};
+
+} // namespace syncnorm::detail

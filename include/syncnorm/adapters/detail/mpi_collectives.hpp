@@ -1,0 +1,146 @@
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <concepts>
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <span>
+
+#include <syncnorm/adapters/detail/channel_work.hpp>
+#include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/mpi_channel.hpp>
+#include <syncnorm/adapters/detail/mpi_include.hpp>
+#include <syncnorm/adapters/detail/rank_order.hpp>
+#include <syncnorm/comm/wire.hpp>
+
+// The collectives over an mpi_channel. Each starts the operation. Those of a part of the data expect that the ranks
+// have agreed on the whole.
+namespace syncnorm::detail::mpi_collectives {
+
+using work = channel_work<mpi_channel, mpi_slot>;
+using channel_ptr = std::shared_ptr<mpi_channel>;
+
+template <reducible_type T>
+MPI_Datatype mpi_type() {
+  if constexpr (std::same_as<T, float>) return MPI_FLOAT;
+  if constexpr (std::same_as<T, double>) return MPI_DOUBLE;
+  if constexpr (std::same_as<T, std::int32_t>) return MPI_INT32_T;
+  if constexpr (std::same_as<T, std::int64_t>) return MPI_INT64_T;
+}
+
+inline MPI_Op mpi_op(reduce_op op) { return op == reduce_op::sum ? MPI_SUM : op == reduce_op::min ? MPI_MIN : MPI_MAX; }
+
+inline void copy_bytes(std::byte* to, std::byte const* from, std::size_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
+/// The ranks agree on `header`, or all get the same error. Completes on no rank before all have entered.
+inline work agreement(channel_ptr const& channel, collective_header const& header) {
+  work result{channel, channel->open(header)};
+  result.slot().finish = [](mpi_slot& s) { s.require_agreement(); };
+  channel->gather_packets(result.slot(), {});
+  return result;
+}
+
+/// Gathers `bytes` bytes, from byte `first` on, of the contribution of every rank.
+inline work allgather(channel_ptr const& channel, collective_header const& header, std::span<std::byte const> in,
+                      std::byte* out, std::size_t first, std::size_t bytes) {
+  work result{channel, channel->open(header)};
+  auto& slot = result.slot();
+  slot.out = out + first;
+  slot.bytes = bytes;
+  slot.pitch = in.size();
+  slot.finish = [](mpi_slot& s) {
+    s.require_agreement();
+    for (int r = 0; r < s.ranks; ++r) copy_bytes(s.part(r), s.data_of(r), s.bytes);
+  };
+  channel->gather_packets(slot, in.subspan(first, bytes));
+  return result;
+}
+
+/// Gathers every contribution and folds them in rank order.
+template <reducible_type T>
+work fold(channel_ptr const& channel, collective_header const& header, std::span<T const> in, std::span<T> out) {
+  work result{channel, channel->open(header)};
+  auto& slot = result.slot();
+  slot.out = reinterpret_cast<std::byte*>(out.data());
+  slot.finish = [](mpi_slot& s) {
+    s.require_agreement();
+    std::span<T> const folded{reinterpret_cast<T*>(s.out), s.header.bytes / sizeof(T)};
+    fold_in_rank_order(folded, s.ranks, s.header.reduction,
+                       [&](int r) { return reinterpret_cast<T const*>(s.data_of(r)); });
+  };
+  channel->gather_packets(slot, std::as_bytes(in));
+  return result;
+}
+
+/// MPI's own reduction, to every rank or to the root alone.
+template <reducible_type T>
+work reduction(channel_ptr const& channel, collective_header const& header, std::span<T const> in, std::span<T> out,
+               bool to_all, bool agree) {
+  work result{channel, channel->open(header)};
+  auto& slot = result.slot();
+  slot.out = reinterpret_cast<std::byte*>(out.data());
+  slot.bytes = to_all || channel->rank() == header.root ? in.size_bytes() : 0;
+  slot.finish = [](mpi_slot& s) {
+    if (s.stride > 0) s.require_agreement();
+    copy_bytes(s.out, s.received_data(), s.bytes);
+  };
+  if (agree)
+    channel->gather_packets(slot, {}, in.size_bytes());
+  else
+    channel->reserve(slot, in.size_bytes());
+  copy_bytes(slot.sent_data(), std::as_bytes(in).data(), in.size_bytes());
+  auto* const from = reinterpret_cast<T*>(slot.sent_data());
+  auto* const to = reinterpret_cast<T*>(slot.received_data());
+  for (std::size_t first = 0; first < in.size(); first += INT_MAX) {
+    auto const n = static_cast<int>(std::min<std::size_t>(INT_MAX, in.size() - first));
+    channel->start(slot, to_all ? "MPI_Iallreduce" : "MPI_Ireduce", [&](MPI_Request* request) {
+      auto const op = mpi_op(header.reduction);
+      return to_all
+                 ? MPI_Iallreduce(from + first, to + first, n, mpi_type<T>(), op, channel->comm(), request)
+                 : MPI_Ireduce(from + first, to + first, n, mpi_type<T>(), op, header.root, channel->comm(), request);
+    });
+  }
+  return result;
+}
+
+/// A part of at most INT_MAX bytes.
+inline work broadcast(channel_ptr const& channel, collective_header const& header, std::span<std::byte> data) {
+  work result{channel, channel->open(header)};
+  auto& slot = result.slot();
+  channel->reserve(slot, data.size());
+  slot.out = data.data();
+  slot.bytes = channel->rank() == header.root ? 0 : data.size();
+  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.sent_data(), s.bytes); };
+  if (channel->rank() == header.root) copy_bytes(slot.sent_data(), data.data(), data.size());
+  channel->start(slot, "MPI_Ibcast", [&](MPI_Request* request) {
+    return MPI_Ibcast(slot.sent_data(), static_cast<int>(data.size()), MPI_BYTE, header.root, channel->comm(), request);
+  });
+  return result;
+}
+
+/// A part, from byte `first` on, of what each rank gets; at most INT_MAX bytes of it.
+inline work scatter(channel_ptr const& channel, collective_header const& header, std::span<std::byte const> in,
+                    std::size_t first, std::span<std::byte> out) {
+  work result{channel, channel->open(header)};
+  auto& slot = result.slot();
+  auto const ranks = static_cast<std::size_t>(channel->size());
+  channel->reserve(slot, out.size() * ranks);
+  slot.out = out.data();
+  slot.bytes = out.size();
+  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received_data(), s.bytes); };
+  if (channel->rank() == header.root)
+    for (std::size_t r = 0; r < ranks; ++r)
+      copy_bytes(slot.sent_data() + r * out.size(), in.data() + r * header.bytes + first, out.size());
+  channel->start(slot, "MPI_Iscatter", [&](MPI_Request* request) {
+    auto const n = static_cast<int>(out.size());
+    return MPI_Iscatter(slot.sent_data(), n, MPI_BYTE, slot.received_data(), n, MPI_BYTE, header.root, channel->comm(),
+                        request);
+  });
+  return result;
+}
+
+} // namespace syncnorm::detail::mpi_collectives

@@ -1,0 +1,201 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/adapters/detail/channel_work.hpp>
+#include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/mpi_channel.hpp>
+#include <syncnorm/adapters/detail/mpi_collectives.hpp>
+#include <syncnorm/adapters/detail/mpi_include.hpp>
+#include <syncnorm/adapters/mpi_error.hpp>
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/timeout.hpp>
+#include <syncnorm/comm/wire.hpp>
+
+namespace syncnorm {
+
+/// The work of a collective over MPI. MPI moves data while some thread of the process is inside MPI: testing or
+/// waiting for any operation serves them all.
+using mpi_work = detail::channel_work<detail::mpi_channel, detail::mpi_slot>;
+
+/// The communicator of an MPI_Comm.
+///
+/// Everything is MPI's nonblocking collectives, polled, so that a missing peer is a timeout_error and no hang. As MPI
+/// cannot cancel a collective, data pass through memory of the communicator's own, which outlives a failure; user memory
+/// is never touched after a call has returned or thrown. An allreduce of up to `fold_bytes` folds the contributions in
+/// rank order; a longer one is MPI_Iallreduce, of which Open MPI and MPICH give every rank the same bits, as the MPI
+/// standard advises.
+///
+/// Ranks that call different collectives, or with different extents, types or roots, get mismatch_error, after which the
+/// communicator is unusable. A failure of MPI is an mpi_error only if the error handler of the MPI_Comm is
+/// MPI_ERRORS_RETURN, which `duplicate` and `split` set; otherwise MPI ends the process.
+class mpi_communicator {
+public:
+  static constexpr std::size_t fold_bytes = 4096;
+
+  /// Does not own `comm`, which must outlive the communicator. Other users of `comm` must not start collectives in between
+  /// in another order on some rank. Local. Throws invalid_argument_error where `comm` is null or connects two groups,
+  /// mpi_error where MPI is not initialized or finalized already.
+  explicit mpi_communicator(MPI_Comm comm, std::chrono::milliseconds timeout = default_timeout)
+      : channel_{make_channel(comm, false, timeout)} {}
+
+  /// The communicator over a duplicate of `comm`, which it owns and frees. Collective.
+  [[nodiscard]] static mpi_communicator duplicate(MPI_Comm comm, std::chrono::milliseconds timeout = default_timeout);
+
+  [[nodiscard]] int rank() const noexcept { return channel_->rank(); }
+  [[nodiscard]] int size() const noexcept { return channel_->size(); }
+  [[nodiscard]] MPI_Comm native_handle() const noexcept { return channel_->comm(); }
+
+  template <wire_type T>
+  void allgather(std::span<T const> in, std::span<T> out) const {
+    auto const said = header<T>(detail::collective::allgather, in.size_bytes());
+    for_each_piece(in.size_bytes(), [&](std::size_t first, std::size_t bytes) {
+      return detail::mpi_collectives::allgather(channel_, said, std::as_bytes(in), std::as_writable_bytes(out).data(),
+                                                first, bytes);
+    });
+  }
+  template <reducible_type T>
+  void allreduce(std::span<T const> in, std::span<T> out, reduce_op op) const {
+    auto const said = header<T>(detail::collective::allreduce, in.size_bytes(), 0, op);
+    if (in.size_bytes() <= fold_bytes) return detail::mpi_collectives::fold(channel_, said, in, out).wait();
+    agree_on(said);
+    for_each_piece(in.size(), [&](std::size_t first, std::size_t n) {
+      return detail::mpi_collectives::reduction(channel_, said, in.subspan(first, n), out.subspan(first, n), true,
+                                                false);
+    });
+  }
+  template <wire_type T>
+  [[nodiscard]] mpi_work allgather_async(std::span<T const> in, std::span<T> out) const {
+    return detail::mpi_collectives::allgather(channel_, header<T>(detail::collective::allgather, in.size_bytes()),
+                                              std::as_bytes(in), std::as_writable_bytes(out).data(), 0,
+                                              in.size_bytes());
+  }
+  template <reducible_type T>
+  [[nodiscard]] mpi_work allreduce_async(std::span<T const> in, std::span<T> out, reduce_op op) const {
+    auto const said = header<T>(detail::collective::allreduce, in.size_bytes(), 0, op);
+    if (in.size_bytes() <= fold_bytes) return detail::mpi_collectives::fold(channel_, said, in, out);
+    return detail::mpi_collectives::reduction(channel_, said, in, out, true, true);
+  }
+
+  template <wire_type T>
+  void broadcast(std::span<T> data, int root) const {
+    detail::require_rank(root, size());
+    auto const said = header<T>(detail::collective::broadcast, data.size_bytes(), root);
+    agree_on(said);
+    for_each_piece(data.size_bytes(), [&](std::size_t first, std::size_t bytes) {
+      return detail::mpi_collectives::broadcast(channel_, said, std::as_writable_bytes(data).subspan(first, bytes));
+    });
+  }
+  template <wire_type T>
+  void scatter(std::span<T const> in, std::span<T> out, int root) const {
+    detail::require_rank(root, size());
+    auto said = header<T>(detail::collective::scatter, out.size_bytes(), root);
+    if (rank() == root) said.root_bytes = in.size_bytes();
+    agree_on(said);
+    for_each_piece(out.size_bytes(), [&](std::size_t first, std::size_t bytes) {
+      return detail::mpi_collectives::scatter(channel_, said, std::as_bytes(in), first,
+                                              std::as_writable_bytes(out).subspan(first, bytes));
+    });
+  }
+  template <reducible_type T>
+  void reduce(std::span<T const> in, std::span<T> out, int root, reduce_op op) const {
+    detail::require_rank(root, size());
+    auto said = header<T>(detail::collective::reduce, in.size_bytes(), root, op);
+    if (rank() == root) said.root_bytes = out.size_bytes();
+    agree_on(said);
+    for_each_piece(in.size(), [&](std::size_t first, std::size_t n) {
+      auto const to = rank() == root ? out.subspan(first, n) : std::span<T>{};
+      return detail::mpi_collectives::reduction(channel_, said, in.subspan(first, n), to, false, false);
+    });
+  }
+  void barrier() const { agree_on({}); }
+
+  /// The communicator of the ranks that give the same colour, in the order of (key, rank). It owns its MPI_Comm.
+  /// Collective.
+  [[nodiscard]] mpi_communicator split(int color, int key) const;
+
+  /// Makes this rank's communicator unusable, so that what waits in it fails. MPI has no way to wake the other ranks,
+  /// which time out, but to end them, for which call MPI_Abort. Another thread may call this one member.
+  void abort() const { channel_->fail("aborted on rank " + std::to_string(rank())); }
+
+private:
+  explicit mpi_communicator(std::shared_ptr<detail::mpi_channel> channel) : channel_{std::move(channel)} {}
+
+  static std::shared_ptr<detail::mpi_channel> make_channel(MPI_Comm comm, bool owned,
+                                                           std::chrono::milliseconds timeout) {
+    detail::require_mpi_running();
+    if (comm == MPI_COMM_NULL) throw invalid_argument_error{"mpi_communicator: the MPI_Comm is null"};
+    if (timeout <= std::chrono::milliseconds::zero())
+      throw invalid_argument_error{"mpi_communicator: the timeout is not positive"};
+    int connects_two = 0;
+    detail::require_mpi(MPI_Comm_test_inter(comm, &connects_two), "MPI_Comm_test_inter");
+    if (connects_two != 0) throw invalid_argument_error{"mpi_communicator: the MPI_Comm is an intercommunicator"};
+    if (owned) detail::require_mpi(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    return std::make_shared<detail::mpi_channel>(comm, owned, timeout);
+  }
+
+  template <wire_type T>
+  static detail::collective_header header(detail::collective operation, std::size_t bytes, int root = 0,
+                                          reduce_op op = reduce_op::sum) {
+    detail::collective_header said;
+    said.operation = operation;
+    said.bytes = bytes;
+    said.type = detail::wire_code<T>;
+    said.root = root;
+    said.reduction = op;
+    return said;
+  }
+  void agree_on(detail::collective_header const& said) const {
+    detail::mpi_collectives::agreement(channel_, said).wait();
+  }
+
+  /// start(first, n).wait() for the pieces of `all`, one after the other, so that the communicator's memory stays
+  /// small and in the cache. Nothing is one piece.
+  template <class Start>
+  static void for_each_piece(std::size_t all, Start start) {
+    constexpr std::size_t piece = 256 * 1024;
+    std::size_t first = 0;
+    do {
+      auto const n = std::min(piece, all - first);
+      start(first, n).wait();
+      first += n;
+    } while (first < all);
+  }
+
+  std::shared_ptr<detail::mpi_channel> channel_;
+};
+
+inline mpi_communicator mpi_communicator::duplicate(MPI_Comm comm, std::chrono::milliseconds timeout) {
+  auto const original = make_channel(comm, false, timeout);
+  detail::mpi_collectives::work work{original, original->open({})};
+  MPI_Comm copy = MPI_COMM_NULL;
+  original->start(work.slot(), "MPI_Comm_idup",
+                  [&](MPI_Request* request) { return MPI_Comm_idup(comm, &copy, request); });
+  work.wait();
+  return mpi_communicator{make_channel(copy, true, timeout)};
+}
+
+inline mpi_communicator mpi_communicator::split(int color, int key) const {
+  std::vector<std::array<std::int32_t, 2>> wishes(static_cast<std::size_t>(size()));
+  std::array<std::int32_t, 2> const own{color, key};
+  allgather<std::int32_t>(own, {wishes.front().data(), wishes.size() * 2});
+  // MPI wants colours that are not negative.
+  std::vector<std::int32_t> colors;
+  for (auto const& wish : wishes) colors.push_back(wish[0]);
+  std::ranges::sort(colors);
+  auto const index = std::ranges::lower_bound(colors, color) - colors.begin();
+  MPI_Comm part = MPI_COMM_NULL;
+  detail::require_mpi(MPI_Comm_split(native_handle(), static_cast<int>(index), key, &part), "MPI_Comm_split");
+  return mpi_communicator{make_channel(part, true, channel_->timeout())};
+}
+
+} // namespace syncnorm
