@@ -153,7 +153,9 @@ public:
       throw invalid_argument_error{"thread_group: timeout " + std::to_string(timeout.count()) +
                                    " ms, expected more than 0"};
     bool const a_core_each = static_cast<unsigned>(size) <= std::thread::hardware_concurrency();
-    state_ = std::make_shared<detail::thread_state>(size, timeout, a_core_each);
+    state_ = std::make_shared<detail::thread_state>(size, timeout, a_core_each,
+                                                    std::make_shared<detail::thread_family>());
+    state_->family().add(state_);
   }
 
   [[nodiscard]] int size() const noexcept { return state_->size(); }
@@ -168,7 +170,7 @@ public:
 
   /// Makes this group and every group split from it unusable, waking all ranks that wait, with `reason` in
   /// their errors.
-  void abort(std::string const& reason = "aborted") const { state_->abort_tree(reason); }
+  void abort(std::string const& reason = "aborted") const { state_->family().abort(reason); }
 
 private:
   std::shared_ptr<detail::thread_state> state_;

@@ -49,15 +49,31 @@ struct alignas(64) thread_slot {
   std::vector<thread_deposit> deposits;
 };
 
+class thread_state;
+
+/// A group and all that was split from it, at whatever depth, to abort them together.
+class thread_family {
+public:
+  void add(std::shared_ptr<thread_state> const& group);
+  void abort(std::string const& why);
+
+private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<thread_state>> groups_;
+  bool aborted_ = false;
+  std::string why_;
+};
+
 /// The shared state of a group of threads. A rank's n-th operation meets the n-th of the others in one slot;
 /// the slots are a list along which each rank moves. Inputs are copied in when an operation starts, so that
 /// starting never waits, and each rank computes its own result from the copies when it finishes. Slots are
 /// recycled, last one first: repeated extents allocate nothing, and stay in the cache.
 class thread_state {
 public:
-  thread_state(int size, std::chrono::milliseconds timeout, bool spin)
-      : size_{size}, timeout_{std::min(timeout, std::chrono::milliseconds{std::chrono::hours{24 * 365}})},
-        spin_{spin}, upcoming_(static_cast<std::size_t>(size)) {
+  thread_state(int size, std::chrono::milliseconds timeout, bool spin, std::shared_ptr<thread_family> family)
+      : family_{std::move(family)}, size_{size},
+        timeout_{std::min(timeout, std::chrono::milliseconds{std::chrono::hours{24 * 365}})}, spin_{spin},
+        upcoming_(static_cast<std::size_t>(size)) {
     auto* const first = take();
     for (auto& each : upcoming_) each.slot = first;
   }
@@ -66,6 +82,7 @@ public:
   thread_state& operator=(thread_state const&) = delete;
 
   [[nodiscard]] int size() const noexcept { return size_; }
+  [[nodiscard]] thread_family& family() const noexcept { return *family_; }
 
   /// Deposits this rank's part of its next operation. Never waits for a peer.
   thread_slot& start(int rank, signature what, std::span<std::byte const> in) {
@@ -143,10 +160,8 @@ public:
     auto found = std::ranges::find_if(
         newborn_, [&](newborn const& n) { return n.sequence == sequence && n.color == color; });
     if (found == newborn_.end()) {
-      auto made = std::make_shared<thread_state>(size, timeout_, spin_);
-      if (tree_aborted_) made->abort(failure_);
-      std::erase_if(children_, [](auto const& c) { return c.expired(); });
-      children_.push_back(made);
+      auto made = std::make_shared<thread_state>(size, timeout_, spin_, family_);
+      family_->add(made);
       found = newborn_.insert(newborn_.end(), {sequence, color, size, std::move(made)});
     }
     auto result = found->state;
@@ -157,19 +172,6 @@ public:
   void abort(std::string const& why) {
     std::scoped_lock const held{mutex_};
     fail(why, false);
-  }
-
-  /// Aborts this group and every group split from it.
-  void abort_tree(std::string const& why) {
-    std::vector<std::shared_ptr<thread_state>> children;
-    {
-      std::scoped_lock const held{mutex_};
-      fail(why, false);
-      tree_aborted_ = true;
-      for (auto const& child : children_)
-        if (auto alive = child.lock()) children.push_back(std::move(alive));
-    }
-    for (auto const& child : children) child->abort_tree(why);
   }
 
 private:
@@ -281,6 +283,7 @@ private:
     changed_.notify_all();
   }
 
+  std::shared_ptr<thread_family> family_;
   int size_;
   std::chrono::milliseconds timeout_;
   bool spin_;
@@ -298,9 +301,25 @@ private:
   std::condition_variable changed_;
   std::vector<std::unique_ptr<thread_slot>> slots_;
   std::vector<thread_slot*> free_;
-  bool tree_aborted_ = false;
   std::vector<newborn> newborn_;
-  std::vector<std::weak_ptr<thread_state>> children_;
 };
+
+inline void thread_family::add(std::shared_ptr<thread_state> const& group) {
+  std::scoped_lock const held{mutex_};
+  std::erase_if(groups_, [](auto const& each) { return each.expired(); });
+  groups_.push_back(group);
+  if (aborted_) group->abort(why_);
+}
+
+inline void thread_family::abort(std::string const& why) {
+  std::vector<std::shared_ptr<thread_state>> alive;
+  {
+    std::scoped_lock const held{mutex_};
+    if (!std::exchange(aborted_, true)) why_ = why;
+    for (auto const& each : groups_)
+      if (auto group = each.lock()) alive.push_back(std::move(group));
+  }
+  for (auto const& group : alive) group->abort(why);
+}
 
 } // namespace syncnorm::detail
