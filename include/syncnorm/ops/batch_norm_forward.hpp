@@ -12,8 +12,10 @@
 #include <syncnorm/host/local_moments.hpp>
 #include <syncnorm/host/normalize.hpp>
 #include <syncnorm/host/running_statistics.hpp>
+#include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/blocks.hpp>
 
 namespace syncnorm {
 
@@ -70,8 +72,8 @@ void update_running_statistics(running_statistics<P> running, batch_norm_options
 
 /// Batch normalization over the batch of all ranks, in training:
 ///
-///     mean = Σ x / n,  var = Σ (x − mean)² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  sums over all ranks' N and
-///     S running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))
+///     mean = Σ x / n,  var = Σ (x − mean)² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  over all ranks' N and S
+///     running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))
 ///
 /// x, y `[N, C, S]`, y may be x; N and S may differ between ranks and be zero. Collective: one allgather once the
 /// workspace has been used, none with one rank. Every rank gets the same bits of mean, inv_std and running statistics.
@@ -98,20 +100,25 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
   check.channel_values(affine.beta, "beta", channels);
   check.options(options, running, channels);
 
-  auto const finish = [&](detail::channel_span part) {
+  auto const stores = host::stores_for(y);
+  auto const finish = [&](auto const& run, detail::channel_span part) {
     auto const inv_std = detail::part_of(std::span{saved.inv_std}, part);
     detail::finish_statistics(detail::part_of(std::span{m2}, part), saved.count, options.eps, inv_std);
-    host::normalize(exec, detail::part_of(x, part), detail::part_of(y, part),
+    host::normalize(run, detail::part_of(x, part), detail::part_of(y, part),
                     detail::part_of(std::span<double const>{saved.mean}, part), inv_std,
-                    affine_parameters<P>{detail::part_of(affine.gamma, part), detail::part_of(affine.beta, part)});
+                    affine_parameters<P>{detail::part_of(affine.gamma, part), detail::part_of(affine.beta, part)},
+                    stores);
   };
 
   if (size(comm) == 1) {
     detail::throw_fault(pass, check);
     detail::start_saved(saved, m2, channels, x.count());
     saved.backward_needed = caller.backward == backward_pass::needed;
-    host::local_moments(exec, x, std::span{saved.mean}, std::span{m2});
-    finish({0, channels});
+    detail::for_each_block(exec, x, 1, [&](auto const& run, detail::channel_span part) {
+      host::local_moments(run, detail::part_of(x, part), detail::part_of(std::span{saved.mean}, part),
+                          detail::part_of(std::span{m2}, part));
+      finish(run, part);
+    });
   } else {
     auto own = detail::make_header<T>(pass, channels, x.count(), check);
     own.eps = options.eps;
@@ -120,8 +127,9 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
     own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
     own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
     own.backward = static_cast<std::int64_t>(caller.backward);
+    own.part_channels = check.failed() ? 1 : detail::part_channels(comm, x, 1);
     exchange.run(
-        comm, own,
+        comm, own, workspace.forward_plan,
         [&](detail::exchange_part const& part) {
           if (!check.failed()) host::local_moments(exec, detail::part_of(x, part.channels), part.first, part.second);
         },
@@ -134,7 +142,7 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
         [&](detail::exchange_part const& part) {
           detail::merge_ranks(exchange, part, detail::part_of(std::span{saved.mean}, part.channels),
                               detail::part_of(std::span{m2}, part.channels));
-          finish(part.channels);
+          finish(exec, part.channels);
         });
   }
   detail::update_running_statistics(running, options, saved, m2);

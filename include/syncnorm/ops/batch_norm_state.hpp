@@ -44,6 +44,7 @@ struct batch_norm_workspace {
   explicit batch_norm_workspace(std::int64_t channels, bool agreed = false) : exchange{channels, agreed} {}
 
   detail::channel_exchange exchange;
+  detail::exchange_plan forward_plan, backward_plan;
   std::vector<double> first, second; // `[C]`: m2; or the sums of the backward pass
 };
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -33,11 +34,17 @@ struct exchange_part {
   }
 };
 
+/// Into how many parts a pass cuts its exchange. Every rank says in its header how many channels it would have in a part;
+/// the next exchange takes the most that any said, so that all cut alike.
+struct exchange_plan {
+  std::int64_t part_channels = std::numeric_limits<std::int64_t>::max();
+};
+
 /// The buffers and the protocol by which ranks exchange a header and two values for each channel.
 ///
 /// All messages have to be of equal size on every rank, although the number of channels is among the things that ranks
 /// may disagree on. So the first exchange is a head of fixed size, the header and the first `head_channels` channels,
-/// and the rest follows once the heads agree. From then on the size is agreed, and one message carries everything.
+/// and the rest follows once the heads agree. From then on the size is agreed, and a plan says in how many messages.
 class channel_exchange {
 public:
   static constexpr std::int64_t head_channels = 128;
@@ -47,13 +54,20 @@ public:
 
   [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
 
-  /// Exchanges `own` and the values that `local(part)` writes for each part. `accept()` is called once the headers of
-  /// all ranks are known and agree, then `consume(part)` for each part in turn, while the next one is on its way where
-  /// the communicator is asynchronous. Throws on every rank where the headers report a fault or disagree. Collective.
+  /// Exchanges `own` and the values that `local(part)` writes for each part. `accept()` is called once the headers of all
+  /// ranks are known and agree, then `consume(part)` for each part in turn, while the next one is on its way where the
+  /// communicator is asynchronous. Throws on every rank where the headers report a fault or disagree. Collective.
   template <allgathers<std::byte> C, class Local, class Accept, class Consume>
-  void run(C const& comm, packet_header const& own, Local const& local, Accept const& accept, Consume const& consume) {
-    prepare(size(comm));
+  void run(C const& comm, packet_header const& own, exchange_plan& plan, Local const& local, Accept const& accept_all,
+           Consume const& consume) {
+    prepare(size(comm), plan.part_channels);
     std::memcpy(parts_.front().send.data(), &own, sizeof own);
+    auto const accept = [&] {
+      accept_headers();
+      plan.part_channels = 1;
+      for (auto const& header : headers_) plan.part_channels = std::max(plan.part_channels, header.part_channels);
+      accept_all();
+    };
     if constexpr (allgathers_async<C, std::byte>) {
       if (parts_.size() > 1) {
         run_overlapped(comm, local, accept, consume);
@@ -64,7 +78,7 @@ public:
       auto const& part = parts_[k];
       local(part);
       allgather(comm, std::span<std::byte const>{part.send}, part.receive);
-      if (k == 0) accept_headers(), accept();
+      if (k == 0) accept();
       consume(part);
     }
   }
@@ -87,19 +101,22 @@ private:
       bool const more = k + 1 < parts_.size();
       if (more) local(parts_[k + 1]);
       in_flight.wait();
-      if (k == 0) accept_headers(), accept();
+      if (k == 0) accept();
       if (more) in_flight = start(parts_[k + 1]);
       consume(parts_[k]);
     }
   }
 
-  /// Lays the parts out for `ranks` ranks, and zeroes them where the layout changed.
-  void prepare(int ranks) {
+  /// Lays the parts out for `ranks` ranks unless they lie so already.
+  void prepare(int ranks, std::int64_t part_channels) {
     headers_.resize(static_cast<std::size_t>(ranks));
-    if (!parts_.empty() && ranks_ == ranks && laid_out_agreed_ == agreed_) return;
     std::int64_t const legal = std::max<std::int64_t>(channels_, 0);
-    std::vector<channel_span> spans{{0, legal}};
-    if (!agreed_ && legal > head_channels) spans = {{0, head_channels}, {head_channels, legal - head_channels}};
+    auto const first = std::min(legal, agreed_ ? part_channels : head_channels);
+    auto const next = agreed_ ? first : legal - first;
+    if (!parts_.empty() && ranks_ == ranks && laid_out_agreed_ == agreed_ && parts_.front().channels.length == first)
+      return;
+    std::vector<channel_span> spans{{0, first}};
+    for (auto begin = first; begin < legal; begin += next) spans.push_back({begin, std::min(next, legal - begin)});
     lay_out(spans, static_cast<std::size_t>(ranks));
     ranks_ = ranks;
     laid_out_agreed_ = agreed_;

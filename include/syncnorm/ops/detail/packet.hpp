@@ -26,10 +26,11 @@ struct packet_header {
   std::int64_t biased_variance = 0;
   std::int64_t tracks_running_statistics = 0;
   std::int64_t affine = 0;
-  std::int64_t backward = 0;     ///< the caller's backward_pass; ranks may differ
-  std::array<char, 144> fault{}; ///< what is wrong on this rank; empty where nothing is
+  std::int64_t backward = 0;      ///< the caller's backward_pass; ranks may differ
+  std::int64_t part_channels = 0; ///< channels that this rank would exchange at a time; ranks may differ
+  std::array<char, 144> fault{};  ///< what is wrong on this rank; empty where nothing is
 };
-static_assert(sizeof(packet_header) == 248 && std::is_trivially_copyable_v<packet_header>);
+static_assert(sizeof(packet_header) == 256 && std::is_trivially_copyable_v<packet_header>);
 
 template <std::size_t N>
 void set_text(std::array<char, N>& field, std::string_view text) {
