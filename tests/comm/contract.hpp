@@ -157,8 +157,7 @@ void check_same_bits(C const& comm) {
     syncnorm::allgather(comm, own, std::span{all});
     for (int r = 0; r < size; ++r) {
       INFO("extent ", extent, ", rank ", rank, " against rank ", r);
-      CHECK(std::ranges::equal(own,
-                               std::span{all}.subspan(own.size() * static_cast<std::size_t>(r), own.size())));
+      CHECK(std::ranges::equal(own, std::span{all}.subspan(own.size() * static_cast<std::size_t>(r), own.size())));
     }
   }
 }
@@ -190,16 +189,14 @@ void check_extents(C const& comm) {
   CHECK_THROWS_AS(syncnorm::allgather(comm, in, std::span{out}), syncnorm::invalid_argument_error);
   CHECK_THROWS_AS(syncnorm::allreduce(comm, in, std::span{out}.first(2)), syncnorm::invalid_argument_error);
   if constexpr (syncnorm::async_communicator<C>) {
-    CHECK_THROWS_AS((void)syncnorm::allgather_async(comm, in, std::span{out}),
-                    syncnorm::invalid_argument_error);
+    CHECK_THROWS_AS((void)syncnorm::allgather_async(comm, in, std::span{out}), syncnorm::invalid_argument_error);
     CHECK_THROWS_AS((void)syncnorm::allreduce_async(comm, in, std::span{out}.first(2)),
                     syncnorm::invalid_argument_error);
   }
   for (int const root : {-1, syncnorm::size(comm)}) {
     CHECK_THROWS_AS(syncnorm::broadcast(comm, std::span{out}, root), syncnorm::invalid_argument_error);
     CHECK_THROWS_AS(syncnorm::scatter(comm, in, std::span{out}, root), syncnorm::invalid_argument_error);
-    CHECK_THROWS_AS(syncnorm::reduce(comm, in, std::span{out}.first(3), root),
-                    syncnorm::invalid_argument_error);
+    CHECK_THROWS_AS(syncnorm::reduce(comm, in, std::span{out}.first(3), root), syncnorm::invalid_argument_error);
   }
   check_allgather<float>(comm, 3, 1);
 }
@@ -212,13 +209,11 @@ void check_derived(C const& comm) {
   for (int root = 0; root < size; ++root) {
     for (auto const extent : {std::size_t{0}, std::size_t{1}, std::size_t{17}, std::size_t{3000}}) {
       INFO("root ", root, ", extent ", extent, ", rank ", rank, " of ", size);
-      auto data =
-          rank == root ? values<double>(root, extent, 3) : std::vector<double>(extent, poison<double>());
+      auto data = rank == root ? values<double>(root, extent, 3) : std::vector<double>(extent, poison<double>());
       syncnorm::broadcast(comm, std::span{data}, root);
       CHECK((data == values<double>(root, extent, 3)));
 
-      auto const blocks =
-          rank == root ? gathered<std::int64_t>(size, extent, 4) : std::vector<std::int64_t>{};
+      auto const blocks = rank == root ? gathered<std::int64_t>(size, extent, 4) : std::vector<std::int64_t>{};
       std::vector<std::int64_t> own(extent, poison<std::int64_t>());
       syncnorm::scatter(comm, blocks, std::span{own}, root);
       CHECK((own == values<std::int64_t>(rank, extent, 4)));

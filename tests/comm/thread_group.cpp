@@ -50,8 +50,7 @@ std::vector<std::string> outcomes(thread_group const& group, F&& f) {
 }
 
 template <class T>
-void sum(thread_communicator const& comm, std::size_t extent,
-         syncnorm::reduce_op op = syncnorm::reduce_op::sum) {
+void sum(thread_communicator const& comm, std::size_t extent, syncnorm::reduce_op op = syncnorm::reduce_op::sum) {
   std::vector<T> data(extent);
   syncnorm::allreduce(comm, std::span<T const>{data}, std::span{data}, op);
 }
@@ -67,8 +66,7 @@ template <class F>
 void check_mismatch(int ranks, F&& f, std::string const& expected) {
   thread_group const group{ranks};
   for (auto const& outcome : outcomes(group, f)) CHECK(outcome == "mismatch: thread_group: " + expected);
-  for (auto const& outcome :
-       outcomes(group, [](auto const& comm) { contract::check_allgather<float>(comm, 3, 1); }))
+  for (auto const& outcome : outcomes(group, [](auto const& comm) { contract::check_allgather<float>(comm, 3, 1); }))
     CHECK(outcome == "");
 }
 
@@ -149,10 +147,9 @@ TEST_CASE("every waiting rank is told which ranks did not arrive") {
     comm.barrier();
     if (comm.rank() % 2 == 0) sum<float>(comm, 7);
   });
-  std::string const message =
-      "ranks 1, 3 did not arrive at collective 1, allreduce (sum) of 7 float, within 200 ms";
-  CHECK(told == std::vector<std::string>{"timeout: thread_group: " + message, "",
-                                         "timeout: thread_group: " + message, ""});
+  std::string const message = "ranks 1, 3 did not arrive at collective 1, allreduce (sum) of 7 float, within 200 ms";
+  CHECK(told ==
+        std::vector<std::string>{"timeout: thread_group: " + message, "", "timeout: thread_group: " + message, ""});
 
   // The late ones, and all later operations of whatever kind, fail at once.
   for (auto const& outcome : outcomes(group, [](auto const& comm) { sum<float>(comm, 7); }))
@@ -181,15 +178,13 @@ TEST_CASE("polling alone finds the timeout, and an operation that all have joine
       throw;
     }
   });
-  CHECK(told[0] ==
-        "timeout: thread_group: rank 1 did not arrive at collective 1, allgather of 1 int32, within 200 ms");
+  CHECK(told[0] == "timeout: thread_group: rank 1 did not arrive at collective 1, allgather of 1 int32, within 200 ms");
   CHECK(told[1] == "");
 }
 
 TEST_CASE("a rank that is late by less than the timeout is waited for") {
   run_ranks(2, [](thread_communicator const& comm) {
-    auto const until =
-        std::chrono::steady_clock::now() + 5ms * comm.rank(); // longer than the other one spins
+    auto const until = std::chrono::steady_clock::now() + 5ms * comm.rank(); // longer than the other one spins
     while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
     contract::check_allgather<float>(comm, 5, 1);
   });
@@ -230,8 +225,7 @@ TEST_CASE("aborting the group reaches every group split from it") {
 }
 
 TEST_CASE("run_ranks rethrows the cause, not its echoes") {
-  auto const cause = [](int ranks, auto const& f,
-                        std::chrono::milliseconds timeout = syncnorm::default_timeout) {
+  auto const cause = [](int ranks, auto const& f, std::chrono::milliseconds timeout = syncnorm::default_timeout) {
     try {
       run_ranks(ranks, f, timeout);
     } catch (std::exception const& e) {
@@ -253,8 +247,7 @@ TEST_CASE("run_ranks rethrows the cause, not its echoes") {
   CHECK(cause(2, [](auto const& comm) { // with an operation in flight that its peer never joins
           float value = 0;
           if (comm.rank() == 1) throw std::logic_error{"out of cheese"};
-          auto const work =
-              syncnorm::allreduce_async(comm, std::span<float const>{&value, 1}, std::span{&value, 1});
+          auto const work = syncnorm::allreduce_async(comm, std::span<float const>{&value, 1}, std::span{&value, 1});
           comm.barrier();
         }) == "out of cheese");
   CHECK(cause(2, [](auto const& comm) { // the peer has heard of it before the cause is thrown

@@ -1,6 +1,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <utility>
@@ -48,6 +51,23 @@ void require_root(C const& comm, int root) {
                                  std::to_string(size(comm))};
 }
 
+/// Throws the same on every rank. Collective, since the root alone sees its input's extent.
+template <communicator C>
+void require_scatter_extents(C const& comm, std::size_t in, std::size_t out, int root) {
+  std::array<std::int64_t, 2> const own{static_cast<std::int64_t>(out), static_cast<std::int64_t>(in)};
+  std::vector<std::int64_t> all(2 * static_cast<std::size_t>(size(comm)));
+  allgather(comm, own, std::span{all});
+  auto const block = all[2 * static_cast<std::size_t>(root)], input = all[2 * static_cast<std::size_t>(root) + 1];
+  for (int r = 0; r < size(comm); ++r)
+    if (auto const other = all[2 * static_cast<std::size_t>(r)]; other != block)
+      throw mismatch_error{"scatter: rank " + std::to_string(r) + " receives " + std::to_string(other) +
+                           " elements, rank " + std::to_string(root) + " " + std::to_string(block)};
+  if (input != block * size(comm))
+    throw invalid_argument_error{"scatter: the input of rank " + std::to_string(root) + " has " +
+                                 std::to_string(input) + " elements, expected " + std::to_string(size(comm)) +
+                                 " ranks x " + std::to_string(block)};
+}
+
 } // namespace detail
 
 /// Copies `data` of rank `root` to every rank. Collective. Without a broadcast of the communicator's own it is an
@@ -66,18 +86,18 @@ void broadcast(C const& comm, std::span<T> data, int root) {
 }
 
 /// Block r of `in` on rank `root`, of out.size() elements, goes to `out` on rank r; `in` is read on the root alone.
-/// Collective. Without a scatter of the communicator's own it is a broadcast.
+/// Collective. Without a scatter of the communicator's own it is an exchange of extents, which throws on every rank
+/// where they do not fit, and a broadcast.
 template <wire_type T, communicator C>
 void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root) {
   detail::require_root(comm, root);
   if constexpr (requires { comm.scatter(in, out, root); }) {
     comm.scatter(in, out, root);
   } else {
+    detail::require_scatter_extents(comm, in.size(), out.size(), root);
     std::vector<T> all(out.size() * static_cast<std::size_t>(size(comm)));
-    // A wrong extent is the root's alone to see; every rank must still leave the collective.
-    if (rank(comm) == root && in.size() == all.size()) std::ranges::copy(in, all.begin());
+    if (rank(comm) == root) std::ranges::copy(in, all.begin());
     broadcast(comm, std::span{all}, root);
-    if (rank(comm) == root) detail::require_allgather_extents(out.size(), in.size(), size(comm));
     std::ranges::copy(std::span{all}.subspan(out.size() * static_cast<std::size_t>(rank(comm)), out.size()),
                       out.begin());
   }

@@ -95,14 +95,14 @@ public:
     return {state_, state_->start(rank_, reduction_of(in, op), std::as_bytes(in)), rank_, out.data()};
   }
 
-  void barrier() const { state_->run(rank_, {.kind = detail::collective::barrier}, {}, nullptr); }
+  void barrier() const { state_->run(rank_, {.kind = detail::collective_kind::barrier}, {}, nullptr); }
 
   /// The sub-communicator of the ranks that give the same `color`, any int, ordered by (key, rank).
   /// Collective.
   [[nodiscard]] thread_communicator split(int color, int key) const {
     std::array<std::int32_t, 2> const own{color, key};
     std::vector<std::array<std::int32_t, 2>> all(static_cast<std::size_t>(size()));
-    auto& slot = state_->start(rank_, {.kind = detail::collective::split}, std::as_bytes(std::span{own}));
+    auto& slot = state_->start(rank_, {.kind = detail::collective_kind::split}, std::as_bytes(std::span{own}));
     auto const sequence = slot.sequence;
     state_->await(slot, rank_);
     state_->finish(slot, rank_, all.data());
@@ -121,19 +121,18 @@ public:
 
 private:
   friend class thread_group;
-  thread_communicator(std::shared_ptr<detail::thread_state> state, int rank)
-      : state_{std::move(state)}, rank_{rank} {}
+  thread_communicator(std::shared_ptr<detail::thread_state> state, int rank) : state_{std::move(state)}, rank_{rank} {}
 
   template <class T>
   static detail::signature gather_of(std::span<T const> in) {
     return {.extent = static_cast<std::int64_t>(in.size()),
-            .kind = detail::collective::allgather,
+            .kind = detail::collective_kind::allgather,
             .type = detail::wire_id_of<T>};
   }
   template <class T>
   static detail::signature reduction_of(std::span<T const> in, reduce_op op) {
     return {.extent = static_cast<std::int64_t>(in.size()),
-            .kind = detail::collective::allreduce,
+            .kind = detail::collective_kind::allreduce,
             .type = detail::wire_id_of<T>,
             .op = op};
   }
@@ -147,14 +146,13 @@ class thread_group {
 public:
   /// Throws invalid_argument_error where size < 1 or timeout ≤ 0.
   explicit thread_group(int size, std::chrono::milliseconds timeout = default_timeout) {
-    if (size < 1)
-      throw invalid_argument_error{"thread_group: size " + std::to_string(size) + ", expected at least 1"};
+    if (size < 1) throw invalid_argument_error{"thread_group: size " + std::to_string(size) + ", expected at least 1"};
     if (timeout.count() <= 0)
       throw invalid_argument_error{"thread_group: timeout " + std::to_string(timeout.count()) +
                                    " ms, expected more than 0"};
     bool const a_core_each = static_cast<unsigned>(size) <= std::thread::hardware_concurrency();
-    state_ = std::make_shared<detail::thread_state>(size, timeout, a_core_each,
-                                                    std::make_shared<detail::thread_family>());
+    state_ =
+        std::make_shared<detail::thread_state>(size, timeout, a_core_each, std::make_shared<detail::thread_family>());
     state_->family().add(state_);
   }
 

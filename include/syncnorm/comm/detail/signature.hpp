@@ -36,7 +36,7 @@ decltype(auto) visit_wire(wire_id id, F&& f) {
   }
 }
 
-enum class collective : std::uint8_t { allgather, allreduce, barrier, split, broadcast, scatter, reduce };
+enum class collective_kind : std::uint8_t { allgather, allreduce, barrier, split, broadcast, scatter, reduce };
 
 /// What one rank believes it is computing together with the others. It crosses ranks as bytes, so it has no
 /// padding.
@@ -44,7 +44,7 @@ struct signature {
   std::int64_t sequence = 0; // how many operations this rank has started before
   std::int64_t extent = 0;
   std::int32_t root = -1;
-  collective kind = collective::barrier;
+  collective_kind kind = collective_kind::barrier;
   wire_id type = wire_id::bytes;
   reduce_op op = reduce_op::sum;
   std::uint8_t unused = 0;
@@ -59,13 +59,13 @@ static_assert(std::has_unique_object_representations_v<signature>);
   static constexpr char const* types[] = {"byte", "float", "double", "int32", "int64"};
   static constexpr char const* ops[] = {"sum", "min", "max"};
   std::string text = kinds[static_cast<int>(s.kind)];
-  if (s.kind == collective::barrier || s.kind == collective::split) return text;
-  if (s.kind == collective::allreduce || s.kind == collective::reduce)
+  if (s.kind == collective_kind::barrier || s.kind == collective_kind::split) return text;
+  if (s.kind == collective_kind::allreduce || s.kind == collective_kind::reduce)
     text += std::string{" ("} + ops[static_cast<int>(s.op)] + ")";
   text += " of " + std::to_string(s.extent) + " " + types[static_cast<int>(s.type)];
-  if (s.kind == collective::broadcast || s.kind == collective::scatter)
+  if (s.kind == collective_kind::broadcast || s.kind == collective_kind::scatter)
     text += " from rank " + std::to_string(s.root);
-  if (s.kind == collective::reduce) text += " to rank " + std::to_string(s.root);
+  if (s.kind == collective_kind::reduce) text += " to rank " + std::to_string(s.root);
   return text;
 }
 
@@ -90,11 +90,9 @@ template <class F>
   char const* separator = ": ";
   for (int r = 0; r < size; ++r) {
     bool first_of_its_kind = true;
-    for (int earlier = 0; earlier < r; ++earlier)
-      first_of_its_kind = first_of_its_kind && !(at(earlier) == at(r));
+    for (int earlier = 0; earlier < r; ++earlier) first_of_its_kind = first_of_its_kind && !(at(earlier) == at(r));
     if (!first_of_its_kind) continue;
-    text +=
-        separator + list_ranks(size, [&](int other) { return at(other) == at(r); }) + ": " + describe(at(r));
+    text += separator + list_ranks(size, [&](int other) { return at(other) == at(r); }) + ": " + describe(at(r));
     if (at(r).sequence != at(0).sequence) text += " as collective " + std::to_string(at(r).sequence);
     separator = "; ";
   }

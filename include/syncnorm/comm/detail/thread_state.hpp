@@ -112,8 +112,7 @@ public:
   /// Whether the operation has ended, for better or worse.
   [[nodiscard]] bool ended(thread_slot& slot, int rank) {
     if (has_ended(slot)) return true;
-    if (std::chrono::steady_clock::now() < slot.deposits[static_cast<std::size_t>(rank)].deadline)
-      return false;
+    if (std::chrono::steady_clock::now() < slot.deposits[static_cast<std::size_t>(rank)].deadline) return false;
     std::scoped_lock const held{mutex_};
     time_out(slot);
     return has_ended(slot);
@@ -157,8 +156,8 @@ public:
   /// ask makes it.
   [[nodiscard]] std::shared_ptr<thread_state> child(std::int64_t sequence, int color, int size) {
     std::scoped_lock const held{mutex_};
-    auto found = std::ranges::find_if(
-        newborn_, [&](newborn const& n) { return n.sequence == sequence && n.color == color; });
+    auto found =
+        std::ranges::find_if(newborn_, [&](newborn const& n) { return n.sequence == sequence && n.color == color; });
     if (found == newborn_.end()) {
       auto made = std::make_shared<thread_state>(size, timeout_, spin_, family_);
       family_->add(made);
@@ -233,7 +232,7 @@ private:
   void collect(thread_slot const& slot, int rank, void* out) const {
     auto const& what = slot.deposits[static_cast<std::size_t>(rank)].what;
     if (slot.deposits.front().data.empty()) return;
-    if (what.kind == collective::allreduce) {
+    if (what.kind == collective_kind::allreduce) {
       visit_wire(what.type, [&]<class T>(T) {
         if constexpr (reducible_type<T>) reduce_deposits<T>(slot, static_cast<T*>(out), what);
       });
@@ -248,8 +247,7 @@ private:
 
   template <reducible_type T>
   static void reduce_deposits(thread_slot const& slot, T* out, signature const& what) {
-    constexpr std::size_t block =
-        4096; // so that the sums stay in the cache while the ranks are added to them
+    constexpr std::size_t block = 4096; // so that the sums stay in the cache while the ranks are added to them
     auto const extent = static_cast<std::size_t>(what.extent);
     for (std::size_t first = 0; first < extent; first += block) {
       std::span const result{out + first, std::min(block, extent - first)};
@@ -257,20 +255,18 @@ private:
         return std::span{reinterpret_cast<T const*>(d.data.data()) + first, result.size()};
       };
       std::memcpy(result.data(), part(slot.deposits.front()).data(), result.size_bytes());
-      for (auto const& each : std::span{slot.deposits}.subspan(1))
-        reduce_into<T>(result, part(each), what.op);
+      for (auto const& each : std::span{slot.deposits}.subspan(1)) reduce_into<T>(result, part(each), what.op);
     }
   }
 
   void time_out(thread_slot& slot) {
     if (has_ended(slot)) return;
     auto const arrived = [&](thread_deposit const& d) { return d.arrived_at.load() == slot.sequence; };
-    auto const late =
-        list_ranks(size_, [&](int r) { return !arrived(slot.deposits[static_cast<std::size_t>(r)]); });
+    auto const late = list_ranks(size_, [&](int r) { return !arrived(slot.deposits[static_cast<std::size_t>(r)]); });
     if (late.empty()) return; // the last one is arriving right now
     auto const here = std::ranges::find_if(slot.deposits, arrived);
-    fail(late + " did not arrive at collective " + std::to_string(slot.sequence) + ", " +
-             describe(here->what) + ", within " + std::to_string(timeout_.count()) + " ms",
+    fail(late + " did not arrive at collective " + std::to_string(slot.sequence) + ", " + describe(here->what) +
+             ", within " + std::to_string(timeout_.count()) + " ms",
          true);
   }
 
