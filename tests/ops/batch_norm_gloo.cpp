@@ -1,0 +1,20 @@
+#include <doctest/doctest.h>
+
+#include <chrono>
+
+#include <syncnorm/adapters/gloo.hpp>
+#include <syncnorm/adapters/gloo_context.hpp>
+
+#include <ops/batch_norm_processes.hpp>
+#include <support/processes.hpp>
+
+TEST_CASE("batch norm over Gloo processes agrees with the oracle on the whole batch") {
+  using namespace std::chrono_literals;
+  constexpr int ranks = 7;
+  test_support::temporary_directory const directory;
+  test_support::check_passed(test_support::run_processes(ranks, 300s, [&](int rank) {
+    auto const store = syncnorm::make_gloo_store("file:" + directory.path());
+    auto const context = syncnorm::make_gloo_context(rank, ranks, *store, {.hostname = "127.0.0.1", .timeout = 60s});
+    test::check_batch_norm_over_processes(syncnorm::gloo_communicator{context, 60s});
+  }));
+}

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/collectives.hpp>
+#include <syncnorm/core/error.hpp>
+
+#include <ops/grid.hpp>
+
+namespace test {
+
+/// The whole grid on the first P ranks of `world` for each P up to its size, and bad input; for ranks that are processes.
+/// Collective.
+template <syncnorm::splits C>
+void check_batch_norm_over_processes(C const& world) {
+  int const rank = syncnorm::rank(world);
+  for (int const ranks : {1, 2, 3, 4, 7}) {
+    if (ranks > syncnorm::size(world)) break;
+    auto const comm = syncnorm::split(world, rank < ranks ? 1 : 0);
+    if (rank >= ranks) continue;
+    for_each_case(ranks, [&](grid_case const& cell) {
+      for (auto const& failure : run_case(case_data<float>{cell}, comm)) FAIL_CHECK(failure);
+      for (auto const& failure : run_case(case_data<double>{cell}, comm)) FAIL_CHECK(failure);
+    });
+  }
+  syncnorm::barrier(world);
+  if (syncnorm::size(world) == 1) return;
+
+  for (std::int64_t const channels : {3, 200}) {
+    std::vector<float> values(static_cast<std::size_t>(4 * 2 * channels), 1.0F);
+    auto const spoiled = [&](bool null, std::int64_t own_channels) -> std::string {
+      syncnorm::batch_norm<float, C> layer{world, own_channels};
+      auto x = syncnorm::nchw(values.data(), 2, own_channels, 4);
+      auto const y = x;
+      if (null) x.data = nullptr;
+      try {
+        layer.forward(x, y);
+      } catch (syncnorm::mismatch_error const& error) {
+        return error.what();
+      } catch (syncnorm::invalid_argument_error const& error) {
+        return error.what();
+      }
+      return "nothing thrown";
+    };
+    auto const null = spoiled(rank == 1, channels);
+    CHECK_MESSAGE(null.find("rank 1: x is null") != std::string::npos, null);
+    auto const mismatch = spoiled(false, rank == 1 ? channels - 1 : channels);
+    CHECK_MESSAGE(mismatch.find("rank 1 has " + std::to_string(channels - 1)) != std::string::npos, mismatch);
+  }
+}
+
+} // namespace test
