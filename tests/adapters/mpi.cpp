@@ -1,5 +1,9 @@
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <chrono>
+#include <cstddef>
+#include <numeric>
+#include <string>
+#include <vector>
 
 #include <doctest/doctest.h>
 
@@ -10,14 +14,145 @@
 using namespace std::chrono_literals;
 using syncnorm::mpi_communicator;
 
+namespace {
+
+std::string message_of(auto const& call) {
+  try {
+    call();
+  } catch (syncnorm::error const& failure) {
+    return failure.what();
+  }
+  return "nothing was thrown";
+}
+
+bool contains(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+
+} // namespace
+
 TEST_CASE("mpi_communicator keeps the contract") {
   contract::check_contract(mpi_communicator{MPI_COMM_WORLD, 60s});
   contract::check_contract(mpi_communicator::duplicate(MPI_COMM_WORLD, 60s));
 }
 
+TEST_CASE("data that are cut into pieces arrive whole") {
+  auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 60s);
+  constexpr std::size_t extent = 200'001;
+  contract::check_allgather<double>(comm, extent, 1);
+  contract::check_allreduce<double>(comm, extent, 2, syncnorm::reduce_op::sum);
+  std::vector<double> data(extent, comm.rank());
+  comm.broadcast(std::span{data}, comm.size() - 1);
+  CHECK((data == std::vector<double>(extent, comm.size() - 1)));
+  auto const parts = contract::gathered<double>(comm.size(), extent, 3);
+  comm.scatter<double>(comm.rank() == 0 ? std::span<double const>{parts} : std::span<double const>{}, data, 0);
+  CHECK((data == contract::values<double>(comm.rank(), extent, 3)));
+  std::vector<double> sum(comm.rank() == 0 ? extent : 0);
+  comm.reduce<double>(data, sum, 0, syncnorm::reduce_op::sum);
+  if (comm.rank() == 0) CHECK((sum == contract::reduced<double>(comm.size(), extent, 3, syncnorm::reduce_op::sum)));
+}
+
+TEST_CASE("counts beyond int are counted in larger units") {
+  using syncnorm::detail::mpi_unit;
+  CHECK(mpi_unit(0) == 1);
+  CHECK(mpi_unit(2'147'483'647) == 1);
+  CHECK(mpi_unit(2'147'483'648) == 2);
+  CHECK(mpi_unit(std::size_t{1} << 40) == 1024);
+  CHECK(mpi_unit(10, 3) == 4);
+}
+
+TEST_CASE("a null MPI_Comm and a bad timeout are refused") {
+  CHECK_THROWS_AS(mpi_communicator{MPI_COMM_NULL}, syncnorm::invalid_argument_error);
+  CHECK_THROWS_AS((mpi_communicator{MPI_COMM_WORLD, 0ms}), syncnorm::invalid_argument_error);
+}
+
+TEST_CASE("ranks that disagree all learn of it") {
+  auto const world = mpi_communicator{MPI_COMM_WORLD, 60s};
+  if (world.size() == 1) return;
+  auto const ranks = static_cast<std::size_t>(world.size());
+  auto const refused = [&](auto const& call) {
+    auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 10s);
+    CHECK_THROWS_AS(call(comm), syncnorm::mismatch_error);
+    CHECK_THROWS_AS(comm.barrier(), syncnorm::communicator_error);
+    world.barrier();
+  };
+  for (auto const extent : {std::size_t{1}, std::size_t{3000}, std::size_t{300'000}}) {
+    INFO("extent ", extent);
+    auto const own = extent + (world.rank() == 1 ? 1 : 0);
+    std::vector<float> const in(own);
+    std::vector<float> gathered(own * ranks), reduced(own);
+    refused([&](auto const& comm) { syncnorm::allgather(comm, in, std::span{gathered}); });
+    refused([&](auto const& comm) { syncnorm::allreduce(comm, in, std::span{reduced}); });
+    refused([&](auto const& comm) { syncnorm::allgather_async(comm, in, std::span{gathered}).wait(); });
+    refused([&](auto const& comm) { syncnorm::broadcast(comm, std::span{reduced}, 0); });
+  }
+  std::vector<float> floats(100);
+  std::vector<std::int32_t> integers(100);
+  refused([&](auto const& comm) {
+    if (comm.rank() == 0)
+      syncnorm::allreduce(comm, floats, std::span{floats});
+    else
+      syncnorm::allreduce(comm, integers, std::span{integers});
+  });
+  auto const message = message_of([&] {
+    auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 10s);
+    syncnorm::allreduce(comm, floats, std::span{floats},
+                        comm.rank() == 1 ? syncnorm::reduce_op::max : syncnorm::reduce_op::sum);
+  });
+  CHECK(contains(message, "rank 0 allreduce<float> sum of 400 bytes"));
+  CHECK(contains(message, "rank 1 allreduce<float> max of 400 bytes"));
+
+  auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 10s);
+  std::vector<float> one(1), wrong(ranks + 1);
+  CHECK_THROWS_AS(comm.scatter<float>(wrong, one, 0), syncnorm::invalid_argument_error);
+  CHECK_THROWS_AS(comm.reduce<float>(one, wrong, 0, syncnorm::reduce_op::sum), syncnorm::invalid_argument_error);
+  contract::check_allgather<float>(comm, 5, 1);
+}
+
+TEST_CASE("a rank that does not join is a timeout, and the communicator is unusable afterwards") {
+  auto const world = mpi_communicator{MPI_COMM_WORLD, 60s};
+  if (world.size() == 1) return;
+  for (auto const extent : {std::size_t{3}, std::size_t{300'000}}) {
+    auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 200ms);
+    std::vector<float> data(extent), all(extent * static_cast<std::size_t>(world.size()));
+    if (world.rank() != world.size() - 1) {
+      auto const started = std::chrono::steady_clock::now();
+      CHECK_THROWS_AS(syncnorm::allreduce(comm, data, std::span{data}), syncnorm::timeout_error);
+      CHECK(std::chrono::steady_clock::now() - started >= 200ms);
+      CHECK(contains(message_of([&] { syncnorm::allgather(comm, data, std::span{all}); }), "cannot be used any more"));
+    }
+    world.barrier(); // everything else still works
+
+    auto const async = mpi_communicator::duplicate(MPI_COMM_WORLD, 200ms);
+    if (world.rank() != 0) {
+      auto work = syncnorm::allgather_async(async, data, std::span{all});
+      CHECK_THROWS_AS(
+          [&] {
+            while (!work.test()) std::this_thread::yield();
+          }(),
+          syncnorm::timeout_error);
+      CHECK_THROWS_AS(work.wait(), syncnorm::timeout_error);
+    }
+    world.barrier();
+  }
+}
+
+TEST_CASE("abort fails what waits on this rank") {
+  auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 60s);
+  if (comm.size() == 1) return;
+  float value = 0;
+  if (comm.rank() == 0) {
+    std::jthread const aborts{[&] { comm.abort(); }};
+    CHECK_THROWS_AS(syncnorm::allreduce(comm, std::span{&value, 1}, std::span{&value, 1}),
+                    syncnorm::communicator_error);
+  }
+  mpi_communicator{MPI_COMM_WORLD}.barrier();
+}
+
 int main(int argc, char** argv) {
+  auto const before = message_of([] { mpi_communicator const early{MPI_COMM_WORLD}; });
   MPI_Init(&argc, &argv);
-  int const failed = doctest::Context{argc, argv}.run();
+  int failed = doctest::Context{argc, argv}.run();
   MPI_Finalize();
+  auto const after = message_of([] { mpi_communicator const late{MPI_COMM_WORLD}; });
+  if (!contains(before, "not initialized") || !contains(after, "finalized")) failed = 1;
   return failed;
 }

@@ -38,25 +38,25 @@ struct mpi_slot {
   /// Called when every request has completed: takes the result out.
   using step = void (*)(mpi_slot&);
 
-  /// `bytes` of memory, kept from the last operation where that was as large. What it held is lost.
+  /// Bytes, kept from the last operation where that needed as many.
   struct memory {
     std::unique_ptr<std::byte[]> data;
     std::size_t capacity = 0;
 
-    std::byte* get(std::size_t bytes) {
-      if (bytes > capacity) {
-        data = std::make_unique_for_overwrite<std::byte[]>(bytes);
-        capacity = bytes;
-      }
-      return data.get();
+    void hold(std::size_t bytes) {
+      if (bytes <= capacity) return;
+      data = std::make_unique_for_overwrite<std::byte[]>(bytes);
+      capacity = bytes;
     }
   };
 
-  memory sent, received;  // the packets that are gathered, and behind them the data of other operations
-  std::size_t stride = 0; // from one rank's packet in `received` to the next; 0 if none are gathered
+  memory sent, received;
+  collective_header header;               // what this rank says
+  std::vector<collective_header> headers; // what every rank says, if they are to agree; gathered by the first request
+  bool agreed = true;
   std::vector<MPI_Request> requests;
+  std::size_t completed = 0; // of requests
   std::chrono::steady_clock::time_point deadline;
-  collective_header header;
   int ranks = 0;
   int rank = 0;
   step finish = nullptr;
@@ -64,20 +64,11 @@ struct mpi_slot {
   std::byte* out = nullptr;
   std::size_t bytes = 0; // of one rank's part of `out`
   std::size_t pitch = 0; // from one rank's part of `out` to the next
+  std::size_t received_pitch = 0;
 
-  [[nodiscard]] std::byte* packet(int r) const { return received.data.get() + stride * static_cast<std::size_t>(r); }
-  [[nodiscard]] std::byte* data_of(int r) const { return packet(r) + sizeof header; }
-  [[nodiscard]] std::byte* sent_data() const { return sent.data.get() + stride; }
-  [[nodiscard]] std::byte* received_data() const { return packet(ranks); }
   [[nodiscard]] std::byte* part(int r) const { return out + pitch * static_cast<std::size_t>(r); }
-
-  /// Throws the same error on every rank where the headers in the packets do not agree.
-  void require_agreement() const {
-    detail::require_agreement(ranks, [&](int r) {
-      collective_header said;
-      std::memcpy(&said, packet(r), sizeof said);
-      return said;
-    });
+  [[nodiscard]] std::byte* received_from(int r) const {
+    return received.data.get() + received_pitch * static_cast<std::size_t>(r);
   }
 };
 
@@ -126,43 +117,48 @@ public:
     slot->header.sequence = sequence_++;
     slot->ranks = size_;
     slot->rank = rank_;
-    slot->stride = 0;
+    slot->agreed = true;
+    slot->requests.clear();
+    slot->completed = 0;
     slot->finish = nullptr;
     return slot;
   }
   /// Gives the slot of an operation that has completed back.
   void close(std::unique_ptr<mpi_slot> slot) {
-    if (slot->requests.empty())
+    if (slot->completed == slot->requests.size())
       free_.push_back(std::move(slot));
     else
       keep_for_ever(std::move(slot));
   }
 
-  /// Starts gathering the header and `data` of every rank. Leaves room for as many bytes of other data as told.
-  void gather_packets(mpi_slot& slot, std::span<std::byte const> data, std::size_t room = 0) {
-    auto const bytes = sizeof slot.header + data.size();
-    auto const unit = mpi_unit(bytes);
-    auto const count = static_cast<int>((bytes + unit - 1) / unit);
-    slot.stride = static_cast<std::size_t>(count) * unit;
-    auto* const packet = slot.sent.get(slot.stride + room);
-    auto* const packets = slot.received.get(slot.stride * static_cast<std::size_t>(size_) + room);
-    std::memcpy(packet, &slot.header, sizeof slot.header);
-    if (!data.empty()) std::memcpy(packet + sizeof slot.header, data.data(), data.size());
+  /// Starts finding out whether every rank says the same of the operation. That is known before any other request of
+  /// it is tested: of unequal extents, Open MPI makes an error of MPI_COMM_WORLD, which by default ends the process.
+  void agree(mpi_slot& slot) {
+    slot.agreed = false;
+    slot.headers.resize(static_cast<std::size_t>(size_));
+    constexpr int bytes = sizeof(collective_header);
+    start(slot, "MPI_Iallgather", [&](MPI_Request* request) {
+      return MPI_Iallgather(&slot.header, bytes, MPI_BYTE, slot.headers.data(), bytes, MPI_BYTE, comm_, request);
+    });
+  }
+
+  /// Starts gathering the data of every rank.
+  void gather(mpi_slot& slot, std::span<std::byte const> data) {
+    auto const unit = mpi_unit(data.size());
+    auto const count = static_cast<int>((data.size() + unit - 1) / unit);
+    slot.received_pitch = static_cast<std::size_t>(count) * unit;
+    slot.sent.hold(slot.received_pitch);
+    slot.received.hold(slot.received_pitch * static_cast<std::size_t>(size_));
+    if (!data.empty()) std::memcpy(slot.sent.data.get(), data.data(), data.size());
     MPI_Datatype type = MPI_BYTE;
     if (unit > 1) {
       require_mpi(MPI_Type_contiguous(static_cast<int>(unit), MPI_BYTE, &type), "MPI_Type_contiguous");
       require_mpi(MPI_Type_commit(&type), "MPI_Type_commit");
     }
     start(slot, "MPI_Iallgather", [&](MPI_Request* request) {
-      return MPI_Iallgather(packet, count, type, packets, count, type, comm_, request);
+      return MPI_Iallgather(slot.sent.data.get(), count, type, slot.received.data.get(), count, type, comm_, request);
     });
     if (unit > 1) MPI_Type_free(&type); // takes effect when the operation has completed
-  }
-
-  /// Makes room for as many bytes of data where no packets are gathered.
-  static void reserve(mpi_slot& slot, std::size_t room) {
-    slot.sent.get(room);
-    slot.received.get(room);
   }
 
   /// Starts one nonblocking operation: call(request).
@@ -216,38 +212,37 @@ private:
     throw mpi_error{"the communicator cannot be used any more: " + reason_};
   }
 
-  /// The requests are waited for in order; those that have completed are taken off.
   bool requests_completed(mpi_slot& slot) {
-    while (!slot.requests.empty()) {
+    for (; slot.completed < slot.requests.size(); ++slot.completed) {
       int done = 0;
-      int const code = MPI_Test(&slot.requests.back(), &done, MPI_STATUS_IGNORE);
-      if (code != MPI_SUCCESS) report(slot, code);
+      int const code = MPI_Test(&slot.requests[slot.completed], &done, MPI_STATUS_IGNORE);
+      if (code != MPI_SUCCESS) {
+        mpi_error const failure{describe(slot.header), code};
+        fail(failure.what());
+        throw failure;
+      }
       if (done == 0) return false;
-      slot.requests.pop_back();
+      if (!slot.agreed) require_agreed(slot);
     }
     return true;
   }
 
-  void complete(mpi_slot& slot) {
-    if (!slot.finish) return;
+  void require_agreed(mpi_slot& slot) {
+    slot.agreed = true;
     try {
-      slot.finish(slot);
+      require_agreement(size_, [&](int r) { return slot.headers[static_cast<std::size_t>(r)]; });
     } catch (mismatch_error const& failure) {
-      // MPI leaves open what unequal extents do to a communicator.
+      // What was started besides may be of unequal extents, whose effect on the communicator MPI leaves open.
       fail(failure.what());
+      throw;
+    } catch (error const&) {
+      ++slot.completed; // where the root's extent matters, this is the only request, and it is done
       throw;
     }
   }
 
-  [[noreturn]] void report(mpi_slot const& slot, int code) {
-    int error_class = MPI_SUCCESS;
-    MPI_Error_class(code, &error_class);
-    mpi_error const failure{describe(slot.header), code};
-    fail(failure.what());
-    if (error_class == MPI_ERR_TRUNCATE)
-      throw mismatch_error{"ranks call different collectives: another rank contributes more than rank " +
-                           std::to_string(rank_) + " does to " + describe(slot.header)};
-    throw failure;
+  static void complete(mpi_slot& slot) {
+    if (slot.finish) slot.finish(slot);
   }
 
   [[noreturn]] void time_out(mpi_slot const& slot) {

@@ -36,43 +36,40 @@ inline void copy_bytes(std::byte* to, std::byte const* from, std::size_t bytes) 
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
-/// The ranks agree on `header`, or all get the same error. Completes on no rank before all have entered.
-inline work agreement(channel_ptr const& channel, collective_header const& header) {
+/// An operation for which nothing is started yet but, where told, the agreement on `header`.
+inline work begin(channel_ptr const& channel, collective_header const& header, bool agree) {
   work result{channel, channel->open(header)};
-  result.slot().finish = [](mpi_slot& s) { s.require_agreement(); };
-  channel->gather_packets(result.slot(), {});
+  if (agree) channel->agree(result.slot());
   return result;
 }
 
 /// Gathers `bytes` bytes, from byte `first` on, of the contribution of every rank.
 inline work allgather(channel_ptr const& channel, collective_header const& header, std::span<std::byte const> in,
-                      std::byte* out, std::size_t first, std::size_t bytes) {
-  work result{channel, channel->open(header)};
+                      std::byte* out, std::size_t first, std::size_t bytes, bool agree) {
+  auto result = begin(channel, header, agree);
   auto& slot = result.slot();
   slot.out = out + first;
   slot.bytes = bytes;
   slot.pitch = in.size();
   slot.finish = [](mpi_slot& s) {
-    s.require_agreement();
-    for (int r = 0; r < s.ranks; ++r) copy_bytes(s.part(r), s.data_of(r), s.bytes);
+    for (int r = 0; r < s.ranks; ++r) copy_bytes(s.part(r), s.received_from(r), s.bytes);
   };
-  channel->gather_packets(slot, in.subspan(first, bytes));
+  channel->gather(slot, in.subspan(first, bytes));
   return result;
 }
 
 /// Gathers every contribution and folds them in rank order.
 template <reducible_type T>
 work fold(channel_ptr const& channel, collective_header const& header, std::span<T const> in, std::span<T> out) {
-  work result{channel, channel->open(header)};
+  auto result = begin(channel, header, true);
   auto& slot = result.slot();
   slot.out = reinterpret_cast<std::byte*>(out.data());
   slot.finish = [](mpi_slot& s) {
-    s.require_agreement();
     std::span<T> const folded{reinterpret_cast<T*>(s.out), s.header.bytes / sizeof(T)};
     fold_in_rank_order(folded, s.ranks, s.header.reduction,
-                       [&](int r) { return reinterpret_cast<T const*>(s.data_of(r)); });
+                       [&](int r) { return reinterpret_cast<T const*>(s.received_from(r)); });
   };
-  channel->gather_packets(slot, std::as_bytes(in));
+  channel->gather(slot, std::as_bytes(in));
   return result;
 }
 
@@ -80,21 +77,16 @@ work fold(channel_ptr const& channel, collective_header const& header, std::span
 template <reducible_type T>
 work reduction(channel_ptr const& channel, collective_header const& header, std::span<T const> in, std::span<T> out,
                bool to_all, bool agree) {
-  work result{channel, channel->open(header)};
+  auto result = begin(channel, header, agree);
   auto& slot = result.slot();
   slot.out = reinterpret_cast<std::byte*>(out.data());
   slot.bytes = to_all || channel->rank() == header.root ? in.size_bytes() : 0;
-  slot.finish = [](mpi_slot& s) {
-    if (s.stride > 0) s.require_agreement();
-    copy_bytes(s.out, s.received_data(), s.bytes);
-  };
-  if (agree)
-    channel->gather_packets(slot, {}, in.size_bytes());
-  else
-    channel->reserve(slot, in.size_bytes());
-  copy_bytes(slot.sent_data(), std::as_bytes(in).data(), in.size_bytes());
-  auto* const from = reinterpret_cast<T*>(slot.sent_data());
-  auto* const to = reinterpret_cast<T*>(slot.received_data());
+  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received.data.get(), s.bytes); };
+  slot.sent.hold(in.size_bytes());
+  slot.received.hold(in.size_bytes());
+  copy_bytes(slot.sent.data.get(), std::as_bytes(in).data(), in.size_bytes());
+  auto* const from = reinterpret_cast<T*>(slot.sent.data.get());
+  auto* const to = reinterpret_cast<T*>(slot.received.data.get());
   for (std::size_t first = 0; first < in.size(); first += INT_MAX) {
     auto const n = static_cast<int>(std::min<std::size_t>(INT_MAX, in.size() - first));
     channel->start(slot, to_all ? "MPI_Iallreduce" : "MPI_Ireduce", [&](MPI_Request* request) {
@@ -109,15 +101,16 @@ work reduction(channel_ptr const& channel, collective_header const& header, std:
 
 /// A part of at most INT_MAX bytes.
 inline work broadcast(channel_ptr const& channel, collective_header const& header, std::span<std::byte> data) {
-  work result{channel, channel->open(header)};
+  auto result = begin(channel, header, false);
   auto& slot = result.slot();
-  channel->reserve(slot, data.size());
   slot.out = data.data();
   slot.bytes = channel->rank() == header.root ? 0 : data.size();
-  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.sent_data(), s.bytes); };
-  if (channel->rank() == header.root) copy_bytes(slot.sent_data(), data.data(), data.size());
+  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.sent.data.get(), s.bytes); };
+  slot.sent.hold(data.size());
+  if (channel->rank() == header.root) copy_bytes(slot.sent.data.get(), data.data(), data.size());
   channel->start(slot, "MPI_Ibcast", [&](MPI_Request* request) {
-    return MPI_Ibcast(slot.sent_data(), static_cast<int>(data.size()), MPI_BYTE, header.root, channel->comm(), request);
+    auto const n = static_cast<int>(data.size());
+    return MPI_Ibcast(slot.sent.data.get(), n, MPI_BYTE, header.root, channel->comm(), request);
   });
   return result;
 }
@@ -125,20 +118,22 @@ inline work broadcast(channel_ptr const& channel, collective_header const& heade
 /// A part, from byte `first` on, of what each rank gets; at most INT_MAX bytes of it.
 inline work scatter(channel_ptr const& channel, collective_header const& header, std::span<std::byte const> in,
                     std::size_t first, std::span<std::byte> out) {
-  work result{channel, channel->open(header)};
+  auto result = begin(channel, header, false);
   auto& slot = result.slot();
-  auto const ranks = static_cast<std::size_t>(channel->size());
-  channel->reserve(slot, out.size() * ranks);
   slot.out = out.data();
   slot.bytes = out.size();
-  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received_data(), s.bytes); };
-  if (channel->rank() == header.root)
+  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received.data.get(), s.bytes); };
+  auto const ranks = static_cast<std::size_t>(channel->size());
+  slot.received.hold(out.size());
+  if (channel->rank() == header.root) {
+    slot.sent.hold(out.size() * ranks);
     for (std::size_t r = 0; r < ranks; ++r)
-      copy_bytes(slot.sent_data() + r * out.size(), in.data() + r * header.bytes + first, out.size());
+      copy_bytes(slot.sent.data.get() + r * out.size(), in.data() + r * header.bytes + first, out.size());
+  }
   channel->start(slot, "MPI_Iscatter", [&](MPI_Request* request) {
     auto const n = static_cast<int>(out.size());
-    return MPI_Iscatter(slot.sent_data(), n, MPI_BYTE, slot.received_data(), n, MPI_BYTE, header.root, channel->comm(),
-                        request);
+    return MPI_Iscatter(slot.sent.data.get(), n, MPI_BYTE, slot.received.data.get(), n, MPI_BYTE, header.root,
+                        channel->comm(), request);
   });
   return result;
 }
