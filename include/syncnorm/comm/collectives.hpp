@@ -51,21 +51,22 @@ void require_root(C const& comm, int root) {
                                  std::to_string(size(comm))};
 }
 
-/// Throws the same on every rank. Collective, since the root alone sees its input's extent.
+/// Lets the ranks compare `extent`, and the extent of a buffer that the root alone has, which must be `factor` times as
+/// much; throws the same on every rank where they do not fit. Collective.
 template <communicator C>
-void require_scatter_extents(C const& comm, std::size_t in, std::size_t out, int root) {
-  std::array<std::int64_t, 2> const own{static_cast<std::int64_t>(out), static_cast<std::int64_t>(in)};
+void require_root_extents(C const& comm, std::string const& operation, std::size_t extent, std::size_t root_extent,
+                          std::size_t factor, int root) {
+  std::array<std::int64_t, 2> const own{static_cast<std::int64_t>(extent), static_cast<std::int64_t>(root_extent)};
   std::vector<std::int64_t> all(2 * static_cast<std::size_t>(size(comm)));
   allgather(comm, own, std::span{all});
-  auto const block = all[2 * static_cast<std::size_t>(root)], input = all[2 * static_cast<std::size_t>(root) + 1];
+  auto const wanted = all[2 * static_cast<std::size_t>(root)], found = all[2 * static_cast<std::size_t>(root) + 1];
   for (int r = 0; r < size(comm); ++r)
-    if (auto const other = all[2 * static_cast<std::size_t>(r)]; other != block)
-      throw mismatch_error{"scatter: rank " + std::to_string(r) + " receives " + std::to_string(other) +
-                           " elements, rank " + std::to_string(root) + " " + std::to_string(block)};
-  if (input != block * size(comm))
-    throw invalid_argument_error{"scatter: the input of rank " + std::to_string(root) + " has " +
-                                 std::to_string(input) + " elements, expected " + std::to_string(size(comm)) +
-                                 " ranks x " + std::to_string(block)};
+    if (auto const other = all[2 * static_cast<std::size_t>(r)]; other != wanted)
+      throw mismatch_error{operation + ": rank " + std::to_string(r) + " has " + std::to_string(other) +
+                           " elements, rank " + std::to_string(root) + " " + std::to_string(wanted)};
+  if (auto const expected = wanted * static_cast<std::int64_t>(factor); found != expected)
+    throw invalid_argument_error{operation + ": the buffer of rank " + std::to_string(root) + ", the root, has " +
+                                 std::to_string(found) + " elements, expected " + std::to_string(expected)};
 }
 
 } // namespace detail
@@ -94,7 +95,7 @@ void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::sp
   if constexpr (requires { comm.scatter(in, out, root); }) {
     comm.scatter(in, out, root);
   } else {
-    detail::require_scatter_extents(comm, in.size(), out.size(), root);
+    detail::require_root_extents(comm, "scatter", out.size(), in.size(), static_cast<std::size_t>(size(comm)), root);
     std::vector<T> all(out.size() * static_cast<std::size_t>(size(comm)));
     if (rank(comm) == root) std::ranges::copy(in, all.begin());
     broadcast(comm, std::span{all}, root);
@@ -104,6 +105,7 @@ void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::sp
 }
 
 /// Reduces `in` of every rank elementwise into `out` on rank `root`; other ranks' `out` may be empty. Collective.
+/// Without a reduce of the communicator's own it is an exchange of extents, as for `scatter`, and an allreduce.
 template <reducible_type T, communicator C>
 void reduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root,
             reduce_op op = reduce_op::sum) {
@@ -111,11 +113,10 @@ void reduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::spa
   if constexpr (requires { comm.reduce(in, out, root, op); }) {
     comm.reduce(in, out, root, op);
   } else {
+    detail::require_root_extents(comm, "reduce", in.size(), out.size(), 1, root);
     std::vector<T> all(in.size());
     allreduce(comm, in, std::span{all}, op);
-    if (rank(comm) != root) return;
-    detail::require_allreduce_extents(in.size(), out.size());
-    std::ranges::copy(all, out.begin());
+    if (rank(comm) == root) std::ranges::copy(all, out.begin());
   }
 }
 

@@ -80,21 +80,39 @@ public:
 
   template <wire_type T>
   void allgather(std::span<T const> in, std::span<T> out) const {
-    state_->run(rank_, gather_of(in), std::as_bytes(in), out.data());
+    state_->run(rank_, describe<T>(detail::collective_kind::allgather, in.size()), std::as_bytes(in), out.data());
   }
   template <reducible_type T>
   void allreduce(std::span<T const> in, std::span<T> out, reduce_op op) const {
-    state_->run(rank_, reduction_of(in, op), std::as_bytes(in), out.data());
+    state_->run(rank_, describe<T>(detail::collective_kind::allreduce, in.size(), op), std::as_bytes(in), out.data());
   }
   template <wire_type T>
   [[nodiscard]] thread_work allgather_async(std::span<T const> in, std::span<T> out) const {
-    return {state_, state_->start(rank_, gather_of(in), std::as_bytes(in)), rank_, out.data()};
+    return {state_, state_->start(rank_, describe<T>(detail::collective_kind::allgather, in.size()), std::as_bytes(in)),
+            rank_, out.data()};
   }
   template <reducible_type T>
   [[nodiscard]] thread_work allreduce_async(std::span<T const> in, std::span<T> out, reduce_op op) const {
-    return {state_, state_->start(rank_, reduction_of(in, op), std::as_bytes(in)), rank_, out.data()};
+    return {state_,
+            state_->start(rank_, describe<T>(detail::collective_kind::allreduce, in.size(), op), std::as_bytes(in)),
+            rank_, out.data()};
   }
 
+  template <wire_type T>
+  void broadcast(std::span<T> data, int root) const {
+    state_->run(rank_, describe<T>(detail::collective_kind::broadcast, data.size(), reduce_op::sum, root),
+                rank_ == root ? std::as_bytes(data) : std::span<std::byte const>{}, data.data());
+  }
+  template <wire_type T>
+  void scatter(std::span<T const> in, std::span<T> out, int root) const {
+    state_->run(rank_, describe<T>(detail::collective_kind::scatter, out.size(), reduce_op::sum, root),
+                rank_ == root ? std::as_bytes(in) : std::span<std::byte const>{}, out.data(), in.size());
+  }
+  template <reducible_type T>
+  void reduce(std::span<T const> in, std::span<T> out, int root, reduce_op op) const {
+    state_->run(rank_, describe<T>(detail::collective_kind::reduce, in.size(), op, root), std::as_bytes(in), out.data(),
+                out.size());
+  }
   void barrier() const { state_->run(rank_, {.kind = detail::collective_kind::barrier}, {}, nullptr); }
 
   /// The sub-communicator of the ranks that give the same `color`, any int, ordered by (key, rank).
@@ -124,15 +142,11 @@ private:
   thread_communicator(std::shared_ptr<detail::thread_state> state, int rank) : state_{std::move(state)}, rank_{rank} {}
 
   template <class T>
-  static detail::signature gather_of(std::span<T const> in) {
-    return {.extent = static_cast<std::int64_t>(in.size()),
-            .kind = detail::collective_kind::allgather,
-            .type = detail::wire_id_of<T>};
-  }
-  template <class T>
-  static detail::signature reduction_of(std::span<T const> in, reduce_op op) {
-    return {.extent = static_cast<std::int64_t>(in.size()),
-            .kind = detail::collective_kind::allreduce,
+  static detail::signature describe(detail::collective_kind kind, std::size_t extent, reduce_op op = reduce_op::sum,
+                                    int root = -1) {
+    return {.extent = static_cast<std::int64_t>(extent),
+            .root = root,
+            .kind = kind,
             .type = detail::wire_id_of<T>,
             .op = op};
   }

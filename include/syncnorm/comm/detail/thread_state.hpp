@@ -33,6 +33,7 @@ inline void relax() noexcept {
 /// time.
 struct alignas(64) thread_deposit {
   signature what;
+  std::size_t root_extent = 0; // of the buffer that only the root of a scatter or reduce has
   std::vector<std::byte> data;
   std::chrono::steady_clock::time_point deadline;
   std::atomic<std::int64_t> arrived_at{-1}; // the sequence number of the last operation it was filled for
@@ -85,7 +86,7 @@ public:
   [[nodiscard]] thread_family& family() const noexcept { return *family_; }
 
   /// Deposits this rank's part of its next operation. Never waits for a peer.
-  thread_slot& start(int rank, signature what, std::span<std::byte const> in) {
+  thread_slot& start(int rank, signature what, std::span<std::byte const> in, std::size_t root_extent = 0) {
     if (failed_.load(std::memory_order_acquire))
       throw communicator_error{"thread_group", "the communicator is unusable since it failed: " + failure_};
     auto& upcoming = upcoming_[static_cast<std::size_t>(rank)].slot;
@@ -93,6 +94,7 @@ public:
     auto& mine = slot.deposits[static_cast<std::size_t>(rank)];
     what.sequence = slot.sequence;
     mine.what = what;
+    mine.root_extent = root_extent;
     mine.data.assign(in.begin(), in.end());
     mine.deadline = std::chrono::steady_clock::now() + timeout_;
     auto* const next = link(slot);
@@ -140,14 +142,16 @@ public:
     }
     auto const mismatch = describe_mismatch(
         size_, [&](int r) -> signature const& { return slot.deposits[static_cast<std::size_t>(r)].what; });
-    if (mismatch.empty()) collect(slot, rank, out);
+    auto const misfit = mismatch.empty() ? describe_misfit(slot) : std::string{};
+    if (mismatch.empty() && misfit.empty()) collect(slot, rank, out);
     release(slot);
     if (!mismatch.empty()) throw mismatch_error{"thread_group: " + mismatch};
+    if (!misfit.empty()) throw invalid_argument_error{"thread_group: " + misfit};
   }
 
   /// Blocks until the operation has ended, and finishes it.
-  void run(int rank, signature const& what, std::span<std::byte const> in, void* out) {
-    auto& slot = start(rank, what, in);
+  void run(int rank, signature const& what, std::span<std::byte const> in, void* out, std::size_t root_extent = 0) {
+    auto& slot = start(rank, what, in, root_extent);
     await(slot, rank);
     finish(slot, rank, out);
   }
@@ -229,19 +233,47 @@ private:
     give(slot);
   }
 
+  /// What is wrong with the buffer of the root; empty where nothing is.
+  [[nodiscard]] std::string describe_misfit(thread_slot const& slot) const {
+    auto const& what = slot.deposits.front().what;
+    if (what.kind != collective_kind::scatter && what.kind != collective_kind::reduce) return {};
+    auto const found = slot.deposits[static_cast<std::size_t>(what.root)].root_extent;
+    auto const expected = static_cast<std::size_t>(what.extent) *
+                          (what.kind == collective_kind::scatter ? static_cast<std::size_t>(size_) : 1);
+    if (found == expected) return {};
+    return describe(what) + ": the buffer of rank " + std::to_string(what.root) + ", the root, has " +
+           std::to_string(found) + " elements, expected " + std::to_string(expected);
+  }
+
   void collect(thread_slot const& slot, int rank, void* out) const {
-    auto const& what = slot.deposits[static_cast<std::size_t>(rank)].what;
-    if (slot.deposits.front().data.empty()) return;
-    if (what.kind == collective_kind::allreduce) {
+    auto const& what = slot.deposits.front().what;
+    auto const copy = [&](std::byte const* from, std::size_t bytes, std::size_t offset) {
+      if (bytes > 0) std::memcpy(static_cast<std::byte*>(out) + offset, from, bytes);
+    };
+    switch (what.kind) {
+    case collective_kind::barrier:
+      return;
+    case collective_kind::allgather:
+    case collective_kind::split:
+      for (std::size_t offset = 0; auto const& each : slot.deposits) {
+        copy(each.data.data(), each.data.size(), offset);
+        offset += each.data.size();
+      }
+      return;
+    case collective_kind::broadcast:
+    case collective_kind::scatter: {
+      auto const& data = slot.deposits[static_cast<std::size_t>(what.root)].data;
+      if (what.kind == collective_kind::broadcast) return copy(data.data(), rank == what.root ? 0 : data.size(), 0);
+      auto const block = data.size() / static_cast<std::size_t>(size_);
+      return copy(data.data() + block * static_cast<std::size_t>(rank), block, 0);
+    }
+    case collective_kind::reduce:
+      if (rank != what.root) return;
+      [[fallthrough]];
+    case collective_kind::allreduce:
       visit_wire(what.type, [&]<class T>(T) {
         if constexpr (reducible_type<T>) reduce_deposits<T>(slot, static_cast<T*>(out), what);
       });
-      return;
-    }
-    auto* to = static_cast<std::byte*>(out);
-    for (auto const& each : slot.deposits) {
-      std::memcpy(to, each.data.data(), each.data.size());
-      to += each.data.size();
     }
   }
 

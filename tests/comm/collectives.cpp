@@ -1,0 +1,63 @@
+#include <syncnorm/comm/collectives.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/thread_group.hpp>
+
+#include "comm/bare.hpp"
+#include "comm/contract.hpp"
+
+namespace {
+
+using communicator = contract::bare<syncnorm::thread_communicator>;
+static_assert(syncnorm::blocking_communicator<communicator>);
+static_assert(!syncnorm::async_communicator<communicator>);
+static_assert(!syncnorm::splits<communicator> && !syncnorm::aborts<communicator>);
+
+/// What `f` throws as an `E`.
+template <class E, class F>
+std::string thrown(F&& f) {
+  try {
+    f();
+  } catch (E const& e) {
+    return e.what();
+  }
+  return "nothing";
+}
+
+} // namespace
+
+TEST_CASE("a communicator with allgather and allreduce alone keeps the contract") {
+  for (int const ranks : {1, 2, 5})
+    syncnorm::run_ranks(ranks, [](auto const& comm) { contract::check_contract(communicator{comm}); });
+}
+
+// One test for what the communicator has itself and for what is made of its allgather and allreduce.
+TEST_CASE_TEMPLATE("a wrong extent of the root is everybody's error", C, syncnorm::thread_communicator, communicator) {
+  syncnorm::run_ranks(3, [](auto const& threads) {
+    C const comm{threads};
+    std::vector<std::int32_t> root_buffer(comm.rank() == 1 ? 7 : 0), block(2);
+    auto const scattered =
+        thrown<syncnorm::invalid_argument_error>([&] { syncnorm::scatter(comm, root_buffer, std::span{block}, 1); });
+    CHECK(scattered.find("the buffer of rank 1, the root, has 7 elements, expected 6") != std::string::npos);
+    auto const reduced =
+        thrown<syncnorm::invalid_argument_error>([&] { syncnorm::reduce(comm, block, std::span{root_buffer}, 1); });
+    CHECK(reduced.find("the buffer of rank 1, the root, has 7 elements, expected 2") != std::string::npos);
+    contract::check_derived(comm);
+  });
+}
+
+TEST_CASE_TEMPLATE("blocks that differ among the ranks are everybody's error", C, syncnorm::thread_communicator,
+                   communicator) {
+  syncnorm::run_ranks(3, [](auto const& threads) {
+    C const comm{threads};
+    std::vector<float> blocks(6), block(comm.rank() == 2 ? 3 : 2), out(block.size());
+    CHECK_THROWS_AS(syncnorm::scatter(comm, blocks, std::span{block}, 0), syncnorm::mismatch_error);
+    CHECK_THROWS_AS(syncnorm::reduce(comm, block, std::span{out}, 0), syncnorm::mismatch_error);
+    contract::check_derived(comm);
+  });
+}
