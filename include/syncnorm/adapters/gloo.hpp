@@ -83,8 +83,7 @@ public:
   void broadcast(std::span<T> data, int root) const {
     detail::require_rank(root, size());
     if (size() == 1) return;
-    auto said = header<T>(detail::collective::broadcast, data.size_bytes());
-    said.root = root;
+    auto const said = detail::make_header<T>(detail::collective_kind::broadcast, data.size(), root);
     started(detail::gloo_collectives::broadcast(*channel_, said, std::as_writable_bytes(data))).wait();
   }
   template <wire_type T>
@@ -94,9 +93,8 @@ public:
       detail::require_allgather_extents(out.size(), in.size(), 1);
       return copied(in, out).wait();
     }
-    auto said = header<T>(detail::collective::scatter, out.size_bytes());
-    said.root = root;
-    if (rank() == root) said.root_bytes = in.size_bytes();
+    auto said = detail::make_header<T>(detail::collective_kind::scatter, out.size(), root);
+    if (rank() == root) said.root_extent = static_cast<std::int64_t>(in.size());
     started(detail::gloo_collectives::scatter(*channel_, said, std::as_bytes(in), std::as_writable_bytes(out))).wait();
   }
   void barrier() const {
@@ -113,25 +111,16 @@ public:
 
 private:
   template <wire_type T>
-  static detail::collective_header header(detail::collective operation, std::size_t bytes) {
-    detail::collective_header said;
-    said.operation = operation;
-    said.bytes = bytes;
-    said.type = detail::wire_code<T>;
-    return said;
-  }
-  template <wire_type T>
   gloo_work start_allgather(std::span<T const> in, std::span<T> out) const {
     if (size() == 1) return copied(in, out);
-    return started(detail::gloo_collectives::allgather(*channel_,
-                                                       header<T>(detail::collective::allgather, in.size_bytes()),
-                                                       std::as_bytes(in), std::as_writable_bytes(out)));
+    return started(detail::gloo_collectives::allgather(
+        *channel_, detail::make_header<T>(detail::collective_kind::allgather, in.size()), std::as_bytes(in),
+        std::as_writable_bytes(out)));
   }
   template <reducible_type T>
   gloo_work start_allreduce(std::span<T const> in, std::span<T> out, reduce_op op) const {
     if (size() == 1) return copied(in, out);
-    auto said = header<T>(detail::collective::allreduce, in.size_bytes());
-    said.reduction = op;
+    auto const said = detail::make_header<T>(detail::collective_kind::allreduce, in.size(), -1, op);
     return started(detail::gloo_collectives::allreduce<T>(*channel_, said, in, out));
   }
   gloo_work in_background(gloo_work work, std::size_t bytes) const {
@@ -184,10 +173,12 @@ inline gloo_communicator gloo_communicator::split(int color, int key) const {
     mesh = nullptr;
     problem = failure.what();
   }
-  std::int32_t usable = mesh ? 1 : 0;
-  allreduce<std::int32_t>({&usable, 1}, {&usable, 1}, reduce_op::min);
-  if (usable == 0)
-    throw gloo_error{"split: " + (problem.empty() ? std::string{"another rank could not listen"} : problem)};
+  auto const require_success = [&](char const* elsewhere) {
+    std::int32_t succeeded = problem.empty() ? 1 : 0;
+    allreduce<std::int32_t>({&succeeded, 1}, {&succeeded, 1}, reduce_op::min);
+    if (succeeded == 0) throw gloo_error{"split: " + (problem.empty() ? elsewhere : problem)};
+  };
+  require_success("another rank could not listen");
   std::span<std::byte> const bytes{addresses.front().data(), addresses.size() * address_bytes};
   allgather<std::byte>(std::as_bytes(row), bytes);
 
@@ -199,9 +190,12 @@ inline gloo_communicator gloo_communicator::split(int color, int key) const {
     try {
       mesh->connect(i, {first, first + length});
     } catch (std::exception const& failure) {
-      throw gloo_error{"split: connecting to rank " + std::to_string(peer) + ": " + failure.what()};
+      problem = "connecting to rank " + std::to_string(peer) + ": " + failure.what();
+      break;
     }
   }
+  // No rank may have dropped its connections again while another is still making them.
+  require_success("another rank could not connect");
   return gloo_communicator{std::move(mesh), channel_->timeout()};
 }
 

@@ -92,9 +92,9 @@ public:
       for_each_peer([&](int r) {
         if (!context_->getPair(r)) throw gloo_error{"the context has no connection to rank " + std::to_string(r)};
       });
-      connected_ = true;
-      announce();
     });
+    connected_ = true;
+    announce_ahead();
   }
   gloo_channel(gloo_channel const&) = delete;
   gloo_channel& operator=(gloo_channel const&) = delete;
@@ -132,6 +132,7 @@ public:
   /// The slot of the next collective. Its packet must be sent next.
   [[nodiscard]] std::unique_ptr<gloo_slot> open(std::span<std::byte const> in, std::span<std::byte> out) {
     require_usable();
+    if (announced_.empty()) guarded([&] { announce(); });
     auto slot = std::move(announced_.front());
     announced_.pop_front();
     slot->deadline = clock::now() + timeout_;
@@ -144,7 +145,7 @@ public:
 
   /// Sends `header` and `data` to every peer. When all their packets are here, `resume` continues the operation.
   void send(gloo_slot& slot, collective_header header, std::span<std::byte const> data, gloo_slot::step resume) {
-    header.sequence = slot.sequence;
+    header.called.sequence = slot.sequence;
     std::memcpy(packet(slot, rank()), &header, sizeof header);
     if (!data.empty()) std::memcpy(data_of(slot, rank()), data.data(), data.size());
     slot.resume = resume;
@@ -154,8 +155,8 @@ public:
         slot.pending.push_back({slot.peers[index(r)].get(), r, gloo_transfer::kind::receive});
       });
       for_each_peer([&](int r) { slot.pending.push_back({slot.own.get(), r, gloo_transfer::kind::send}); });
-      announce();
     });
+    announce_ahead();
   }
 
   /// Announces memory for what rank `from` sends in phase `phase` (1 to 3) of the operation.
@@ -240,17 +241,24 @@ private:
   }
 
   void announce() {
-    while (announced_.size() < announced_ahead) {
-      std::unique_ptr<gloo_slot> slot;
-      if (free_.empty()) {
-        slot = make_slot();
-      } else {
-        slot = std::move(free_.back());
-        free_.pop_back();
-      }
-      slot->sequence = next_sequence_++;
-      for_each_peer([&](int r) { slot->peers[index(r)]->recv(r, slot_tag(*slot, 0), 0, stride()); });
-      announced_.push_back(std::move(slot));
+    std::unique_ptr<gloo_slot> slot;
+    if (free_.empty()) {
+      slot = make_slot();
+    } else {
+      slot = std::move(free_.back());
+      free_.pop_back();
+    }
+    slot->sequence = next_sequence_;
+    for_each_peer([&](int r) { slot->peers[index(r)]->recv(r, slot_tag(*slot, 0), 0, stride()); });
+    ++next_sequence_;
+    announced_.push_back(std::move(slot));
+  }
+
+  /// A peer may have left after the collective that is under way, its last. That fails the next one, not this one.
+  void announce_ahead() {
+    try {
+      while (announced_.size() < announced_ahead) announce();
+    } catch (std::exception const&) { // the next collective meets it again
     }
   }
 
@@ -296,8 +304,8 @@ private:
     } catch (std::exception const& failure) {
       require_usable(); // another thread may have aborted
       if (clock::now() >= slot.deadline) time_out(slot, transfer);
-      throw gloo_error{"lost rank " + std::to_string(transfer.peer) + " during " + describe(header_of(slot, rank())) +
-                       ": " + failure.what()};
+      throw gloo_error{"lost rank " + std::to_string(transfer.peer) + " during " +
+                       describe(header_of(slot, rank()).called) + ": " + failure.what()};
     }
   }
 
@@ -312,7 +320,7 @@ private:
       }
     }
     throw timeout_error{"gloo", "rank " + std::to_string(rank()) + " waited " + std::to_string(timeout_.count()) +
-                                    " ms in " + describe(header_of(slot, rank())) + " for rank " + missing};
+                                    " ms in " + describe(header_of(slot, rank()).called) + " for rank " + missing};
   }
 
   void drive_queue() {
