@@ -97,8 +97,8 @@ TEST_CASE("ranks that disagree all learn of it") {
     syncnorm::allreduce(comm, floats, std::span{floats},
                         comm.rank() == 1 ? syncnorm::reduce_op::max : syncnorm::reduce_op::sum);
   });
-  CHECK(contains(message, "rank 0 allreduce<float> sum of 400 bytes"));
-  CHECK(contains(message, "rank 1 allreduce<float> max of 400 bytes"));
+  CHECK(contains(message, "allreduce (sum) of 100 float"));
+  CHECK(contains(message, "rank 1: allreduce (max) of 100 float"));
 
   auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 10s);
   std::vector<float> one(1), wrong(ranks + 1);

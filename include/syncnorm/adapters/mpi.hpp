@@ -55,7 +55,7 @@ public:
 
   template <wire_type T>
   void allgather(std::span<T const> in, std::span<T> out) const {
-    auto const said = header<T>(detail::collective::allgather, in.size_bytes());
+    auto const said = detail::make_header<T>(detail::collective_kind::allgather, in.size());
     bool const whole = in.size_bytes() <= piece_bytes;
     if (!whole) agree_on(said);
     for_each_piece(in.size_bytes(), piece_bytes, [&](std::size_t first, std::size_t bytes) {
@@ -65,7 +65,7 @@ public:
   }
   template <reducible_type T>
   void allreduce(std::span<T const> in, std::span<T> out, reduce_op op) const {
-    auto const said = header<T>(detail::collective::allreduce, in.size_bytes(), 0, op);
+    auto const said = detail::make_header<T>(detail::collective_kind::allreduce, in.size(), -1, op);
     if (folds(in.size_bytes())) return detail::mpi_collectives::fold(channel_, said, in, out).wait();
     agree_on(said);
     for_each_piece(in.size(), piece_bytes / sizeof(T), [&](std::size_t first, std::size_t n) {
@@ -75,13 +75,13 @@ public:
   }
   template <wire_type T>
   [[nodiscard]] mpi_work allgather_async(std::span<T const> in, std::span<T> out) const {
-    return detail::mpi_collectives::allgather(channel_, header<T>(detail::collective::allgather, in.size_bytes()),
-                                              std::as_bytes(in), std::as_writable_bytes(out).data(), 0, in.size_bytes(),
-                                              true);
+    return detail::mpi_collectives::allgather(
+        channel_, detail::make_header<T>(detail::collective_kind::allgather, in.size()), std::as_bytes(in),
+        std::as_writable_bytes(out).data(), 0, in.size_bytes(), true);
   }
   template <reducible_type T>
   [[nodiscard]] mpi_work allreduce_async(std::span<T const> in, std::span<T> out, reduce_op op) const {
-    auto const said = header<T>(detail::collective::allreduce, in.size_bytes(), 0, op);
+    auto const said = detail::make_header<T>(detail::collective_kind::allreduce, in.size(), -1, op);
     if (folds(in.size_bytes())) return detail::mpi_collectives::fold(channel_, said, in, out);
     return detail::mpi_collectives::reduction(channel_, said, in, out, true, true);
   }
@@ -89,7 +89,7 @@ public:
   template <wire_type T>
   void broadcast(std::span<T> data, int root) const {
     detail::require_rank(root, size());
-    auto const said = header<T>(detail::collective::broadcast, data.size_bytes(), root);
+    auto const said = detail::make_header<T>(detail::collective_kind::broadcast, data.size(), root);
     agree_on(said);
     for_each_piece(data.size_bytes(), piece_bytes, [&](std::size_t first, std::size_t bytes) {
       return detail::mpi_collectives::broadcast(channel_, said, std::as_writable_bytes(data).subspan(first, bytes));
@@ -98,8 +98,8 @@ public:
   template <wire_type T>
   void scatter(std::span<T const> in, std::span<T> out, int root) const {
     detail::require_rank(root, size());
-    auto said = header<T>(detail::collective::scatter, out.size_bytes(), root);
-    if (rank() == root) said.root_bytes = in.size_bytes();
+    auto said = detail::make_header<T>(detail::collective_kind::scatter, out.size(), root);
+    if (rank() == root) said.root_extent = static_cast<std::int64_t>(in.size());
     agree_on(said);
     for_each_piece(out.size_bytes(), piece_bytes, [&](std::size_t first, std::size_t bytes) {
       return detail::mpi_collectives::scatter(channel_, said, std::as_bytes(in), first,
@@ -109,8 +109,8 @@ public:
   template <reducible_type T>
   void reduce(std::span<T const> in, std::span<T> out, int root, reduce_op op) const {
     detail::require_rank(root, size());
-    auto said = header<T>(detail::collective::reduce, in.size_bytes(), root, op);
-    if (rank() == root) said.root_bytes = out.size_bytes();
+    auto said = detail::make_header<T>(detail::collective_kind::reduce, in.size(), root, op);
+    if (rank() == root) said.root_extent = static_cast<std::int64_t>(out.size());
     agree_on(said);
     for_each_piece(in.size(), piece_bytes / sizeof(T), [&](std::size_t first, std::size_t n) {
       auto const to = rank() == root ? out.subspan(first, n) : std::span<T>{};
@@ -148,17 +148,6 @@ private:
     return std::make_shared<detail::mpi_channel>(comm, owned, timeout);
   }
 
-  template <wire_type T>
-  static detail::collective_header header(detail::collective operation, std::size_t bytes, int root = 0,
-                                          reduce_op op = reduce_op::sum) {
-    detail::collective_header said;
-    said.operation = operation;
-    said.bytes = bytes;
-    said.type = detail::wire_code<T>;
-    said.root = root;
-    said.reduction = op;
-    return said;
-  }
   void agree_on(detail::collective_header const& said) const {
     detail::mpi_collectives::begin(channel_, said, true).wait();
   }

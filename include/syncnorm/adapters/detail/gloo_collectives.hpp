@@ -43,7 +43,7 @@ inline slot_ptr allgather(gloo_channel& channel, collective_header header, std::
   auto slot = channel.open(in, out);
   if (in.size() <= channel.capacity()) {
     channel.send(*slot, header, in, [](gloo_channel& c, gloo_slot& s) {
-      auto const bytes = agreed_header(c, s).bytes;
+      auto const bytes = bytes_of(agreed_header(c, s));
       for (int r = 0; r < c.size(); ++r) copy_bytes(block(s.out, bytes, r).data(), c.data_of(s, r), bytes);
       return true;
     });
@@ -51,7 +51,7 @@ inline slot_ptr allgather(gloo_channel& channel, collective_header header, std::
   }
   channel.for_each_peer([&](int r) { channel.announce_bulk(*slot, 1, r, block(out.data(), in.size(), r)); });
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
-    auto const bytes = agreed_header(c, s).bytes;
+    auto const bytes = bytes_of(agreed_header(c, s));
     await_bulk(c, s);
     c.for_each_peer([&](int r) { c.send_bulk(s, 1, r, {s.in, bytes}); });
     copy_bytes(block(s.out, bytes, c.rank()).data(), s.in, bytes);
@@ -72,8 +72,8 @@ std::span<T> share(T* all, std::size_t n, int r, int size) {
 template <reducible_type T>
 bool fold_packets(gloo_channel& c, gloo_slot& s) {
   auto const agreed = agreed_header(c, s);
-  std::span<T> const result{reinterpret_cast<T*>(s.out), agreed.bytes / sizeof(T)};
-  fold_in_rank_order(result, c.size(), agreed.reduction,
+  std::span<T> const result{reinterpret_cast<T*>(s.out), bytes_of(agreed) / sizeof(T)};
+  fold_in_rank_order(result, c.size(), agreed.called.op,
                      [&](int r) { return reinterpret_cast<T const*>(c.data_of(s, r)); });
   return true;
 }
@@ -81,10 +81,10 @@ bool fold_packets(gloo_channel& c, gloo_slot& s) {
 template <reducible_type T>
 bool fold_share(gloo_channel& c, gloo_slot& s) {
   auto const agreed = c.header_of(s, c.rank());
-  auto const n = agreed.bytes / sizeof(T);
+  auto const n = bytes_of(agreed) / sizeof(T);
   auto const own = share(reinterpret_cast<T*>(s.out), n, c.rank(), c.size());
   auto const own_in = share(reinterpret_cast<T const*>(s.in), n, c.rank(), c.size());
-  fold_in_rank_order(own, c.size(), agreed.reduction, [&](int r) {
+  fold_in_rank_order(own, c.size(), agreed.called.op, [&](int r) {
     if (r == c.rank()) return own_in.data();
     return reinterpret_cast<T const*>(block(s.scratch.data(), own.size_bytes(), r).data());
   });
@@ -96,7 +96,7 @@ bool fold_share(gloo_channel& c, gloo_slot& s) {
 
 template <reducible_type T>
 bool send_shares(gloo_channel& c, gloo_slot& s) {
-  auto const n = agreed_header(c, s).bytes / sizeof(T);
+  auto const n = bytes_of(agreed_header(c, s)) / sizeof(T);
   await_bulk(c, s);
   c.for_each_peer(
       [&](int r) { c.send_bulk(s, 1, r, std::as_bytes(share(reinterpret_cast<T const*>(s.in), n, r, c.size()))); });
@@ -125,24 +125,24 @@ slot_ptr allreduce(gloo_channel& channel, collective_header header, std::span<T 
 }
 
 inline slot_ptr broadcast(gloo_channel& channel, collective_header header, std::span<std::byte> data) {
-  bool const is_root = channel.rank() == header.root;
+  bool const is_root = channel.rank() == header.called.root;
   auto slot = channel.open(data, data);
   if (data.size() <= channel.capacity()) {
     auto const sent = is_root ? std::span<std::byte const>{data} : std::span<std::byte const>{};
     channel.send(*slot, header, sent, [](gloo_channel& c, gloo_slot& s) {
       auto const agreed = agreed_header(c, s);
-      copy_bytes(s.out, c.data_of(s, agreed.root), agreed.bytes);
+      copy_bytes(s.out, c.data_of(s, agreed.called.root), bytes_of(agreed));
       return true;
     });
     return slot;
   }
-  if (!is_root) channel.announce_bulk(*slot, 1, header.root, data);
+  if (!is_root) channel.announce_bulk(*slot, 1, header.called.root, data);
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
     auto const agreed = agreed_header(c, s);
-    if (c.rank() == agreed.root)
-      c.for_each_peer([&](int r) { c.send_bulk(s, 1, r, {s.in, agreed.bytes}); });
+    if (c.rank() == agreed.called.root)
+      c.for_each_peer([&](int r) { c.send_bulk(s, 1, r, {s.in, bytes_of(agreed)}); });
     else
-      s.pending.push_back({s.bulk.front().get(), agreed.root, gloo_transfer::kind::receive});
+      s.pending.push_back({s.bulk.front().get(), agreed.called.root, gloo_transfer::kind::receive});
     s.resume = complete;
     return false;
   });
@@ -152,15 +152,15 @@ inline slot_ptr broadcast(gloo_channel& channel, collective_header header, std::
 inline slot_ptr scatter(gloo_channel& channel, collective_header header, std::span<std::byte const> in,
                         std::span<std::byte> out) {
   auto slot = channel.open(in, out);
-  if (channel.rank() != header.root) channel.announce_bulk(*slot, 1, header.root, out);
+  if (channel.rank() != header.called.root) channel.announce_bulk(*slot, 1, header.called.root, out);
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
     auto const agreed = agreed_header(c, s);
-    auto const part = [&](int r) { return s.in + agreed.bytes * static_cast<std::size_t>(r); };
-    if (c.rank() == agreed.root) {
-      c.for_each_peer([&](int r) { c.send_bulk(s, 1, r, {part(r), agreed.bytes}); });
-      copy_bytes(s.out, part(c.rank()), agreed.bytes);
+    auto const part = [&](int r) { return s.in + bytes_of(agreed) * static_cast<std::size_t>(r); };
+    if (c.rank() == agreed.called.root) {
+      c.for_each_peer([&](int r) { c.send_bulk(s, 1, r, {part(r), bytes_of(agreed)}); });
+      copy_bytes(s.out, part(c.rank()), bytes_of(agreed));
     } else {
-      s.pending.push_back({s.bulk.front().get(), agreed.root, gloo_transfer::kind::receive});
+      s.pending.push_back({s.bulk.front().get(), agreed.called.root, gloo_transfer::kind::receive});
     }
     s.resume = complete;
     return false;

@@ -114,7 +114,7 @@ public:
     }
     slot->deadline = clock::now() + timeout_;
     slot->header = header;
-    slot->header.sequence = sequence_++;
+    slot->header.called.sequence = sequence_++;
     slot->ranks = size_;
     slot->rank = rank_;
     slot->agreed = true;
@@ -217,7 +217,7 @@ private:
       int done = 0;
       int const code = MPI_Test(&slot.requests[slot.completed], &done, MPI_STATUS_IGNORE);
       if (code != MPI_SUCCESS) {
-        mpi_error const failure{describe(slot.header), code};
+        mpi_error const failure{describe(slot.header.called), code};
         fail(failure.what());
         throw failure;
       }
@@ -248,7 +248,7 @@ private:
   [[noreturn]] void time_out(mpi_slot const& slot) {
     timeout_error const failure{"mpi", "rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " waited " +
                                            std::to_string(timeout_.count()) + " ms for its peers in " +
-                                           describe(slot.header)};
+                                           describe(slot.header.called)};
     fail(failure.what());
     throw failure;
   }
@@ -266,7 +266,7 @@ private:
   std::chrono::milliseconds timeout_;
   int rank_ = 0;
   int size_ = 1;
-  std::uint32_t sequence_ = 0;
+  std::int64_t sequence_ = 0;
   std::vector<std::unique_ptr<mpi_slot>> free_;
   std::atomic<bool> failed_ = false;
   std::mutex reason_mutex_;

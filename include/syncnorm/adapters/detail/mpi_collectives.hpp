@@ -65,8 +65,8 @@ work fold(channel_ptr const& channel, collective_header const& header, std::span
   auto& slot = result.slot();
   slot.out = reinterpret_cast<std::byte*>(out.data());
   slot.finish = [](mpi_slot& s) {
-    std::span<T> const folded{reinterpret_cast<T*>(s.out), s.header.bytes / sizeof(T)};
-    fold_in_rank_order(folded, s.ranks, s.header.reduction,
+    std::span<T> const folded{reinterpret_cast<T*>(s.out), bytes_of(s.header) / sizeof(T)};
+    fold_in_rank_order(folded, s.ranks, s.header.called.op,
                        [&](int r) { return reinterpret_cast<T const*>(s.received_from(r)); });
   };
   channel->gather(slot, std::as_bytes(in));
@@ -80,7 +80,7 @@ work reduction(channel_ptr const& channel, collective_header const& header, std:
   auto result = begin(channel, header, agree);
   auto& slot = result.slot();
   slot.out = reinterpret_cast<std::byte*>(out.data());
-  slot.bytes = to_all || channel->rank() == header.root ? in.size_bytes() : 0;
+  slot.bytes = to_all || channel->rank() == header.called.root ? in.size_bytes() : 0;
   slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received.data.get(), s.bytes); };
   slot.sent.hold(in.size_bytes());
   slot.received.hold(in.size_bytes());
@@ -90,10 +90,10 @@ work reduction(channel_ptr const& channel, collective_header const& header, std:
   for (std::size_t first = 0; first < in.size(); first += INT_MAX) {
     auto const n = static_cast<int>(std::min<std::size_t>(INT_MAX, in.size() - first));
     channel->start(slot, to_all ? "MPI_Iallreduce" : "MPI_Ireduce", [&](MPI_Request* request) {
-      auto const op = mpi_op(header.reduction);
-      return to_all
-                 ? MPI_Iallreduce(from + first, to + first, n, mpi_type<T>(), op, channel->comm(), request)
-                 : MPI_Ireduce(from + first, to + first, n, mpi_type<T>(), op, header.root, channel->comm(), request);
+      auto const op = mpi_op(header.called.op);
+      return to_all ? MPI_Iallreduce(from + first, to + first, n, mpi_type<T>(), op, channel->comm(), request)
+                    : MPI_Ireduce(from + first, to + first, n, mpi_type<T>(), op, header.called.root, channel->comm(),
+                                  request);
     });
   }
   return result;
@@ -104,13 +104,13 @@ inline work broadcast(channel_ptr const& channel, collective_header const& heade
   auto result = begin(channel, header, false);
   auto& slot = result.slot();
   slot.out = data.data();
-  slot.bytes = channel->rank() == header.root ? 0 : data.size();
+  slot.bytes = channel->rank() == header.called.root ? 0 : data.size();
   slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.sent.data.get(), s.bytes); };
   slot.sent.hold(data.size());
-  if (channel->rank() == header.root) copy_bytes(slot.sent.data.get(), data.data(), data.size());
+  if (channel->rank() == header.called.root) copy_bytes(slot.sent.data.get(), data.data(), data.size());
   channel->start(slot, "MPI_Ibcast", [&](MPI_Request* request) {
     auto const n = static_cast<int>(data.size());
-    return MPI_Ibcast(slot.sent.data.get(), n, MPI_BYTE, header.root, channel->comm(), request);
+    return MPI_Ibcast(slot.sent.data.get(), n, MPI_BYTE, header.called.root, channel->comm(), request);
   });
   return result;
 }
@@ -125,14 +125,14 @@ inline work scatter(channel_ptr const& channel, collective_header const& header,
   slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received.data.get(), s.bytes); };
   auto const ranks = static_cast<std::size_t>(channel->size());
   slot.received.hold(out.size());
-  if (channel->rank() == header.root) {
+  if (channel->rank() == header.called.root) {
     slot.sent.hold(out.size() * ranks);
     for (std::size_t r = 0; r < ranks; ++r)
-      copy_bytes(slot.sent.data.get() + r * out.size(), in.data() + r * header.bytes + first, out.size());
+      copy_bytes(slot.sent.data.get() + r * out.size(), in.data() + r * bytes_of(header) + first, out.size());
   }
   channel->start(slot, "MPI_Iscatter", [&](MPI_Request* request) {
     auto const n = static_cast<int>(out.size());
-    return MPI_Iscatter(slot.sent.data.get(), n, MPI_BYTE, slot.received.data.get(), n, MPI_BYTE, header.root,
+    return MPI_Iscatter(slot.sent.data.get(), n, MPI_BYTE, slot.received.data.get(), n, MPI_BYTE, header.called.root,
                         channel->comm(), request);
   });
   return result;
