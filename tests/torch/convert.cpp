@@ -1,0 +1,220 @@
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "support.hpp"
+
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/torch/convert.hpp>
+
+using namespace test;
+using syncnorm::torch::convert_sync_batchnorm;
+using syncnorm::torch::revert_sync_batchnorm;
+
+namespace {
+
+namespace nn = torch::nn;
+
+/// A block as users write them: a sequence, a list and a dictionary.
+struct NetImpl : nn::Module {
+  NetImpl() {
+    body->push_back("conv", nn::Conv2d{nn::Conv2dOptions(2, 3, 1)});
+    body->push_back("bn", nn::BatchNorm2d{BatchNormOptions{3}.momentum(0.25)});
+    body->push_back("relu", nn::ReLU{});
+    body->push_back("frozen", nn::BatchNorm2d{3});
+    heads->push_back(nn::BatchNorm1d{BatchNormOptions{3}.affine(false)});
+    heads->push_back(nn::Linear{3, 3});
+    extras->update(std::vector<std::pair<std::string, std::shared_ptr<nn::Module>>>{
+        {"volume", nn::BatchNorm3d{BatchNormOptions{3}.track_running_stats(false)}.ptr()},
+        {"fc", nn::Linear{3, 2}.ptr()}});
+    register_module("body", body);
+    register_module("heads", heads);
+    register_module("extras", extras);
+  }
+
+  Tensor forward(Tensor const& x) { return body->forward(x).mean({2, 3}); }
+
+  nn::Sequential body;
+  nn::ModuleList heads;
+  nn::ModuleDict extras;
+};
+TORCH_MODULE(Net);
+
+/// Holds its batch norm by its type, which leaves no room for another.
+struct TypedImpl : nn::Module {
+  TypedImpl() {
+    register_module("bn", bn);
+    register_module("inner", inner);
+  }
+  Tensor forward(Tensor const& x) { return inner->forward(bn->forward(x)); }
+  nn::BatchNorm2d bn{3};
+  nn::Sequential inner{nn::BatchNorm1d{2}};
+};
+TORCH_MODULE(Typed);
+
+struct SyncTypedImpl : nn::Module {
+  SyncTypedImpl() { register_module("bn", bn); }
+  Tensor forward(Tensor const& x) { return bn->forward(x); }
+  SyncBatchNorm bn{BatchNormOptions{3}};
+};
+TORCH_MODULE(SyncTyped);
+
+nn::BatchNorm2dImpl& local(Net const& net, std::size_t i) { return *net->body->ptr(i)->as<nn::BatchNorm2d>(); }
+
+/// A model with one batch norm that is frozen and in evaluation mode.
+Net make_net(std::uint64_t seed) {
+  torch::manual_seed(seed);
+  Net net;
+  local(net, 3).weight.set_requires_grad(false);
+  local(net, 3).eval();
+  return net;
+}
+
+void set_state(nn::Module const& module, std::vector<Tensor> const& state) {
+  torch::NoGradGuard const no_recording;
+  auto next = state.begin();
+  for (auto& tensor : module.parameters()) tensor.copy_(*next++);
+  for (auto& tensor : module.buffers()) tensor.copy_(*next++);
+}
+
+void train_step(Net net, Tensor const& x, Tensor const& dy) {
+  net->forward(x).backward(dy);
+  torch::optim::SGD{net->body->parameters(), 0.1}.step();
+}
+
+std::vector<std::string> kinds_of(nn::Module const& module) {
+  std::vector<std::string> kinds;
+  for (auto const& each : module.named_modules()) kinds.push_back(each.key() + " " + each.value()->name());
+  return kinds;
+}
+
+std::vector<void*> addresses_of(nn::Module const& module) {
+  std::vector<void*> addresses;
+  for (auto const& tensor : module.parameters()) addresses.push_back(tensor.unsafeGetTensorImpl());
+  for (auto const& tensor : module.buffers()) addresses.push_back(tensor.unsafeGetTensorImpl());
+  return addresses;
+}
+
+} // namespace
+
+TEST_CASE("a converted model is the same model over the ranks, and reverting restores it") {
+  torch::manual_seed(21);
+  auto const x = torch::randn({6, 2, 3, 3}), dy = torch::randn({6, 3});
+  Net whole = make_net(0);
+  whole->body->forward(x); // so that the statistics are not those of a new model
+  auto const initial = state_of(*whole);
+  train_step(whole, x, dy);
+
+  syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+    Net net = make_net(1);
+    set_state(*net, initial);
+    auto const kinds = kinds_of(*net);
+    auto const addresses = addresses_of(*net);
+    auto const keys = net->named_parameters().keys();
+    torch::optim::SGD optimizer{net->body->parameters(), 0.1};
+
+    CHECK(convert_sync_batchnorm(net.ptr(), comm) == net.ptr());
+    CHECK(addresses_of(*net) == addresses);
+    CHECK(net->named_parameters().keys() == keys);
+    std::size_t converted = 0;
+    for (auto const& module : net->modules())
+      if (auto const* norm = module->as<SyncBatchNormImpl>()) {
+        ++converted;
+        CHECK(syncnorm::size(norm->communicator()) == 2);
+      }
+    CHECK(converted == 4);
+    for (auto const& module : net->modules()) CHECK_FALSE(syncnorm::torch::detail::is_batch_norm(*module));
+    auto& norm = net->body->at<SyncBatchNormImpl>(1);
+    CHECK(norm.options.momentum() == 0.25);
+    CHECK(norm.is_training());
+    CHECK_FALSE(net->body->at<SyncBatchNormImpl>(3).is_training());
+    CHECK_FALSE(net->body->at<SyncBatchNormImpl>(3).weight.requires_grad());
+    CHECK_FALSE(net->heads->at<SyncBatchNormImpl>(0).weight.defined());
+    CHECK((*net->extras)["volume"]->as<SyncBatchNormImpl>()->revert_dimension() == 3);
+
+    // A step of the optimizer that was made before: gradients add up to those of the whole batch.
+    auto const part = [&](Tensor const& t) { return comm.rank() == 0 ? t.slice(0, 0, 4) : t.slice(0, 4, 6); };
+    net->forward(part(x)).backward(part(dy));
+    for (auto const& parameter : net->body->parameters()) {
+      if (!parameter.grad().defined()) continue;
+      auto& grad = parameter.grad();
+      std::span<float> const values{grad.data_ptr<float>(), static_cast<std::size_t>(grad.numel())};
+      syncnorm::allreduce(comm, std::span<float const>{values}, values);
+    }
+    optimizer.step();
+    auto const expected = whole->body->parameters(), got = net->body->parameters();
+    for (std::size_t i = 0; i < got.size(); ++i) CHECK(error_of(got[i], expected[i], 1) <= 1e-5);
+    CHECK(error_of(norm.running_var, local(whole, 1).running_var) <= 1e-5);
+
+    // Reverted: the same types, the same tensors; and a reverted model computes, and converts again.
+    auto const trained = state_of(*net);
+    CHECK(revert_sync_batchnorm(net.ptr()) == net.ptr());
+    CHECK(kinds_of(*net) == kinds);
+    CHECK(addresses_of(*net) == addresses);
+    CHECK(same_state(state_of(*net), trained));
+    CHECK_FALSE(local(net, 3).is_training());
+    CHECK(local(net, 1).options.momentum() == 0.25);
+    net->eval();
+    auto const y = net->forward(x);
+    convert_sync_batchnorm(net.ptr(), comm);
+    CHECK(error_of(net->forward(x), y) <= 1e-5);
+  });
+}
+
+TEST_CASE("a batch norm itself is returned converted and reverted") {
+  nn::BatchNorm3d original{2};
+  original->to(torch::kDouble);
+  auto const addresses = addresses_of(*original);
+  auto const converted = convert_sync_batchnorm(original.ptr(), syncnorm::self_communicator{});
+  REQUIRE(converted->as<SyncBatchNorm>() != nullptr);
+  CHECK((addresses_of(*converted) == addresses));
+  CHECK(converted->as<SyncBatchNorm>()->weight.is_same(original->weight));
+  CHECK(converted->as<SyncBatchNorm>()->running_var.is_same(original->running_var));
+  auto const reverted = revert_sync_batchnorm(converted);
+  REQUIRE(reverted->as<nn::BatchNorm3d>() != nullptr);
+  CHECK(addresses_of(*reverted) == addresses);
+
+  // Made directly, a module becomes a BatchNorm2d unless it says otherwise.
+  CHECK(revert_sync_batchnorm(SyncBatchNorm{2}.ptr())->as<nn::BatchNorm2d>() != nullptr);
+  SyncBatchNorm const one{BatchNormOptions{2}, syncnorm::self_communicator{}, 1};
+  CHECK(revert_sync_batchnorm(one.ptr())->as<nn::BatchNorm1d>() != nullptr);
+}
+
+TEST_CASE("what cannot be replaced is named before anything has changed") {
+  nn::Sequential model{Typed{}, nn::BatchNorm2d{3}, Typed{}};
+  auto const kinds = kinds_of(*model);
+  auto const text = message_of<syncnorm::invalid_argument_error>(
+      [&] { convert_sync_batchnorm(model.ptr(), syncnorm::self_communicator{}); });
+  CHECK_MESSAGE(contains(text, "cannot replace 0.bn, 2.bn: "), text);
+  CHECK(kinds_of(*model) == kinds);
+}
+
+TEST_CASE("SyncBatchNorms that a model has already get the communicator, and lose it again") {
+  syncnorm::run_ranks(3, [](syncnorm::thread_communicator const& comm) {
+    SyncTyped const typed;
+    nn::Sequential model{typed, nn::BatchNorm2d{3}};
+    convert_sync_batchnorm(model.ptr(), comm);
+    CHECK(syncnorm::size(typed->bn->communicator()) == 3);
+    convert_sync_batchnorm(typed.ptr(), syncnorm::self_communicator{});
+    CHECK(syncnorm::size(typed->bn->communicator()) == 1);
+    convert_sync_batchnorm(model.ptr(), comm);
+    revert_sync_batchnorm(model.ptr());
+    CHECK(syncnorm::size(typed->bn->communicator()) == 1);
+    CHECK(model->ptr(1)->as<nn::BatchNorm2d>() != nullptr);
+  });
+}
+
+TEST_CASE("a module in several places is converted to one module") {
+  nn::BatchNorm2d const shared{3};
+  nn::Sequential first{shared, nn::ReLU{}, shared}, second{shared};
+  nn::ModuleList model{first, second};
+  convert_sync_batchnorm(model.ptr(), syncnorm::self_communicator{});
+  auto const converted = first->ptr(0);
+  CHECK(converted->as<SyncBatchNorm>() != nullptr);
+  CHECK(first->ptr(2) == converted);
+  CHECK(second->ptr(0) == converted);
+  CHECK(first->named_children()["0"] == converted);
+  CHECK(first->named_children()["2"] == converted);
+  CHECK_THROWS_AS(convert_sync_batchnorm(nullptr, syncnorm::self_communicator{}), syncnorm::invalid_argument_error);
+}

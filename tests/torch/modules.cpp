@@ -1,0 +1,446 @@
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "support.hpp"
+
+#include <syncnorm/comm/collectives.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/torch/convert.hpp>
+
+using namespace test;
+using syncnorm::invalid_argument_error;
+using syncnorm::mismatch_error;
+using syncnorm::run_ranks;
+using syncnorm::thread_communicator;
+
+namespace {
+
+/// A module whose parameters and buffers are all different.
+SyncBatchNorm make_norm(BatchNormOptions const& options, syncnorm::any_communicator const& comm = {},
+                        torch::Dtype type = torch::kDouble) {
+  SyncBatchNorm norm{options, comm};
+  if (type != torch::kFloat) norm->to(type); // which would make num_batches_tracked a float, too
+  torch::NoGradGuard const no_recording;
+  auto const ramp = torch::arange(1, options.num_features() + 1, type);
+  if (options.affine()) {
+    norm->weight.copy_(ramp * 0.5);
+    norm->bias.copy_(ramp - 2);
+  }
+  if (options.track_running_stats()) {
+    norm->running_mean.copy_(ramp * 0.1);
+    norm->running_var.copy_(ramp * 0.3);
+  }
+  return norm;
+}
+
+/// torch::nn::BatchNorm2d with the state of `norm`, in a copy of its own.
+torch::nn::BatchNorm2d local_twin(SyncBatchNorm const& norm) {
+  torch::nn::BatchNorm2d twin{norm->options};
+  twin->to(torch::kDouble);
+  torch::NoGradGuard const no_recording;
+  auto const copy = [](Tensor& to, Tensor const& from) {
+    if (from.defined()) to.copy_(from);
+  };
+  copy(twin->weight, norm->weight);
+  copy(twin->bias, norm->bias);
+  copy(twin->running_mean, norm->running_mean);
+  copy(twin->running_var, norm->running_var);
+  copy(twin->num_batches_tracked, norm->num_batches_tracked);
+  twin->train(norm->is_training());
+  return twin;
+}
+
+/// The rows of rank `rank`: 3, then 2.
+Tensor rows_of(Tensor const& whole, int rank) { return rank == 0 ? whole.slice(0, 0, 3) : whole.slice(0, 3, 5); }
+
+Tensor random(std::vector<std::int64_t> const& shape) { return torch::randn(shape, torch::kDouble); }
+
+} // namespace
+
+TEST_CASE("options, modes and their gradients are those of torch::nn::BatchNorm2d") {
+  torch::manual_seed(11);
+  auto const x = random({5, 3, 2, 2}), dy = random({5, 3, 2, 2});
+  for (bool const affine : {true, false})
+    for (bool const tracks : {true, false})
+      for (bool const training : {true, false})
+        for (auto const momentum : {c10::optional<double>{0.2}, c10::optional<double>{0.0}, c10::optional<double>{}}) {
+          auto const options =
+              BatchNormOptions{3}.affine(affine).track_running_stats(tracks).momentum(momentum).eps(1e-2);
+          // In evaluation every rank is by itself, and so is the reference.
+          auto const part = [&](Tensor const& whole, int rank) { return training ? whole : rows_of(whole, rank); };
+          run_ranks(2, [&](thread_communicator const& comm) {
+            INFO("affine ", affine, ", tracks ", tracks, ", training ", training, ", momentum ", momentum.value_or(-1),
+                 ", rank ", comm.rank());
+            auto norm = make_norm(options, comm);
+            norm->train(training);
+            auto twin = local_twin(norm);
+            for (int step = 0; step < 3; ++step) {
+              auto const own = rows_of(x + step, comm.rank()).clone().requires_grad_();
+              auto const whole = part(x + step, comm.rank()).clone().requires_grad_();
+              auto const y = norm->forward(own), expected = twin->forward(whole);
+              norm->zero_grad();
+              twin->zero_grad();
+              y.backward(rows_of(dy, comm.rank()));
+              expected.backward(part(dy, comm.rank()));
+              auto const mine = [&](Tensor const& of_whole) {
+                return training ? rows_of(of_whole, comm.rank()) : of_whole;
+              };
+              CHECK(error_of(y, mine(expected), 1) <= 1e-12);
+              CHECK(error_of(own.grad(), mine(whole.grad()), 1) <= 1e-12);
+              if (affine && !training) {
+                CHECK(error_of(norm->weight.grad(), twin->weight.grad(), 1) <= 1e-12);
+                CHECK(error_of(norm->bias.grad(), twin->bias.grad(), 1) <= 1e-12);
+              }
+            }
+            CHECK(norm->running_mean.defined() == tracks);
+            if (!tracks) return;
+            CHECK(error_of(norm->running_mean, twin->running_mean, 1) <= 1e-12);
+            CHECK(error_of(norm->running_var, twin->running_var, 1) <= 1e-12);
+            CHECK(torch::equal(norm->num_batches_tracked, twin->num_batches_tracked));
+          });
+        }
+}
+
+TEST_CASE("a module of its own rank alone is local") {
+  auto norm = make_norm(BatchNormOptions{2});
+  auto twin = local_twin(norm);
+  auto const x = random({4, 2, 3, 3});
+  CHECK(syncnorm::size(norm->communicator()) == 1);
+  CHECK(error_of(norm->forward(x), twin->forward(x)) <= 1e-12);
+  CHECK(error_of(norm->running_var, twin->running_var) <= 1e-12);
+}
+
+TEST_CASE("empty batches everywhere change nothing") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm);
+    auto const before = state_of(*norm);
+    auto const x = torch::empty({0, 3, 4}, torch::kDouble).requires_grad_();
+    auto const y = norm->forward(x);
+    CHECK((y.sizes() == x.sizes()));
+    y.sum().backward();
+    CHECK((x.grad().sizes() == x.sizes()));
+    CHECK(torch::equal(norm->weight.grad(), torch::zeros({3}, torch::kDouble)));
+    CHECK(same_state(before, state_of(*norm)));
+  });
+}
+
+TEST_CASE("every rank holds the same bits of the running statistics") {
+  torch::manual_seed(12);
+  auto const x = torch::randn({40, 130, 3}) * 3 + 100;
+  std::vector<std::vector<Tensor>> states(4);
+  run_ranks(4, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{130}, comm, torch::kFloat);
+    for (int step = 0; step < 3; ++step) {
+      auto const first = comm.rank() * (comm.rank() + 1) * 3;
+      norm->forward(x.slice(0, first, std::min<std::int64_t>(40, first + 6 * (comm.rank() + 1))));
+    }
+    states[static_cast<std::size_t>(comm.rank())] = state_of(*norm);
+  });
+  for (auto const& state : states) CHECK(same_state(state, states[0]));
+}
+
+TEST_CASE("checkpoints load either way") {
+  torch::manual_seed(13);
+  auto const stored = [](auto const& module) {
+    std::stringstream stream;
+    torch::save(module, stream);
+    return stream;
+  };
+  auto norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
+  norm->forward(torch::randn({4, 3, 2, 2}));
+
+  torch::nn::BatchNorm2d local{BatchNormOptions{3}};
+  auto stream = stored(norm);
+  torch::load(local, stream);
+  CHECK(same_state(state_of(*local), state_of(*norm)));
+  CHECK(local->named_parameters().keys() == norm->named_parameters().keys());
+  CHECK(local->named_buffers().keys() == norm->named_buffers().keys());
+
+  SyncBatchNorm again{BatchNormOptions{3}};
+  stream = stored(local);
+  torch::load(again, stream);
+  CHECK(same_state(state_of(*again), state_of(*norm)));
+  CHECK(again->num_batches_tracked.item<std::int64_t>() == 1);
+
+  for (bool const affine : {true, false}) {
+    auto const options = BatchNormOptions{2}.affine(affine).track_running_stats(!affine);
+    torch::nn::Sequential const from{torch::nn::Conv2d{torch::nn::Conv2dOptions(3, 2, 3)},
+                                     torch::nn::BatchNorm2d{options}};
+    torch::nn::Sequential into{torch::nn::Conv2d{torch::nn::Conv2dOptions(3, 2, 3)}, SyncBatchNorm{options}};
+    stream = stored(from);
+    torch::load(into, stream);
+    CHECK(same_state(state_of(*into), state_of(*from)));
+  }
+}
+
+TEST_CASE("a clone has the same state and nothing in common with its original") {
+  torch::manual_seed(14);
+  run_ranks(2, [](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}.momentum(c10::nullopt), comm);
+    auto const x = torch::linspace(-1, 2, 24, torch::kDouble).view({2, 3, 4}) * (comm.rank() + 1);
+    norm->forward(x);
+    auto const copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone());
+    REQUIRE(copy != nullptr);
+    auto const before = state_of(*norm);
+    CHECK(same_state(state_of(*copy), before));
+    auto const y = copy->forward(x);
+    CHECK(same_state(state_of(*norm), before));
+    CHECK(copy->num_batches_tracked.item<std::int64_t>() == 2);
+    CHECK(torch::equal(y, norm->forward(x)));
+    CHECK(same_state(state_of(*norm), state_of(*copy)));
+  });
+}
+
+TEST_CASE("a module prints what it is") {
+  std::ostringstream text;
+  text << make_norm(BatchNormOptions{4}.momentum(c10::nullopt).affine(false));
+  CHECK(text.str() ==
+        "syncnorm::torch::SyncBatchNorm(4, eps=1e-05, momentum=None, affine=false, track_running_stats=true, ranks=1)");
+}
+
+TEST_CASE("only what needs a gradient gets one, and every rank joins") {
+  torch::manual_seed(15);
+  auto const x = random({5, 3, 4}), dy = random({5, 3, 4});
+  // Which of input, weight and bias need a gradient, on rank 0 and on rank 1.
+  struct needs {
+    bool x, weight, bias;
+  };
+  std::vector<std::pair<needs, needs>> const cases{
+      {{true, false, false}, {true, false, false}},  {{false, true, true}, {false, true, true}},
+      {{true, true, false}, {true, false, true}},    {{false, false, true}, {true, true, true}},
+      {{false, false, false}, {true, true, true}},   {{true, false, false}, {false, false, false}},
+      {{false, false, false}, {false, false, false}}};
+  auto whole = x.clone().requires_grad_();
+  auto reference = make_norm(BatchNormOptions{3});
+  reference->forward(whole).backward(dy);
+  for (bool const is_double : {false, true})
+    for (auto const& [first, second] : cases)
+      run_ranks(2, [&, on_first = first, on_second = second](thread_communicator const& comm) {
+        auto const type = is_double ? torch::kDouble : torch::kFloat;
+        auto const tolerance = tolerance_of(type);
+        auto const need = comm.rank() == 0 ? on_first : on_second;
+        auto const rank_needs = [](needs const& n) { return n.x || n.weight || n.bias; };
+        bool const recorded = rank_needs(on_first) || rank_needs(on_second);
+        auto norm = make_norm(BatchNormOptions{3}, comm, type);
+        norm->weight.set_requires_grad(need.weight);
+        norm->bias.set_requires_grad(need.bias);
+        auto const own = rows_of(x, comm.rank()).to(type).clone().set_requires_grad(need.x);
+        auto const y = norm->forward(own);
+        CHECK(y.requires_grad() == recorded);
+        if (!recorded) return;
+        y.backward(rows_of(dy, comm.rank()).to(type));
+        CHECK(own.grad().defined() == need.x);
+        CHECK(norm->weight.grad().defined() == need.weight);
+        CHECK(norm->bias.grad().defined() == need.bias);
+        if (need.x) CHECK(error_of(own.grad(), rows_of(whole.grad(), comm.rank()), 1) <= tolerance);
+        auto const terms = rows_of(dy, comm.rank()).sum(at::IntArrayRef{0, 2});
+        if (need.bias) CHECK(error_of(norm->bias.grad(), terms, 1) <= tolerance);
+      });
+}
+
+TEST_CASE("the rank that records no gradients is found before it is waited for") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{2}, comm);
+    auto const before = state_of(*norm);
+    auto const x = random({2, 2});
+    at::AutoGradMode const recording{comm.rank() == 0};
+    auto const text = message_of<mismatch_error>([&] { norm->forward(x); });
+    CHECK_MESSAGE(contains(text, "rank 0 needs one, rank 1 records no gradients"), text);
+    CHECK(same_state(before, state_of(*norm)));
+  });
+  run_ranks(2, [](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{2}, comm);
+    torch::NoGradGuard const no_recording;
+    CHECK_FALSE(norm->forward(random({2, 2})).requires_grad());
+  });
+}
+
+TEST_CASE("graphs: kept, freed, of several passes, of inputs that changed") {
+  torch::manual_seed(16);
+  auto const x = random({5, 3, 4}), dy = random({5, 3, 4});
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm);
+    auto const g = rows_of(dy, comm.rank());
+    auto own = rows_of(x, comm.rank()).clone().requires_grad_();
+
+    auto const y = norm->forward(own);
+    y.backward(g, /*retain_graph=*/true);
+    auto const once = own.grad().clone();
+    y.backward(g);
+    CHECK(torch::equal(own.grad(), 2 * once));
+    auto text = message_of<invalid_argument_error>([&] { y.backward(g); });
+    CHECK_MESSAGE(contains(text, "a second time"), text);
+
+    // Two passes of one module, differentiated together.
+    own.mutable_grad() = Tensor{};
+    (norm->forward(own) + norm->forward(own)).backward(g);
+    CHECK(error_of(own.grad(), 2 * once) <= 1e-12);
+
+    // On one rank the input is written to after the pass: all ranks hear of it, and can go on.
+    auto const base = own.detach().clone();
+    auto changed = base + 0;
+    auto const z = norm->forward(changed);
+    norm->zero_grad();
+    if (comm.rank() == 1) changed.add_(1);
+    text = message_of<invalid_argument_error>([&] { z.backward(g); });
+    CHECK_MESSAGE((contains(text, "rank 1") && contains(text, "modified by an inplace operation")), text);
+    CHECK(scale_of(norm->weight.grad()) == 0);
+    own.mutable_grad() = Tensor{};
+    norm->forward(own).backward(g);
+    CHECK(error_of(own.grad(), once) <= 1e-12);
+
+    // A graph outlives its module and its communicator's use elsewhere.
+    auto last = norm->forward(own);
+    norm->set_communicator(syncnorm::self_communicator{});
+    norm = SyncBatchNorm{nullptr};
+    own.mutable_grad() = Tensor{};
+    last.backward(g);
+    CHECK(error_of(own.grad(), once) <= 1e-12);
+  });
+}
+
+TEST_CASE("differentiating the gradients is refused, not done wrongly") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{2}, comm);
+    auto const x = random({3, 2}).requires_grad_();
+    auto const gradient = torch::autograd::grad({norm->forward(x).pow(2).sum()}, {x}, {}, true, /*create_graph=*/true);
+    CHECK(gradient[0].requires_grad());
+    auto const text = message_of<syncnorm::error>([&] { gradient[0].pow(2).sum().backward(); });
+    CHECK_MESSAGE(contains(text, "double backward"), text);
+  });
+}
+
+TEST_CASE("gradient accumulation: the backward exchange on the last step alone") {
+  torch::manual_seed(17);
+  auto const x = random({5, 3, 4}), dy = random({5, 3, 4});
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto inner = make_norm(BatchNormOptions{3}, comm);
+    torch::nn::Sequential model{inner};
+    auto reference = make_norm(BatchNormOptions{3});
+    auto own = rows_of(x, comm.rank()).clone().requires_grad_();
+    auto whole = x.clone().requires_grad_();
+
+    // Without the exchange the statistics are still those of all ranks, but the other ranks' gradients count as zero.
+    syncnorm::torch::set_backward_exchange(*model, false);
+    CHECK_FALSE(inner->backward_exchange());
+    auto only_own = torch::zeros_like(dy);
+    rows_of(only_own, comm.rank()).copy_(rows_of(dy, comm.rank()));
+    auto const y = model->forward(own);
+    if (comm.rank() == 0) y.backward(rows_of(dy, 0)); // not collective: rank 1 comes later
+    syncnorm::barrier(comm);
+    if (comm.rank() == 1) y.backward(rows_of(dy, 1));
+    reference->forward(whole).backward(only_own);
+    CHECK(error_of(own.grad(), rows_of(whole.grad(), comm.rank())) <= 1e-12);
+    CHECK(error_of(inner->weight.grad(), reference->weight.grad()) <= 1e-12);
+
+    syncnorm::torch::set_backward_exchange(*model, true);
+    model->forward(own).backward(rows_of(dy, comm.rank()));
+    reference->forward(whole).backward(dy);
+    CHECK(error_of(own.grad(), rows_of(whole.grad(), comm.rank())) <= 1e-12);
+    CHECK(error_of(inner->bias.grad(), 2 * rows_of(dy, comm.rank()).sum(at::IntArrayRef{0, 2})) <= 1e-12);
+  });
+}
+
+TEST_CASE("a fault of one rank is thrown on every rank, and changes nothing") {
+  auto const good = random({3, 3, 2});
+  struct fault {
+    Tensor input;
+    std::string text;
+  };
+  std::vector<fault> const faults{
+      {Tensor{}, "undefined"},
+      {random({3}), "dimensions"},
+      {random({}), "dimensions"},
+      {torch::ones({3, 3, 2}, torch::kInt), "Int"},
+      {torch::ones({3, 3, 2}, torch::kHalf), "Half"},
+      {good.to(torch::kFloat), "the input is of Float, but weight of Double"},
+      {random({3, 4, 2}), "4 channels, expected 3"},
+      {random({3, 200, 2}), "200 channels, expected 3"},
+      {torch::empty({3, 3, 2}, at::device(torch::kMeta).dtype(torch::kDouble)), "on meta"},
+      {good.to_sparse(), "Sparse"},
+  };
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm);
+    auto const before = state_of(*norm);
+    for (int round = 0; round < 2; ++round) { // before and after the first exchange that went well
+      for (auto const& [input, expected] : faults) {
+        auto const text = message_of<invalid_argument_error>([&] { norm->forward(comm.rank() == 1 ? input : good); });
+        CHECK_MESSAGE((contains(text, "rank 1: ") && contains(text, expected)), text);
+        if (round == 0) CHECK(same_state(before, state_of(*norm)));
+      }
+      norm->forward(good);
+      CHECK(norm->num_batches_tracked.item<std::int64_t>() == round + 1);
+    }
+    // In evaluation there is nobody to tell.
+    norm->eval();
+    auto const here = message_of<invalid_argument_error>([&] { norm->forward(random({3})); });
+    CHECK_MESSAGE(contains(here, "dimensions"), here);
+  });
+}
+
+TEST_CASE("ranks that disagree all hear of it") {
+  auto const same = BatchNormOptions{3};
+  struct disagreement {
+    BatchNormOptions other;
+    std::string text;
+  };
+  std::vector<disagreement> const cases{
+      {BatchNormOptions{3}.eps(1e-3), "eps"},
+      {BatchNormOptions{3}.momentum(0.5), "momentum"},
+      {BatchNormOptions{3}.momentum(c10::nullopt), "momentum"},
+      {BatchNormOptions{3}.affine(false), "affine"},
+      {BatchNormOptions{3}.track_running_stats(false), "running statistics"},
+      {BatchNormOptions{4}, "channels"},
+      {BatchNormOptions{300}, "channels"},
+  };
+  for (auto const& [other, expected] : cases)
+    run_ranks(2, [&, theirs = other, part = expected](thread_communicator const& comm) {
+      auto norm = make_norm(comm.rank() == 0 ? same : theirs, comm);
+      auto const before = state_of(*norm);
+      auto const x = random({4, norm->options.num_features()});
+      auto const text = message_of<mismatch_error>([&] { norm->forward(x); });
+      CHECK_MESSAGE(contains(text, part), text);
+      CHECK(same_state(before, state_of(*norm)));
+    });
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto const type = comm.rank() == 0 ? torch::kDouble : torch::kFloat;
+    auto norm = make_norm(same, comm, type);
+    auto const text = message_of<mismatch_error>([&] { norm->forward(torch::ones({4, 3}, type)); });
+    CHECK_MESSAGE(contains(text, "element type"), text);
+  });
+}
+
+TEST_CASE("bad options and one value in all are errors on every rank") {
+  for (auto const& options : {BatchNormOptions{3}.eps(-1), BatchNormOptions{3}.momentum(1.5),
+                              BatchNormOptions{3}.eps(std::numeric_limits<double>::quiet_NaN())})
+    run_ranks(2, [&](thread_communicator const& comm) {
+      auto norm = make_norm(options, comm);
+      auto const before = state_of(*norm);
+      auto const text = message_of<invalid_argument_error>([&] { norm->forward(random({2, 3})); });
+      CHECK_MESSAGE(contains(text, "expected a number"), text);
+      CHECK(same_state(before, state_of(*norm)));
+    });
+  for (std::int64_t const samples : {0, 1})
+    run_ranks(2, [&](thread_communicator const& comm) {
+      auto norm = make_norm(BatchNormOptions{3}, comm);
+      auto const before = state_of(*norm);
+      auto const text = message_of<invalid_argument_error>([&] {
+        norm->forward(random({comm.rank() == 0 ? samples : 1 - samples, 3}));
+      });
+      CHECK_MESSAGE(contains(text, "more than 1 value per channel"), text);
+      CHECK(same_state(before, state_of(*norm)));
+    });
+  auto const null = message_of<invalid_argument_error>([] {
+    SyncBatchNorm {
+      BatchNormOptions { -2 }
+      } -> forward(random({2, 3}));
+  });
+  CHECK_MESSAGE(contains(null, "negative"), null);
+}

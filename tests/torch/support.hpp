@@ -1,0 +1,72 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <torch/torch.h>
+
+// libtorch defines these where it has no glog; here they are doctest's.
+#undef CHECK
+#undef CHECK_EQ
+#undef CHECK_NE
+#undef CHECK_LE
+#undef CHECK_LT
+#undef CHECK_GE
+#undef CHECK_GT
+#include <doctest/doctest.h>
+
+#include <syncnorm/torch/sync_batch_norm.hpp>
+
+namespace test {
+
+using syncnorm::torch::SyncBatchNorm;
+using syncnorm::torch::SyncBatchNormImpl;
+using torch::Tensor;
+using torch::nn::BatchNormOptions;
+
+/// The greatest difference relative to the greatest magnitude that is expected, of the whole batch where `got` is but a
+/// part; NaN where there is one.
+inline double error_of(Tensor const& got, Tensor const& expected, double scale = 0) {
+  if (got.sizes() != expected.sizes()) return std::numeric_limits<double>::infinity();
+  if (got.numel() == 0) return 0;
+  auto const wide = expected.detach().to(torch::kDouble);
+  auto const difference = (got.detach().to(torch::kDouble) - wide).abs().max().item<double>();
+  return difference / std::max({scale, wide.abs().max().item<double>(), 1e-30});
+}
+
+inline double scale_of(Tensor const& tensor) { return tensor.detach().abs().max().item<double>(); }
+
+/// The required accuracy, relative to the scale of the result.
+inline double tolerance_of(torch::Dtype type) { return type == torch::kFloat ? 1e-5 : 1e-12; }
+
+/// Copies of everything that a module saves.
+inline std::vector<Tensor> state_of(torch::nn::Module const& module) {
+  std::vector<Tensor> state;
+  for (auto const& tensor : module.parameters()) state.push_back(tensor.detach().clone());
+  for (auto const& tensor : module.buffers()) state.push_back(tensor.detach().clone());
+  return state;
+}
+
+inline bool same_state(std::vector<Tensor> const& a, std::vector<Tensor> const& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](Tensor const& x, Tensor const& y) { return x.dtype() == y.dtype() && torch::equal(x, y); });
+}
+
+/// What `f` threw as an `Error`, or a text that says what else happened.
+template <class Error, class F>
+std::string message_of(F const& f) {
+  try {
+    f();
+  } catch (Error const& e) {
+    return e.what();
+  } catch (std::exception const& e) {
+    return std::string{"another exception: "} + e.what();
+  }
+  return "no exception";
+}
+
+inline bool contains(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+
+} // namespace test
