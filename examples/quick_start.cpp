@@ -23,7 +23,7 @@ int main() {
     layer.forward(view(x), view(y));
     layer.backward(view(x), view(dy), view(dx));
 
-    double sums[2] = {0, 0}; // over all ranks, y has mean 0 and variance 1
+    std::vector<double> sums(2); // over all ranks, y has mean 0 and variance 1
     for (float const value : y) sums[0] += value, sums[1] += value * value;
     syncnorm::allreduce(comm, sums, std::span{sums});
     auto const count = static_cast<double>(channels * layer.saved().count);
