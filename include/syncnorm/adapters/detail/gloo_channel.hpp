@@ -53,6 +53,7 @@ struct gloo_slot {
   std::unique_ptr<std::byte[]> memory; // size packets; this rank's own is sent, the others are received
   std::unique_ptr<gloo_buffer> own;
   std::vector<std::unique_ptr<gloo_buffer>> peers; // none at this rank
+  int unconfirmed = 0;                             // sends of `own` whose completion has not been waited for
 
   std::chrono::steady_clock::time_point deadline;
   std::vector<gloo_transfer> pending;
@@ -63,6 +64,7 @@ struct gloo_slot {
 
   std::byte const* in = nullptr;
   std::byte* out = nullptr;
+  std::vector<gloo_transfer> bulk_receives, bulk_sends;
   std::vector<std::unique_ptr<gloo_buffer>> bulk; // over memory of the user, or over scratch
   std::vector<std::byte> scratch;
 };
@@ -73,6 +75,10 @@ struct gloo_slot {
 /// announced ahead, and a packet that is sent arrives after one trip, moved by Gloo's own threads. A packet begins
 /// with the header of the collective, followed by the data if they fit. What does not fit follows once every header
 /// has been seen to agree: Gloo ends the process when a message is longer than the buffer announced for it.
+///
+/// When a connection breaks, Gloo tells it to the receives that were announced, but neither to a send that is queued nor
+/// to a receive in the middle of its data. So an operation only ever waits for packets and for empty messages, called
+/// signals. What else it needs has happened when the signal that was sent behind it is here, and is then collected.
 ///
 /// Gloo's buffers can be waited for but not polled, and a wait that times out closes every connection. So the thread
 /// that waits drives the operation, and the channel has a thread of its own, started when first needed, for those that
@@ -99,13 +105,19 @@ public:
   gloo_channel(gloo_channel const&) = delete;
   gloo_channel& operator=(gloo_channel const&) = delete;
   ~gloo_channel() {
-    if (!driver_.joinable()) return;
-    {
-      std::lock_guard const lock{queue_mutex_};
-      stopping_ = true;
+    if (driver_.joinable()) {
+      {
+        std::lock_guard const lock{queue_mutex_};
+        stopping_ = true;
+      }
+      queue_changed_.notify_all();
+      driver_.join();
     }
-    queue_changed_.notify_all();
-    driver_.join();
+    // A queued send whose buffer is gone would block its connection, which may have other users.
+    try {
+      for (auto const& slot : free_) confirm_sends(*slot, std::min(timeout_, std::chrono::milliseconds{1000}));
+    } catch (std::exception const&) { // the connection is broken
+    }
   }
 
   [[nodiscard]] int rank() const noexcept { return context_->rank; }
@@ -150,26 +162,46 @@ public:
     if (!data.empty()) std::memcpy(data_of(slot, rank()), data.data(), data.size());
     slot.resume = resume;
     guarded([&] {
-      for_each_peer([&](int r) { slot.own->send(r, slot_tag(slot, 0), 0, sizeof header + data.size()); });
-      for_each_peer([&](int r) {
-        slot.pending.push_back({slot.peers[index(r)].get(), r, gloo_transfer::kind::receive});
-      });
-      for_each_peer([&](int r) { slot.pending.push_back({slot.own.get(), r, gloo_transfer::kind::send}); });
+      for_each_peer([&](int r) { send_own(slot, r, 0, sizeof header + data.size()); });
+      for_each_peer([&](int r) { await(slot, r); });
     });
     announce_ahead();
   }
 
-  /// Announces memory for what rank `from` sends in phase `phase` (1 to 3) of the operation.
+  /// Announces memory for what rank `from` sends in phase `phase` (1 to 3), and the signal behind it.
   void announce_bulk(gloo_slot& slot, int phase, int from, std::span<std::byte> to) {
-    guarded([&] { add_bulk(slot, to)->recv(from, slot_tag(slot, phase), 0, to.size()); });
+    guarded([&] {
+      auto* const buffer = add_bulk(slot, to);
+      buffer->recv(from, slot_tag(slot, phase), 0, to.size());
+      slot.bulk_receives.push_back({buffer, from, gloo_transfer::kind::receive});
+    });
+    announce_signal(slot, phase, from);
   }
-  /// Sends data to rank `to`, and waits for it along with what else is pending.
+  /// Announces a signal of phase `phase` (1 to 3) from rank `from`. Signals arrive in the order in which they are sent.
+  void announce_signal(gloo_slot& slot, int phase, int from) {
+    guarded([&] { slot.peers[index(from)]->recv(from, signal_tag(slot, phase), 0, 0); });
+  }
+
+  // The rest is for the steps of an operation.
+
+  /// Sends data to rank `to`, and the signal behind them.
   void send_bulk(gloo_slot& slot, int phase, int to, std::span<std::byte const> from) {
     auto* const data = const_cast<std::byte*>(from.data()); // Gloo's buffers serve both directions; this one is read
     auto* const buffer = add_bulk(slot, {data, from.size()});
     buffer->send(to, slot_tag(slot, phase), 0, from.size());
-    slot.pending.push_back({buffer, to, gloo_transfer::kind::send});
+    slot.bulk_sends.push_back({buffer, to, gloo_transfer::kind::send});
+    send_signal(slot, phase, to);
   }
+  void send_signal(gloo_slot& slot, int phase, int to) { send_own(slot, to, signal_bits | phase, 0); }
+
+  /// Has the next step wait for the next signal from rank `from`.
+  void await(gloo_slot& slot, int from) {
+    slot.pending.push_back({slot.peers[index(from)].get(), from, gloo_transfer::kind::receive});
+  }
+  /// Collects the first `count` receives of bulk data, whose signals are here.
+  void collect_receives(gloo_slot& slot, std::size_t count) { collect(slot, slot.bulk_receives, count); }
+  /// Collects the first `count` sends of bulk data, whose receivers have answered.
+  void collect_sends(gloo_slot& slot, std::size_t count) { collect(slot, slot.bulk_sends, count); }
 
   /// Has the channel's thread drive the operation.
   void drive_in_background(gloo_slot& slot) {
@@ -204,9 +236,14 @@ public:
 
   /// Gives the slot of a completed operation back.
   void close(std::unique_ptr<gloo_slot> slot) {
-    slot->bulk.clear();
+    if (failed_) return;
+    received_up_to_ = std::max(received_up_to_, slot->sequence);
+    slot->error = nullptr;
     slot->pending.clear();
-    if (!slot->error) free_.push_back(std::move(slot));
+    slot->bulk_receives.clear();
+    slot->bulk_sends.clear();
+    slot->bulk.clear();
+    free_.push_back(std::move(slot));
   }
 
   /// Makes the channel unusable, closes the connections so that every peer fails too, and wakes who waits here.
@@ -228,6 +265,7 @@ public:
 
 private:
   static constexpr std::size_t announced_ahead = 4;
+  static constexpr int signal_bits = 4; // of the phase in a tag
 
   [[nodiscard]] static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
   [[nodiscard]] std::size_t stride() const noexcept { return size() <= 16 ? 32768 : size() <= 128 ? 4096 : 1024; }
@@ -237,17 +275,28 @@ private:
   // Gloo's collectives use the prefixes 1 to 8 of the 64 bits, and point-to-point users small numbers.
   [[nodiscard]] std::uint64_t slot_tag(gloo_slot const& slot, int phase) const {
     return std::uint64_t{0x5e} << 56 | std::uint64_t{tag_ & 0xff'ffff} << 32 |
-           std::uint64_t{slot.sequence & 0x3fff'ffff} << 2 | static_cast<std::uint64_t>(phase);
+           std::uint64_t{slot.sequence & 0x1fff'ffff} << 3 | static_cast<std::uint64_t>(phase);
+  }
+  [[nodiscard]] std::uint64_t signal_tag(gloo_slot const& slot, int phase) const {
+    return slot_tag(slot, signal_bits | phase);
+  }
+
+  void send_own(gloo_slot& slot, int to, int phase, std::size_t bytes) {
+    slot.own->send(to, slot_tag(slot, phase), 0, bytes);
+    ++slot.unconfirmed;
+  }
+  static void confirm_sends(gloo_slot& slot, std::chrono::milliseconds timeout) {
+    for (; slot.unconfirmed > 0; --slot.unconfirmed) slot.own->waitSend(timeout);
+  }
+
+  void collect(gloo_slot const& slot, std::vector<gloo_transfer>& transfers, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) wait_for(slot, transfers[i]);
+    transfers.erase(transfers.begin(), transfers.begin() + static_cast<std::ptrdiff_t>(count));
   }
 
   void announce() {
-    std::unique_ptr<gloo_slot> slot;
-    if (free_.empty()) {
-      slot = make_slot();
-    } else {
-      slot = std::move(free_.back());
-      free_.pop_back();
-    }
+    auto slot = reusable_slot();
+    if (!slot) slot = make_slot();
     slot->sequence = next_sequence_;
     for_each_peer([&](int r) { slot->peers[index(r)]->recv(r, slot_tag(*slot, 0), 0, stride()); });
     ++next_sequence_;
@@ -260,6 +309,16 @@ private:
       while (announced_.size() < announced_ahead) announce();
     } catch (std::exception const&) { // the next collective meets it again
     }
+  }
+
+  std::unique_ptr<gloo_slot> reusable_slot() {
+    // Who has sent a later packet has received the packets before it, so waiting for those sends takes no time.
+    auto const found = std::ranges::find_if(free_, [&](auto const& slot) { return slot->sequence < received_up_to_; });
+    if (found == free_.end()) return nullptr;
+    auto slot = std::move(*found);
+    free_.erase(found);
+    confirm_sends(*slot, timeout_);
+    return slot;
   }
 
   std::unique_ptr<gloo_slot> make_slot() {
@@ -311,13 +370,13 @@ private:
 
   [[noreturn]] void time_out(gloo_slot const& slot, gloo_transfer const& late) {
     std::string missing = std::to_string(late.peer);
-    for (auto const* other = &late + 1; other != slot.pending.data() + slot.pending.size(); ++other) {
-      if (other->direction == gloo_transfer::kind::send) continue;
+    for (bool behind = false; auto const& other : slot.pending) {
       try {
-        other->wait(std::chrono::milliseconds{0}); // nothing arrives any more; this tells what has
+        if (behind) other.wait(std::chrono::milliseconds{0}); // nothing arrives any more; this tells what has
       } catch (std::exception const&) {
-        missing += ", " + std::to_string(other->peer);
+        missing += ", " + std::to_string(other.peer);
       }
+      behind = behind || &other == &late;
     }
     throw timeout_error{"gloo", "rank " + std::to_string(rank()) + " waited " + std::to_string(timeout_.count()) +
                                     " ms in " + describe(header_of(slot, rank()).called) + " for rank " + missing};
@@ -361,6 +420,7 @@ private:
   std::uint32_t tag_;
   bool connected_ = false;
   std::uint32_t next_sequence_ = 0;
+  std::uint32_t received_up_to_ = 0; // the last collective of which every packet is known to have arrived
   std::deque<std::unique_ptr<gloo_slot>> announced_;
   std::vector<std::unique_ptr<gloo_slot>> free_;
 

@@ -29,16 +29,31 @@ inline void copy_bytes(std::byte* to, std::byte const* from, std::size_t bytes) 
   if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
 }
 
-/// Puts what was announced in `slot.bulk`, one buffer per peer in the order of for_each_peer, among what is pending.
-inline void await_bulk(gloo_channel const& channel, gloo_slot& slot, std::size_t first = 0) {
-  channel.for_each_peer([&](int r) {
-    slot.pending.push_back({slot.bulk[first++].get(), r, gloo_transfer::kind::receive});
-  });
+// Phases of bulk data and of the signals behind them, and of the signal that answers the last data.
+inline constexpr int first = 1, second = 2, answer = 3;
+
+inline std::size_t peers(gloo_channel const& channel) { return static_cast<std::size_t>(channel.size() - 1); }
+
+inline void await_all(gloo_channel& c, gloo_slot& s) {
+  c.for_each_peer([&](int r) { c.await(s, r); });
 }
 
-inline bool complete(gloo_channel&, gloo_slot&) { return true; }
+/// Every peer has answered, so that what was sent to them is theirs.
+inline bool collect_sends(gloo_channel& c, gloo_slot& s) {
+  c.collect_sends(s, peers(c));
+  return true;
+}
 
-inline slot_ptr allgather(gloo_channel& channel, collective_header header, std::span<std::byte const> in,
+/// The signals behind the last data of every peer are here: tells them so, and waits to be told.
+inline bool answer_all(gloo_channel& c, gloo_slot& s) {
+  c.collect_receives(s, peers(c));
+  c.for_each_peer([&](int r) { c.send_signal(s, answer, r); });
+  await_all(c, s);
+  s.resume = collect_sends;
+  return false;
+}
+
+inline slot_ptr allgather(gloo_channel& channel, collective_header const& header, std::span<std::byte const> in,
                           std::span<std::byte> out) {
   auto slot = channel.open(in, out);
   if (in.size() <= channel.capacity()) {
@@ -49,13 +64,16 @@ inline slot_ptr allgather(gloo_channel& channel, collective_header header, std::
     });
     return slot;
   }
-  channel.for_each_peer([&](int r) { channel.announce_bulk(*slot, 1, r, block(out.data(), in.size(), r)); });
+  channel.for_each_peer([&](int r) {
+    channel.announce_bulk(*slot, first, r, block(out.data(), in.size(), r));
+    channel.announce_signal(*slot, answer, r);
+  });
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
     auto const bytes = bytes_of(agreed_header(c, s));
-    await_bulk(c, s);
-    c.for_each_peer([&](int r) { c.send_bulk(s, 1, r, {s.in, bytes}); });
+    c.for_each_peer([&](int r) { c.send_bulk(s, first, r, {s.in, bytes}); });
     copy_bytes(block(s.out, bytes, c.rank()).data(), s.in, bytes);
-    s.resume = complete;
+    await_all(c, s);
+    s.resume = answer_all;
     return false;
   });
   return slot;
@@ -64,9 +82,9 @@ inline slot_ptr allgather(gloo_channel& channel, collective_header header, std::
 /// The part of `n` elements that rank `r` reduces.
 template <class T>
 std::span<T> share(T* all, std::size_t n, int r, int size) {
-  auto const first = n * static_cast<std::size_t>(r) / static_cast<std::size_t>(size);
-  auto const last = n * static_cast<std::size_t>(r + 1) / static_cast<std::size_t>(size);
-  return {all + first, last - first};
+  auto const begin = n * static_cast<std::size_t>(r) / static_cast<std::size_t>(size);
+  auto const end = n * static_cast<std::size_t>(r + 1) / static_cast<std::size_t>(size);
+  return {all + begin, end - begin};
 }
 
 template <reducible_type T>
@@ -78,8 +96,10 @@ bool fold_packets(gloo_channel& c, gloo_slot& s) {
   return true;
 }
 
+/// Every contribution to this rank's share is here: folds them, and sends the result to every peer.
 template <reducible_type T>
 bool fold_share(gloo_channel& c, gloo_slot& s) {
+  c.collect_receives(s, peers(c));
   auto const agreed = c.header_of(s, c.rank());
   auto const n = bytes_of(agreed) / sizeof(T);
   auto const own = share(reinterpret_cast<T*>(s.out), n, c.rank(), c.size());
@@ -88,18 +108,21 @@ bool fold_share(gloo_channel& c, gloo_slot& s) {
     if (r == c.rank()) return own_in.data();
     return reinterpret_cast<T const*>(block(s.scratch.data(), own.size_bytes(), r).data());
   });
-  await_bulk(c, s, static_cast<std::size_t>(c.size() - 1));
-  c.for_each_peer([&](int r) { c.send_bulk(s, 2, r, std::as_bytes(own)); });
-  s.resume = complete;
+  c.for_each_peer([&](int r) { c.send_bulk(s, second, r, std::as_bytes(own)); });
+  await_all(c, s);
+  s.resume = [](gloo_channel& channel, gloo_slot& slot) {
+    channel.collect_sends(slot, peers(channel)); // who sends a result has had this rank's contribution to it
+    return answer_all(channel, slot);
+  };
   return false;
 }
 
 template <reducible_type T>
 bool send_shares(gloo_channel& c, gloo_slot& s) {
   auto const n = bytes_of(agreed_header(c, s)) / sizeof(T);
-  await_bulk(c, s);
   c.for_each_peer(
-      [&](int r) { c.send_bulk(s, 1, r, std::as_bytes(share(reinterpret_cast<T const*>(s.in), n, r, c.size()))); });
+      [&](int r) { c.send_bulk(s, first, r, std::as_bytes(share(reinterpret_cast<T const*>(s.in), n, r, c.size()))); });
+  await_all(c, s);
   s.resume = fold_share<T>;
   return false;
 }
@@ -107,7 +130,7 @@ bool send_shares(gloo_channel& c, gloo_slot& s) {
 /// Every rank folds its share of all contributions in rank order and sends the result to all. So the bits are those of
 /// the rank-order fold of the whole, whatever the extent.
 template <reducible_type T>
-slot_ptr allreduce(gloo_channel& channel, collective_header header, std::span<T const> in, std::span<T> out) {
+slot_ptr allreduce(gloo_channel& channel, collective_header const& header, std::span<T const> in, std::span<T> out) {
   auto slot = channel.open(std::as_bytes(in), std::as_writable_bytes(out));
   if (in.size_bytes() <= channel.capacity()) {
     channel.send(*slot, header, std::as_bytes(in), fold_packets<T>);
@@ -115,20 +138,47 @@ slot_ptr allreduce(gloo_channel& channel, collective_header header, std::span<T 
   }
   auto const own_bytes = share(out.data(), out.size(), channel.rank(), channel.size()).size_bytes();
   slot->scratch.resize(own_bytes * static_cast<std::size_t>(channel.size()));
-  channel.for_each_peer([&](int r) { channel.announce_bulk(*slot, 1, r, block(slot->scratch.data(), own_bytes, r)); });
+  channel.for_each_peer(
+      [&](int r) { channel.announce_bulk(*slot, first, r, block(slot->scratch.data(), own_bytes, r)); });
   // Nothing arrives here before the peer has this rank's contribution to it, so `in` may be `out`.
   channel.for_each_peer([&](int r) {
-    channel.announce_bulk(*slot, 2, r, std::as_writable_bytes(share(out.data(), out.size(), r, channel.size())));
+    auto const result = share(out.data(), out.size(), r, channel.size());
+    channel.announce_bulk(*slot, second, r, std::as_writable_bytes(result));
+    channel.announce_signal(*slot, answer, r);
   });
   channel.send(*slot, header, {}, send_shares<T>);
   return slot;
 }
 
-inline slot_ptr broadcast(gloo_channel& channel, collective_header header, std::span<std::byte> data) {
-  bool const is_root = channel.rank() == header.called.root;
+/// The root sends part(agreed header, r) to every rank r, and waits for their answers; they wait for the data.
+template <class Part>
+bool distribute(gloo_channel& c, gloo_slot& s, Part part) {
+  auto const agreed = agreed_header(c, s);
+  if (c.rank() == agreed.called.root) {
+    c.for_each_peer([&](int r) { c.send_bulk(s, first, r, part(agreed, r)); });
+    await_all(c, s);
+    s.resume = collect_sends;
+    return false;
+  }
+  c.await(s, agreed.called.root);
+  s.resume = [](gloo_channel& channel, gloo_slot& slot) {
+    channel.collect_receives(slot, 1);
+    channel.send_signal(slot, answer, channel.header_of(slot, channel.rank()).called.root);
+    return true;
+  };
+  return false;
+}
+
+inline void announce_distribution(gloo_channel& channel, gloo_slot& slot, int root, std::span<std::byte> to) {
+  if (channel.rank() != root) return channel.announce_bulk(slot, first, root, to);
+  channel.for_each_peer([&](int r) { channel.announce_signal(slot, answer, r); });
+}
+
+inline slot_ptr broadcast(gloo_channel& channel, collective_header const& header, std::span<std::byte> data) {
   auto slot = channel.open(data, data);
+  auto const root = header.called.root;
   if (data.size() <= channel.capacity()) {
-    auto const sent = is_root ? std::span<std::byte const>{data} : std::span<std::byte const>{};
+    auto const sent = channel.rank() == root ? std::span<std::byte const>{data} : std::span<std::byte const>{};
     channel.send(*slot, header, sent, [](gloo_channel& c, gloo_slot& s) {
       auto const agreed = agreed_header(c, s);
       copy_bytes(s.out, c.data_of(s, agreed.called.root), bytes_of(agreed));
@@ -136,39 +186,30 @@ inline slot_ptr broadcast(gloo_channel& channel, collective_header header, std::
     });
     return slot;
   }
-  if (!is_root) channel.announce_bulk(*slot, 1, header.called.root, data);
+  announce_distribution(channel, *slot, root, data);
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
-    auto const agreed = agreed_header(c, s);
-    if (c.rank() == agreed.called.root)
-      c.for_each_peer([&](int r) { c.send_bulk(s, 1, r, {s.in, bytes_of(agreed)}); });
-    else
-      s.pending.push_back({s.bulk.front().get(), agreed.called.root, gloo_transfer::kind::receive});
-    s.resume = complete;
-    return false;
+    return distribute(c, s, [&](collective_header const& agreed, int) { return std::span{s.in, bytes_of(agreed)}; });
   });
   return slot;
 }
 
-inline slot_ptr scatter(gloo_channel& channel, collective_header header, std::span<std::byte const> in,
+inline slot_ptr scatter(gloo_channel& channel, collective_header const& header, std::span<std::byte const> in,
                         std::span<std::byte> out) {
   auto slot = channel.open(in, out);
-  if (channel.rank() != header.called.root) channel.announce_bulk(*slot, 1, header.called.root, out);
+  announce_distribution(channel, *slot, header.called.root, out);
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
-    auto const agreed = agreed_header(c, s);
-    auto const part = [&](int r) { return s.in + bytes_of(agreed) * static_cast<std::size_t>(r); };
-    if (c.rank() == agreed.called.root) {
-      c.for_each_peer([&](int r) { c.send_bulk(s, 1, r, {part(r), bytes_of(agreed)}); });
-      copy_bytes(s.out, part(c.rank()), bytes_of(agreed));
-    } else {
-      s.pending.push_back({s.bulk.front().get(), agreed.called.root, gloo_transfer::kind::receive});
-    }
-    s.resume = complete;
-    return false;
+    auto const part = [&](collective_header const& agreed, int r) {
+      return std::span{s.in + bytes_of(agreed) * static_cast<std::size_t>(r), bytes_of(agreed)};
+    };
+    bool const complete = distribute(c, s, part);
+    auto const agreed = c.header_of(s, c.rank());
+    if (c.rank() == agreed.called.root) copy_bytes(s.out, part(agreed, c.rank()).data(), bytes_of(agreed));
+    return complete;
   });
   return slot;
 }
 
-inline slot_ptr barrier(gloo_channel& channel, collective_header header) {
+inline slot_ptr barrier(gloo_channel& channel, collective_header const& header) {
   auto slot = channel.open({}, {});
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
     agreed_header(c, s);
