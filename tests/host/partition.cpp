@@ -16,7 +16,8 @@ TEST_CASE("groups hold every position of every sample once, in order") {
       std::int64_t next = 0, total = 0;
       for (std::int64_t g = 0; g < parts.count; ++g) {
         std::int64_t in_group = 0;
-        parts.for_each_piece(g, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
+        parts.for_each_piece(g, [&](groups::piece const& now, groups::piece const&) {
+          auto const [sample, begin, length] = now;
           CHECK(sample * s + begin == next);
           CHECK(length > 0);
           CHECK(length <= row_cut::longest);
@@ -51,10 +52,12 @@ TEST_CASE("boxes hold every element once") {
 
 TEST_CASE("a channel block fits the cache, and is at least one row or one line") {
   float* const x = nullptr;
-  CHECK(host::channel_block(nchw(x, 32, 512, 784)) == (1 << 20) / (32 * 784 * 4));
+  CHECK(host::channel_block(nchw(x, 32, 512, 784)) == 5);
   CHECK(host::channel_block(nchw(x, 32, 64, 112 * 112)) == 1);
   CHECK(host::channel_block(nchw(x, 1, 8, 4)) == 8);
   CHECK(host::channel_block(nchw(x, 0, 8, 4)) == 8);
-  CHECK(host::channel_block(nc(x, 4096, 1024)) == 64);
+  CHECK(host::channel_block(nchw(x, 32, 512, 784), 2) == 2);
+  CHECK(host::channel_block(nc(x, 256, 1024)) == 512);
+  CHECK(host::channel_block(nc(x, 4096, 1024)) == 1024);
   CHECK(host::channel_block(nhwc(x, 32, 512, 784)) == 512);
 }

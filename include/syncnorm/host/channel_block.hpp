@@ -8,29 +8,24 @@
 
 namespace syncnorm::host {
 
-/// What a block of channels may take of the second-level cache, in bytes: half of that of common server cores.
-inline constexpr std::int64_t channel_block_bytes = 1 << 20;
+/// What the inputs of a block of channels may take of the second-level cache, in bytes; the inputs of the next block are
+/// fetched beside it.
+inline constexpr std::int64_t channel_block_bytes = 1 << 19;
 
-/// How many channels of `x` to read, reduce and read again before going on to the next ones, so that the second reading
-/// comes from the cache: at least one row, or one cache line of contiguous channels. All channels where even that does
-/// not fit contiguous channels, since columns narrower than a page are then slower than reading twice.
+/// The narrowest column of contiguous channels that a block may be, in bytes: narrower ones are slower to read than the
+/// whole rows are to read twice.
+inline constexpr std::int64_t narrowest_column_bytes = 1 << 10;
+
+/// How many channels to read, reduce and read again before going on to the next ones, so that the second reading comes
+/// from the cache; at least one. All channels where these are contiguous and a column of fitting width is too narrow.
+/// `inputs` tensors like `x` are read.
 template <class T>
-[[nodiscard]] std::int64_t channel_block(tensor_view<T> const& x) {
+[[nodiscard]] std::int64_t channel_block(tensor_view<T> const& x, std::int64_t inputs = 1) {
   constexpr std::int64_t bytes = sizeof(T), line = 64 / bytes;
-  std::int64_t const channel = std::max<std::int64_t>(1, x.count() * bytes), fit = channel_block_bytes / channel;
-  std::int64_t const all = std::max<std::int64_t>(1, x.channels);
+  std::int64_t const channel = std::max<std::int64_t>(1, x.count() * bytes * inputs);
+  std::int64_t const fit = channel_block_bytes / channel, all = std::max<std::int64_t>(1, x.channels);
   if (detail::common_layout(x) != detail::layout::channels) return std::clamp<std::int64_t>(fit, 1, all);
-  return fit < line ? all : std::min(all, fit / line * line);
+  return fit * bytes < narrowest_column_bytes ? all : std::min(all, fit / line * line);
 }
-
-namespace detail {
-
-/// Channels that one task reduces: a block of rows, or as wide a part of contiguous channels as there is.
-template <class T>
-[[nodiscard]] std::int64_t reduction_chunk(tensor_view<T> const& x) {
-  return common_layout(x) == layout::channels ? x.channels : channel_block(x);
-}
-
-} // namespace detail
 
 } // namespace syncnorm::host

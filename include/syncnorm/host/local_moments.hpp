@@ -6,8 +6,8 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/detail/moments_kernel.hpp>
+#include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/reduce.hpp>
 #include <syncnorm/host/executor.hpp>
 

@@ -20,7 +20,8 @@ struct gradient_sums {
 };
 
 template <class T, class A = accumulate_t<T>>
-[[nodiscard]] inline gradient_sums<A> sum_gradient_piece(T const* dy, T const* x, A center, std::int64_t n) {
+[[nodiscard]] inline gradient_sums<A> sum_gradient_piece(T const* dy, T const* x, A center, std::int64_t n,
+                                                         std::int64_t dy_ahead, std::int64_t x_ahead) {
   constexpr int lanes = native_lanes<A>;
   using vector = vector_t<A, lanes>;
   if (n < lanes) {
@@ -43,10 +44,16 @@ template <class T, class A = accumulate_t<T>>
   vector const c = splat<A, lanes>(center);
   std::int64_t i = 0;
   for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    prefetch<4 * lanes>(dy, i + dy_ahead);
+    prefetch<4 * lanes>(x, i + x_ahead);
     s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
     s1.add(load<lanes>(dy + i + lanes), load<lanes>(x + i + lanes) - c);
     s2.add(load<lanes>(dy + i + 2 * lanes), load<lanes>(x + i + 2 * lanes) - c);
     s3.add(load<lanes>(dy + i + 3 * lanes), load<lanes>(x + i + 3 * lanes) - c);
+  }
+  if (i < n) {
+    prefetch<4 * lanes>(dy, i + dy_ahead);
+    prefetch<4 * lanes>(x, i + x_ahead);
   }
   for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
   if (i < n) {
@@ -109,18 +116,25 @@ private:
   void rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center, std::int64_t group,
             double* sum_dy, double* sum_dy_xmu) const {
     std::array<A, static_cast<std::size_t>(row_cut::longest)> dy_row{}, x_row{};
-    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
+    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
+      std::int64_t const length = now.length;
       for (std::int64_t c = 0; c < x.channels; ++c) {
         A const middle = center[static_cast<std::size_t>(c)];
         gradient_sums<A> piece;
         if (layout_ == layout::rows) {
-          piece = sum_gradient_piece(&dy(sample, c, begin), &x(sample, c, begin), middle, length);
+          auto const ahead = [&](tensor_view<T const> const& view) {
+            T const* const from = &view(now.sample, c, now.begin);
+            T const* const then = view.data + next.sample * view.stride_n + next.begin;
+            return lookahead(from, c + 1 == view.channels ? then : from + view.stride_c, length);
+          };
+          piece = sum_gradient_piece(&dy(now.sample, c, now.begin), &x(now.sample, c, now.begin), middle, length,
+                                     ahead(dy), ahead(x));
         } else {
           for (std::int64_t s = 0; s < length; ++s) {
-            dy_row[static_cast<std::size_t>(s)] = static_cast<A>(dy(sample, c, begin + s));
-            x_row[static_cast<std::size_t>(s)] = static_cast<A>(x(sample, c, begin + s));
+            dy_row[static_cast<std::size_t>(s)] = static_cast<A>(dy(now.sample, c, now.begin + s));
+            x_row[static_cast<std::size_t>(s)] = static_cast<A>(x(now.sample, c, now.begin + s));
           }
-          piece = sum_gradient_piece(dy_row.data(), x_row.data(), middle, length);
+          piece = sum_gradient_piece(dy_row.data(), x_row.data(), middle, length, 0, 0);
         }
         sum_dy[c] += static_cast<double>(piece.dy);
         sum_dy_xmu[c] += static_cast<double>(piece.product);
@@ -137,10 +151,11 @@ private:
     std::array<A, most> firsts, seconds;
     std::array<double, most> first{}, second{};
     auto const used = static_cast<std::size_t>(slots.size());
-    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
-      std::int64_t const dy_step = dy.stride_s, x_step = x.stride_s;
-      T const* const dy_row = &dy(sample, 0, begin);
-      T const* const x_row = &x(sample, 0, begin);
+    std::int64_t const ahead = positions_ahead<T>(2 * x.channels);
+    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+      std::int64_t const length = now.length, dy_step = dy.stride_s, x_step = x.stride_s;
+      T const* const dy_row = &dy(now.sample, 0, now.begin);
+      T const* const x_row = &x(now.sample, 0, now.begin);
       std::fill_n(firsts.data(), used, A{0});
       std::fill_n(seconds.data(), used, A{0});
       std::int64_t s = 0;
@@ -149,6 +164,10 @@ private:
           T const* const g = dy_row + s * dy_step + c;
           T const* const from = x_row + s * x_step + c;
           auto const i = static_cast<std::size_t>(slot);
+          for (int r = 0; r < 4; ++r) {
+            prefetch<L>(g, (ahead + r) * dy_step);
+            prefetch<L>(from, (ahead + r) * x_step);
+          }
           vector const m = load<L>(&center[static_cast<std::size_t>(c)]);
           vector const g0 = load<L>(g), g1 = load<L>(g + dy_step), g2 = load<L>(g + 2 * dy_step),
                        g3 = load<L>(g + 3 * dy_step);
@@ -198,10 +217,10 @@ private:
       });
       waiting = 0;
     };
-    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
-      for (std::int64_t s = 0; s < length; ++s) {
-        dy_rows[waiting] = &dy(sample, 0, begin + s);
-        x_rows[waiting++] = &x(sample, 0, begin + s);
+    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+      for (std::int64_t s = 0; s < now.length; ++s) {
+        dy_rows[waiting] = &dy(now.sample, 0, now.begin + s);
+        x_rows[waiting++] = &x(now.sample, 0, now.begin + s);
         if (waiting == x_rows.size()) flush();
       }
     });

@@ -9,6 +9,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -24,11 +25,11 @@ public:
     std::int64_t channel, channels, sample, samples, position, positions;
   };
 
-  boxes(std::int64_t samples, std::int64_t channels, std::int64_t spatial, std::int64_t most_channels)
+  /// `narrowest`: as many channels as there are belong to a box, up to this.
+  boxes(std::int64_t samples, std::int64_t channels, std::int64_t spatial, std::int64_t narrowest)
       : samples_{samples}, channels_{channels}, spatial_{spatial} {
     if (samples * channels * spatial == 0) return;
-    std::int64_t const wide = std::max<std::int64_t>(16, box_elements / std::min(spatial, box_elements) / 16 * 16);
-    c_ = even_part(channels, std::min(wide, most_channels));
+    c_ = even_part(channels, std::max(narrowest, box_elements / std::min(spatial, box_elements) / 16 * 16));
     s_ = even_part(spatial, std::max<std::int64_t>(16, box_elements / c_ / 16 * 16));
     n_ = std::clamp<std::int64_t>(box_elements / (c_ * s_), 1, samples);
     count_ = ceil_div(channels, c_) * ceil_div(spatial, s_) * ceil_div(samples, n_);
@@ -55,69 +56,117 @@ template <class T, class Op>
 class map_kernel {
   using A = accumulate_t<T>;
   static constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients;
-  static constexpr std::size_t most = static_cast<std::size_t>(chunk_channels<A>);
+  static constexpr std::int64_t longest_run = chunk_channels<A>;
   using pointers = std::array<T const*, inputs>;
 
 public:
-  map_kernel(Op const& op, std::array<tensor_view<T const>, inputs> const& in, tensor_view<T> const& out, stores how)
-      : op_{op}, in_{in}, out_{out}, layout_{
-                                         std::apply([&](auto const&... x) { return common_layout(out, x...); }, in)} {
+  using views = std::array<tensor_view<T const>, inputs>;
+
+  /// What to fetch while working: of samples from `first_sample` on, the inputs `channels` further. 0: nothing.
+  struct ahead {
+    std::int64_t channels = 0, first_sample = 0;
+  };
+
+  /// Numbers of type `A` that the coefficients of `channels` take.
+  static constexpr std::int64_t table_size(std::int64_t channels) {
+    return (channels + longest_run) * static_cast<std::int64_t>(coefficients);
+  }
+
+  map_kernel(Op const& op, views const& in, tensor_view<T> const& out, stores how, A* table)
+      : in_{in}, out_{out}, table_{table}, period_{out.channels},
+        layout_{std::apply([&](auto const&... x) { return common_layout(out, x...); }, in)} {
     bool in_place = false;
     for (auto const& x : in) in_place |= x.data == out.data;
     if (how == stores::automatic) how = stores_for(out);
-    // Lines of an input are in the cache already.
+    // In place, the lines to be written are in the cache already.
     stream_ = how == stores::streaming && can_stream<T> && !in_place && layout_ != layout::strided;
+    // Few channels without a gap to the next position: a run takes several positions.
+    auto const dense = [](auto const& view) { return view.stride_s == view.channels; };
+    if (layout_ == layout::channels && dense(out) && std::ranges::all_of(in, dense))
+      run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, out.channels), 1,
+                                                std::max<std::int64_t>(1, out.spatial));
+    period_ = out.channels * run_positions_;
+    for (std::int64_t c = 0; c < out.channels; ++c) {
+      auto const values = op(c);
+      for (std::size_t j = 0; j < coefficients; ++j)
+        for (std::int64_t i = c; i < period_; i += out.channels)
+          table[static_cast<std::int64_t>(j) * period_ + i] = values[j];
+    }
   }
 
-  [[nodiscard]] boxes tasks() const { return {out_.samples, out_.channels, out_.spatial, chunk_channels<A>}; }
+  [[nodiscard]] boxes tasks() const {
+    return {out_.samples, out_.channels, out_.spatial, layout_ == layout::channels ? chunk_channels<A> : 16};
+  }
 
-  [[gnu::noinline]] void operator()(boxes::box const& box) const {
-    std::array<std::array<A, most>, coefficients> k;
-    for (std::int64_t c = 0; c < box.channels; ++c) {
-      auto const values = op_(box.channel + c);
-      for (std::size_t j = 0; j < coefficients; ++j) k[j][static_cast<std::size_t>(c)] = values[j];
-    }
+  [[gnu::noinline]] void operator()(boxes::box const& box, ahead next = {}) const {
     if (stream_) {
-      run_box<true>(box, k);
+      next.channels != 0 ? run_box<true, true>(box, next) : run_box<true, false>(box, next);
       stream_fence();
     } else {
-      run_box<false>(box, k);
+      next.channels != 0 ? run_box<false, true>(box, next) : run_box<false, false>(box, next);
     }
   }
 
 private:
-  using coefficient_arrays = std::array<std::array<A, most>, coefficients>;
-
-  template <bool Stream>
-  void run_box(boxes::box const& box, coefficient_arrays const& k) const {
-    // Backwards: what was read last is the likeliest to be in the cache still.
-    for (std::int64_t n = box.sample + box.samples; n-- > box.sample;) {
+  template <bool Stream, bool Fetch>
+  void run_box(boxes::box const& box, ahead const& next) const {
+    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
+      std::array<std::int64_t, inputs> further{};
+      if (Fetch && n >= next.first_sample)
+        for (std::size_t j = 0; j < inputs; ++j) further[j] = next.channels * in_[j].stride_c;
       if (layout_ == layout::channels) {
-        for (std::int64_t s = box.position + box.positions; s-- > box.position;) {
-          run<Stream>(at(n, box.channel, s), &out_(n, box.channel, s), box.channels, [&]<int L>(std::int64_t i) {
-            std::array<vector_t<A, L>, coefficients> v;
-            for (std::size_t j = 0; j < coefficients; ++j) v[j] = load<L>(&k[j][static_cast<std::size_t>(i)]);
-            return v;
-          });
-        }
-      } else {
-        for (std::int64_t c = box.channels; c-- > 0;) {
-          auto const constant = [&]<int L>(std::int64_t) {
-            std::array<vector_t<A, L>, coefficients> v;
-            for (std::size_t j = 0; j < coefficients; ++j) v[j] = splat<A, L>(k[j][static_cast<std::size_t>(c)]);
-            return v;
-          };
-          if (layout_ == layout::rows) {
-            run<Stream>(at(n, box.channel + c, box.position), &out_(n, box.channel + c, box.position), box.positions,
-                        constant);
-          } else {
-            for (std::int64_t s = box.position; s < box.position + box.positions; ++s)
-              run<false>(at(n, box.channel + c, s), &out_(n, box.channel + c, s), 1, constant);
-          }
+        per_channel const k{table_ + box.channel, period_};
+        std::int64_t const end = box.position + box.positions;
+        for (std::int64_t s = box.position; s < end; s += run_positions_)
+          run<Stream, false>(at(n, box.channel, s), &out_(n, box.channel, s),
+                             box.channels * std::min(run_positions_, end - s), k, further);
+        continue;
+      }
+      for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c) {
+        constant const k{table_ + c, period_};
+        if (layout_ == layout::rows) {
+          run<Stream, Fetch>(at(n, c, box.position), &out_(n, c, box.position), box.positions, k, further);
+        } else {
+          for (std::int64_t s = box.position; s < box.position + box.positions; ++s)
+            store<1>(&out_(n, c, s), compute<1>(at(n, c, s), 0, k));
         }
       }
     }
   }
+
+  /// The coefficients of one channel.
+  struct constant {
+    std::array<vector_t<A, native_lanes<A>>, coefficients> wide;
+    std::array<A, coefficients> single;
+
+    constant(A const* table, std::int64_t step) {
+      for (std::size_t j = 0; j < coefficients; ++j) {
+        single[j] = table[static_cast<std::int64_t>(j) * step];
+        wide[j] = splat<A, native_lanes<A>>(single[j]);
+      }
+    }
+    template <int L>
+    auto const& get(std::int64_t) const {
+      if constexpr (L == 1) {
+        return single;
+      } else {
+        return wide;
+      }
+    }
+  };
+
+  /// The coefficients of consecutive channels.
+  struct per_channel {
+    A const* table;
+    std::int64_t step;
+
+    template <int L>
+    auto get(std::int64_t i) const {
+      std::array<vector_t<A, L>, coefficients> v;
+      for (std::size_t j = 0; j < coefficients; ++j) v[j] = load<L>(table + static_cast<std::int64_t>(j) * step + i);
+      return v;
+    }
+  };
 
   [[nodiscard]] pointers at(std::int64_t n, std::int64_t c, std::int64_t s) const {
     pointers from;
@@ -125,37 +174,69 @@ private:
     return from;
   }
 
-  template <int L, class Coefficients>
-  static vector_t<A, L> compute(pointers const& from, std::int64_t i, Coefficients const& k) {
+  template <int L, class K>
+  static vector_t<A, L> compute(pointers const& from, std::int64_t i, K const& k) {
     std::array<vector_t<A, L>, inputs> v;
     for (std::size_t j = 0; j < inputs; ++j) v[j] = load<L>(from[j] + i);
-    return Op::apply(v, k.template operator()<L>(i));
+    return Op::apply(v, k.template get<L>(i));
   }
 
-  /// `n` contiguous elements.
-  template <bool Stream, class Coefficients>
-  static void run(pointers const& from, T* to, std::int64_t n, Coefficients const& k) {
-    constexpr int lanes = native_lanes<A>;
-    std::int64_t i = 0;
+  template <bool Stream, int L>
+  static void put(T* to, vector_t<A, L> const& v) {
     if constexpr (Stream) {
-      auto const misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
-      std::int64_t const head = misaligned == 0 ? 0 : std::min<std::int64_t>(n, lanes - misaligned);
-      for (; i < head; ++i) stream<1>(to + i, compute<1>(from, i, k));
-      for (; i + lanes <= n; i += lanes) stream<lanes>(to + i, compute<lanes>(from, i, k));
-      for (; i < n; ++i) stream<1>(to + i, compute<1>(from, i, k));
-    } else if (n < lanes) {
-      for (; i < n; ++i) store<1>(to + i, compute<1>(from, i, k));
+      stream<L>(to, v);
     } else {
-      // The last vector may overlap the one before it, which in place overwrites what it reads.
-      auto const last = compute<lanes>(from, n - lanes, k);
-      for (; i + lanes < n; i += lanes) store<lanes>(to + i, compute<lanes>(from, i, k));
-      store<lanes>(to + n - lanes, last);
+      store<L>(to, v);
     }
   }
 
-  Op op_;
-  std::array<tensor_view<T const>, inputs> in_;
+  template <int L>
+  static void fetch(pointers const& from, std::int64_t i, std::array<std::int64_t, inputs> const& further) {
+    constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T));
+    for (std::size_t j = 0; j < inputs; ++j)
+#pragma GCC unroll 4
+      for (std::int64_t k = 0; k < 4 * L; k += line) __builtin_prefetch(from[j] + i + k + further[j], 0, 2);
+  }
+
+  /// `n` contiguous elements.
+  template <bool Stream, bool Fetch, class K>
+  static void run(pointers const& from, T* to, std::int64_t n, K const& k,
+                  std::array<std::int64_t, inputs> const& further) {
+    constexpr int L = native_lanes<A>;
+    std::int64_t i = 0;
+    if constexpr (Stream) {
+      auto const misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
+      std::int64_t const head = misaligned == 0 ? 0 : std::min<std::int64_t>(n, L - misaligned);
+      for (; i < head; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
+    } else if (n < L) {
+      for (; i < n; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
+      return;
+    }
+    // The last vector may overlap the one before it, which in place overwrites what it reads.
+    auto const last = Stream ? vector_t<A, L>{} : compute<L>(from, n - L, k);
+    for (; i + 4 * L <= n; i += 4 * L) {
+      if constexpr (Fetch) fetch<L>(from, i, further);
+      auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
+      auto const v2 = compute<L>(from, i + 2 * L, k), v3 = compute<L>(from, i + 3 * L, k);
+      put<Stream, L>(to + i, v0);
+      put<Stream, L>(to + i + L, v1);
+      put<Stream, L>(to + i + 2 * L, v2);
+      put<Stream, L>(to + i + 3 * L, v3);
+    }
+    if (Fetch && i < n) fetch<L>(from, i, further);
+    for (; i + L <= n; i += L) put<Stream, L>(to + i, compute<L>(from, i, k));
+    if constexpr (Stream) {
+      for (; i < n; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
+    } else if (i < n) {
+      store<L>(to + n - L, last);
+    }
+  }
+
+  views in_;
   tensor_view<T> out_;
+  /// Coefficient j of channel c at j·period + c; of several positions one after the other.
+  A const* table_;
+  std::int64_t period_, run_positions_ = 1;
   layout layout_;
   bool stream_ = false;
 };
@@ -163,8 +244,12 @@ private:
 template <class T, class Op, executor E>
 void map_channels(E const& exec, Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in,
                   tensor_view<T> const& out, stores how) {
-  map_kernel<T, Op> const kernel{op, in, out, how};
+  using kernel_type = map_kernel<T, Op>;
+  if (out.size() == 0) return;
+  scratch_lease<accumulate_t<T>> table{kernel_type::table_size(out.channels)};
+  kernel_type const kernel{op, in, out, how, table.data()};
   boxes const tasks = kernel.tasks();
+  // Backwards: what was read last is the likeliest to be in the cache still.
   exec.for_each(tasks.count(), [&](std::int64_t i) { kernel(tasks[tasks.count() - 1 - i]); });
 }
 

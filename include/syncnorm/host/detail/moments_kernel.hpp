@@ -21,7 +21,7 @@ struct piece_sums {
 /// Sums about a pivot near the data: they cancel only as far as the pivot is far from the mean, and it is an element or
 /// the mean of some elements, so that the loss is bounded by the spread that these elements themselves cause.
 template <class T, class A = accumulate_t<T>>
-[[nodiscard]] inline piece_sums<A> sum_piece(T const* x, std::int64_t n) {
+[[nodiscard]] inline piece_sums<A> sum_piece(T const* x, std::int64_t n, std::int64_t ahead) {
   constexpr int lanes = native_lanes<A>;
   using vector = vector_t<A, lanes>;
   if (n < lanes) {
@@ -53,11 +53,13 @@ template <class T, class A = accumulate_t<T>>
   vector const p = splat<A, lanes>(pivot);
   std::int64_t i = 0;
   for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    prefetch<4 * lanes>(x, i + ahead);
     s0.add(load<lanes>(x + i) - p);
     s1.add(load<lanes>(x + i + lanes) - p);
     s2.add(load<lanes>(x + i + 2 * lanes) - p);
     s3.add(load<lanes>(x + i + 3 * lanes) - p);
   }
+  if (i < n) prefetch<4 * lanes>(x, i + ahead);
   for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(x + i) - p);
   if (i < n) s1.add(keep_last<A, lanes>(load<lanes>(x + n - lanes) - p, static_cast<int>(n - i)));
   return {pivot, sum_lanes<A, lanes>((s0.first + s1.first) + (s2.first + s3.first)),
@@ -113,16 +115,19 @@ private:
     std::array<shifted, most> sums;
     std::array<A, static_cast<std::size_t>(row_cut::longest)> row{};
     bool begun = false;
-    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
-      double const n = static_cast<double>(length);
+    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
+      double const n = static_cast<double>(now.length);
       for (std::int64_t c = 0; c < x.channels; ++c) {
         piece_sums<A> piece;
         if (layout_ == layout::rows) {
-          piece = sum_piece(&x(sample, c, begin), length);
+          bool const last = c + 1 == x.channels;
+          T const* const from = &x(now.sample, c, now.begin);
+          T const* const then = x.data + next.sample * x.stride_n + next.begin;
+          piece = sum_piece(from, now.length, lookahead(from, last ? then : from + x.stride_c, now.length));
         } else {
-          for (std::int64_t s = 0; s < length; ++s)
-            row[static_cast<std::size_t>(s)] = static_cast<A>(x(sample, c, begin + s));
-          piece = sum_piece(row.data(), length);
+          for (std::int64_t s = 0; s < now.length; ++s)
+            row[static_cast<std::size_t>(s)] = static_cast<A>(x(now.sample, c, now.begin + s));
+          piece = sum_piece(row.data(), now.length, 0);
         }
         shifted& sum = sums[static_cast<std::size_t>(c)];
         if (!begun) sum = {static_cast<double>(piece.pivot) + static_cast<double>(piece.first) / n, 0, 0};
@@ -145,9 +150,10 @@ private:
     std::array<A, most> pivots, firsts, seconds;
     std::array<double, most> pivot, first, second;
     bool begun = false;
-    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
-      std::int64_t const pilot = std::min(length, shortest), step = x.stride_s;
-      T const* const row = &x(sample, 0, begin);
+    std::int64_t const ahead = positions_ahead<T>(x.channels) * x.stride_s;
+    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+      std::int64_t const length = now.length, pilot = std::min(length, shortest), step = x.stride_s;
+      T const* const row = &x(now.sample, 0, now.begin);
       slots.for_each([&](std::int64_t slot, std::int64_t c) {
         vector sum = load<L>(row + c);
         for (std::int64_t s = 1; s < pilot; ++s) sum += load<L>(row + c + s * step);
@@ -160,6 +166,7 @@ private:
         slots.for_each([&](std::int64_t slot, std::int64_t c) {
           T const* const from = row + s * step + c;
           auto const i = static_cast<std::size_t>(slot);
+          for (int r = 0; r < 4; ++r) prefetch<L>(from, ahead + r * step);
           vector const p = load<L>(&pivots[i]);
           vector const d0 = load<L>(from) - p, d1 = load<L>(from + step) - p;
           vector const d2 = load<L>(from + 2 * step) - p, d3 = load<L>(from + 3 * step) - p;
@@ -228,9 +235,9 @@ private:
       });
       waiting = 0;
     };
-    parts_.for_each_piece(group, [&](std::int64_t sample, std::int64_t begin, std::int64_t length) {
-      for (std::int64_t s = 0; s < length; ++s) {
-        rows[waiting++] = &x(sample, 0, begin + s);
+    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+      for (std::int64_t s = 0; s < now.length; ++s) {
+        rows[waiting++] = &x(now.sample, 0, now.begin + s);
         if (waiting == rows.size()) flush();
       }
     });

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include <syncnorm/core/tensor_view.hpp>
 
@@ -64,14 +66,19 @@ struct groups {
     count = ceil_div(pieces, length);
   }
 
-  /// Calls f(sample, first position, positions) for each piece of group `g`.
+  struct piece {
+    std::int64_t sample, begin, length;
+  };
+
+  /// Calls f(piece, next piece) for each piece of group `g`. The next may be of the next group, or past the last sample.
   template <class F>
   constexpr void for_each_piece(std::int64_t g, F const& f) const {
     std::int64_t const first = g * length, last = std::min(pieces, first + length);
-    std::int64_t sample = first / cut.pieces, piece = first % cut.pieces;
+    piece now = at(first);
     for (std::int64_t i = first; i < last; ++i) {
-      f(sample, cut.begin(piece), cut.size(piece));
-      if (++piece == cut.pieces) piece = 0, ++sample;
+      piece const next = at(i + 1);
+      f(now, next);
+      now = next;
     }
   }
 
@@ -81,11 +88,30 @@ struct groups {
   }
 
 private:
-  [[nodiscard]] constexpr std::int64_t elements_before(std::int64_t piece) const {
-    piece = std::min(piece, pieces);
-    return piece / cut.pieces * cut.spatial + piece % cut.pieces * cut.length;
+  [[nodiscard]] constexpr piece at(std::int64_t i) const {
+    std::int64_t const part = i % cut.pieces;
+    return {i / cut.pieces, cut.begin(part), cut.size(part)};
+  }
+
+  [[nodiscard]] constexpr std::int64_t elements_before(std::int64_t end) const {
+    end = std::min(end, pieces);
+    return end / cut.pieces * cut.spatial + end % cut.pieces * cut.length;
   }
 };
+
+/// The entries of a `[C]` array that belong to channels [first, first + length); an empty array stays empty.
+template <class T>
+[[nodiscard]] constexpr std::span<T> channels_of(std::span<T> values, std::int64_t first, std::int64_t length) {
+  if (values.empty()) return values;
+  return values.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(length));
+}
+
+/// Channels that one task reduces: a few rows, or as wide a part of contiguous channels as there is.
+template <class T>
+[[nodiscard]] constexpr std::int64_t reduction_chunk(tensor_view<T> const& x) {
+  if (common_layout(x) == layout::channels) return std::max<std::int64_t>(1, x.channels);
+  return std::max<std::int64_t>(1, (std::int64_t{1} << 18) / std::max<std::int64_t>(1, x.count()));
+}
 
 /// Contiguous channels as vectors of `L` lanes. The last vector ends at the last channel and so may overlap the one
 /// before it: sums of it are kept in lanes of their own.
@@ -108,6 +134,24 @@ public:
 private:
   std::int64_t channels_;
 };
+
+/// How far a reduction reads ahead, in bytes: what arrives while the latency of memory passes.
+inline constexpr std::int64_t lookahead_bytes = 2048;
+
+/// Elements from a piece of a row, of `length` elements at `now`, to what is read some time later: the same place of the
+/// next piece, or further on in the rows that follow each other where pieces are short.
+template <class T>
+[[nodiscard]] inline std::int64_t lookahead(T const* now, T const* next, std::int64_t length) {
+  constexpr std::int64_t bytes = sizeof(T);
+  if (length * bytes < lookahead_bytes) return lookahead_bytes / bytes;
+  return (reinterpret_cast<std::intptr_t>(next) - reinterpret_cast<std::intptr_t>(now)) / bytes;
+}
+
+/// Positions from one to what is read some time later, with contiguous channels and four positions at a time.
+template <class T>
+[[nodiscard]] constexpr std::int64_t positions_ahead(std::int64_t channels) {
+  return 4 * std::max<std::int64_t>(1, lookahead_bytes / (4 * channels * static_cast<std::int64_t>(sizeof(T))));
+}
 
 /// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.
 template <class A>

@@ -5,36 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <utility>
-#include <vector>
 
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
 
 namespace syncnorm::host::detail {
-
-/// Memory that the calling thread keeps from call to call, so that repeated calls allocate nothing. It is the lease's
-/// alone while that lives: an executor may run another operation on a thread that waits for its own.
-class scratch_lease {
-public:
-  explicit scratch_lease(std::size_t size) : memory_{std::exchange(kept(), {})} {
-    if (memory_.size() < size) memory_.resize(size);
-  }
-  ~scratch_lease() { kept() = std::move(memory_); }
-  scratch_lease(scratch_lease const&) = delete;
-  scratch_lease& operator=(scratch_lease const&) = delete;
-
-  [[nodiscard]] double* data() { return memory_.data(); }
-
-private:
-  static std::vector<double>& kept() {
-    thread_local std::vector<double> memory;
-    return memory;
-  }
-
-  std::vector<double> memory_;
-};
 
 /// Computes two sums per channel. `Kernel` has
 ///
@@ -75,7 +52,7 @@ void reduce_channels(E const& exec, groups const& parts, std::int64_t channels, 
   }
 
   std::int64_t const width = 2 * channels;
-  scratch_lease partials{static_cast<std::size_t>(parts.count * width)};
+  scratch_lease<double> partials{parts.count * width};
   exec.for_each(chunks * parts.count, [&](std::int64_t i) {
     std::int64_t const g = i / chunks, first = i % chunks * chunk;
     double* const a = partials.data() + g * width + first;

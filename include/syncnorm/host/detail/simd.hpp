@@ -141,6 +141,16 @@ inline void stream_fence() {
 #endif
 }
 
+/// Asks for the cache lines of `elements` elements from `first` on, which may be outside of all memory. A loop that does
+/// some arithmetic per line needs it: the processor itself looks ahead only as far as it can keep instructions waiting.
+template <std::int64_t Elements, class T>
+inline void prefetch(T const* base, std::int64_t first) {
+  auto const address = reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first) * sizeof(T);
+#pragma GCC unroll 8
+  for (std::uintptr_t i = 0; i < Elements * sizeof(T); i += 64)
+    __builtin_prefetch(reinterpret_cast<void const*>(address + i));
+}
+
 /// The sum of all lanes, pairwise.
 template <class A, int Lanes>
 [[nodiscard]] inline A sum_lanes(vector_t<A, Lanes> const& v) {

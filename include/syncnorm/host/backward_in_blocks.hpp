@@ -1,0 +1,54 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/backward_elemt.hpp>
+#include <syncnorm/host/backward_reduce.hpp>
+#include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/detail/blocks.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host {
+
+/// backward_reduce and backward_elemt with the sums of this rank, block of channels by block where that keeps the second
+/// reading of dy and x in the cache. The bits are those of the two calls one after the other.
+///
+/// Shapes: dy, x and dx `[N, C, S]`, the rest `[C]`. Local. dx may be dy or x.
+template <class T, class P, executor E>
+requires element<T>
+void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+                        std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx, std::span<double const> mean,
+                        std::span<double const> inv_std, std::span<P const> gamma, std::span<double> sum_dy,
+                        std::span<double> sum_dy_xmu, std::int64_t count, stores how = stores::automatic) {
+  if (how == stores::automatic) how = stores_for(dx);
+  std::int64_t const block = std::min(channel_block(x, 2), channel_block(dy, 2));
+  if (!detail::worth_blocking(exec, x, block)) {
+    backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);
+    backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how);
+    return;
+  }
+  auto const reduce = [&](std::int64_t first, std::int64_t length) {
+    backward_reduce(serial_executor{}, dy.channel_range(first, length), x.channel_range(first, length),
+                    detail::channels_of(mean, first, length), detail::channels_of(sum_dy, first, length),
+                    detail::channels_of(sum_dy_xmu, first, length));
+  };
+  auto const op = [&](std::int64_t first, std::int64_t length) {
+    return detail::backward_elemt_op<accumulate_t<T>, P>{
+        detail::channels_of(mean, first, length),
+        detail::channels_of(inv_std, first, length),
+        detail::channels_of(gamma, first, length),
+        detail::channels_of(std::span<double const>{sum_dy}, first, length),
+        detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
+        count};
+  };
+  detail::reduce_and_map<T>(exec, block, std::array<tensor_view<T const>, 2>{dy, x}, dx, how, reduce, op);
+}
+
+} // namespace syncnorm::host

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host::detail {
+
+/// Most bytes of the next block to fetch while one is written. More would push out what is still to be read of it.
+inline constexpr std::int64_t prefetch_bytes = 3 << 18;
+
+/// Whether to take channels in blocks: not where a block is all of them, nor where blocks are too few to occupy the
+/// executor, which then does better with parts of channels.
+template <class T, executor E>
+[[nodiscard]] bool worth_blocking(E const& exec, tensor_view<T> const& x, std::int64_t block) {
+  if (x.size() == 0) return false;
+  std::int64_t const blocks = x.channels / block, concurrency = exec.concurrency();
+  return concurrency == 1 ? blocks > 1 : blocks >= 4 * concurrency || (blocks > 1 && blocks % concurrency == 0);
+}
+
+/// For each block of channels: `reduce(first, length)`, and `out = op(first, length)(in)` while the block is in the
+/// cache. Each thread takes several blocks in a row, and reads the beginning of the next while it writes one: reading and
+/// writing memory at the same time is faster than one after the other.
+template <class T, executor E, class Reduce, class MakeOp, std::size_t Inputs>
+void reduce_and_map(E const& exec, std::int64_t block, std::array<tensor_view<T const>, Inputs> const& in,
+                    tensor_view<T> const& out, stores how, Reduce const& reduce, MakeOp const& make_op) {
+  using A = accumulate_t<T>;
+  // The last block takes what is left over, so that none is too narrow for vectors.
+  std::int64_t const blocks = std::max<std::int64_t>(1, out.channels / block);
+  std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks, 8 * exec.concurrency());
+  exec.for_each(runs, [&](std::int64_t run) {
+    std::int64_t const begin = run * blocks / runs, end = (run + 1) * blocks / runs;
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::int64_t const first = i * block, length = (i + 1 == blocks ? out.channels : first + block) - first;
+      reduce(first, length);
+      auto part = in;
+      for (auto& view : part) view = view.channel_range(first, length);
+      auto const op = make_op(first, length);
+      using kernel_type = map_kernel<T, std::remove_const_t<decltype(op)>>;
+      scratch_lease<A> table{kernel_type::table_size(length)};
+      kernel_type const kernel{op, part, out.channel_range(first, length), how, table.data()};
+      typename kernel_type::ahead next;
+      if (i + 1 < end && has_rows(out)) {
+        std::int64_t const sample = length * out.spatial * static_cast<std::int64_t>(sizeof(T) * Inputs);
+        next = {length, std::max<std::int64_t>(0, out.samples - prefetch_bytes / sample)};
+      }
+      boxes const tasks = kernel.tasks();
+      for (std::int64_t task = tasks.count(); task-- > 0;) kernel(tasks[task], next);
+    }
+  });
+}
+
+} // namespace syncnorm::host::detail

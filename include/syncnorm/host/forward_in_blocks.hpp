@@ -1,0 +1,52 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/detail/blocks.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/local_moments.hpp>
+#include <syncnorm/host/normalize.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host {
+
+/// local_moments, `finish` and normalize, block of channels by block where that keeps the second reading of x in the
+/// cache. `finish(first, length)` is called for disjoint ranges of channels, possibly at the same time; it finds their
+/// mean and m2 and leaves their inv_std. The bits are those of the three calls one after the other.
+///
+/// Shapes: x and y `[N, C, S]`, the rest `[C]`. Local. y may be x.
+template <class T, class P, executor E, class Finish>
+requires element<T>
+void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+                       std::span<double> mean, std::span<double> m2, std::span<double const> inv_std,
+                       affine_parameters<P> params, Finish const& finish, stores how = stores::automatic) {
+  if (how == stores::automatic) how = stores_for(y);
+  std::int64_t const block = channel_block(x);
+  if (!detail::worth_blocking(exec, x, block)) {
+    local_moments(exec, x, mean, m2);
+    finish(std::int64_t{0}, x.channels);
+    normalize(exec, x, y, mean, inv_std, params, how);
+    return;
+  }
+  auto const reduce = [&](std::int64_t first, std::int64_t length) {
+    local_moments(serial_executor{}, x.channel_range(first, length), detail::channels_of(mean, first, length),
+                  detail::channels_of(m2, first, length));
+    finish(first, length);
+  };
+  auto const op = [&](std::int64_t first, std::int64_t length) {
+    return detail::normalize_op<accumulate_t<T>, P>{
+        detail::channels_of(std::span<double const>{mean}, first, length),
+        detail::channels_of(inv_std, first, length),
+        {detail::channels_of(params.gamma, first, length), detail::channels_of(params.beta, first, length)}};
+  };
+  detail::reduce_and_map<T>(exec, block, std::array<tensor_view<T const>, 1>{x}, y, how, reduce, op);
+}
+
+} // namespace syncnorm::host

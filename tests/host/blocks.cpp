@@ -1,0 +1,89 @@
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <vector>
+
+#include <doctest/doctest.h>
+#include <syncnorm/host/backward_in_blocks.hpp>
+#include <syncnorm/host/forward_in_blocks.hpp>
+
+#include <host/tensors.hpp>
+
+using namespace syncnorm;
+
+namespace {
+
+/// One block, several, a last one of another extent; rows, columns and elements; blocks that exceed the cache.
+constexpr test::extents block_shapes[] = {{2, 7, 5},     {64, 18, 441}, {60, 9, 600}, {500, 600, 1}, {200, 1300, 1},
+                                          {2, 2, 80000}, {130, 70, 16}, {0, 40, 9},   {3, 0, 4}};
+
+template <class T>
+struct results {
+  std::vector<double> mean, m2, inv_std, sum_dy, sum_dy_xmu;
+  std::vector<T> y, dx;
+
+  explicit results(std::int64_t channels)
+      : mean(static_cast<std::size_t>(channels), -1), m2(mean), inv_std(mean), sum_dy(mean), sum_dy_xmu(mean) {}
+  friend bool operator==(results const&, results const&) = default;
+};
+
+} // namespace
+
+TEST_CASE_TEMPLATE("working in blocks gives the bits of whole passes", T, float, double) {
+  for (auto const& shape : block_shapes) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    auto const values = test::deviates<T>(n, c, s, 1), gradients = test::deviates<T>(n, c, s, 2);
+    std::vector<T> const gamma(static_cast<std::size_t>(c), T(1.5)), beta(static_cast<std::size_t>(c), T(-0.25));
+    affine_parameters<T> const params{gamma, beta};
+    auto const count = n * s;
+    for (auto const order : {test::arrangement::nchw, test::arrangement::nhwc, test::arrangement::every_other}) {
+      test::tensor<T> x{order, n, c, s, values}, dy{order, n, c, s, gradients}, y{order, n, c, s}, dx{order, n, c, s};
+      results<T> whole{c};
+      auto const finish_into = [count](results<T>& r) {
+        return [&r, count](std::int64_t first, std::int64_t length) {
+          for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(first + length); ++i)
+            r.inv_std[i] = 1 / std::sqrt(r.m2[i] / static_cast<double>(std::max<std::int64_t>(1, count)) + 1e-5);
+        };
+      };
+      host::serial_executor const serial;
+      host::local_moments(serial, x.view(), whole.mean, whole.m2);
+      finish_into(whole)(0, c);
+      host::normalize(serial, x.view(), y.view(), whole.mean, whole.inv_std, params);
+      host::backward_reduce(serial, dy.view(), x.view(), whole.mean, whole.sum_dy, whole.sum_dy_xmu);
+      host::backward_elemt(serial, dy.view(), x.view(), dx.view(), whole.mean, whole.inv_std, params.gamma,
+                           whole.sum_dy, whole.sum_dy_xmu, count);
+      whole.y = y.values();
+      whole.dx = dx.values();
+
+      auto const check = [&](auto const& exec, host::stores how) {
+        results<T> got{c};
+        test::tensor<T> y_got{order, n, c, s}, dx_got{order, n, c, s}, in_place = x, dx_in_place = dy;
+        host::forward_in_blocks(exec, x.view(), y_got.view(), got.mean, got.m2, got.inv_std, params, finish_into(got),
+                                how);
+        host::backward_in_blocks(exec, dy.view(), x.view(), dx_got.view(), got.mean, got.inv_std, params.gamma,
+                                 got.sum_dy, got.sum_dy_xmu, count, how);
+        got.y = y_got.values();
+        got.dx = dx_got.values();
+        CAPTURE(test::name_of(shape));
+        CAPTURE(test::name_of(order));
+        // Compared by parts: one long comparison would say nothing.
+        CHECK(got.mean == whole.mean);
+        CHECK(got.m2 == whole.m2);
+        CHECK(got.sum_dy == whole.sum_dy);
+        CHECK(got.sum_dy_xmu == whole.sum_dy_xmu);
+        CHECK(got == whole);
+        CHECK(y_got.intact());
+        CHECK(dx_got.intact());
+
+        host::forward_in_blocks(exec, in_place.view(), in_place.view(), got.mean, got.m2, got.inv_std, params,
+                                finish_into(got), how);
+        CHECK(in_place.values() == whole.y);
+        host::backward_in_blocks(exec, dx_in_place.view(), x.view(), dx_in_place.view(), got.mean, got.inv_std,
+                                 params.gamma, got.sum_dy, got.sum_dy_xmu, count, how);
+        CHECK(dx_in_place.values() == whole.dx);
+      };
+      check(serial, host::stores::automatic);
+      check(test::shuffling_executor{2}, host::stores::streaming);
+    }
+  }
+}
