@@ -1,0 +1,174 @@
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <latch>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "support.hpp"
+
+#include <syncnorm/adapters/c10d.hpp>
+#include <syncnorm/torch/convert.hpp>
+
+#include <comm/contract.hpp>
+#include <ops/grid.hpp>
+#include <support/processes.hpp>
+
+using namespace std::chrono_literals;
+using namespace test;
+using syncnorm::c10d_communicator;
+
+namespace {
+
+using group_ptr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+group_ptr make_group(c10::intrusive_ptr<c10d::Store> const& store, int rank, int size,
+                     std::chrono::milliseconds timeout = 60s) {
+  auto const options = c10d::ProcessGroupGloo::Options::create(timeout);
+  options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+}
+
+/// Calls body(group) on `size` threads, each with its own rank's process group.
+void run_group(int size, std::function<void(group_ptr)> const& body, std::chrono::milliseconds timeout = 60s) {
+  auto const store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        body(make_group(store, rank, size, timeout));
+      } catch (std::exception const& e) {
+        FAIL_CHECK("rank " << rank << " threw: " << std::string{e.what()});
+      }
+    });
+}
+
+/// One step of a converted model against the same model on the whole batch. The last rank has no sample, where there
+/// are several.
+void check_model(c10d_communicator const& comm, Tensor const& x, Tensor const& dy) {
+  auto const make_model = [] {
+    torch::manual_seed(32);
+    return torch::nn::Sequential{torch::nn::BatchNorm2d{2}, torch::nn::Conv2d{torch::nn::Conv2dOptions(2, 3, 3)},
+                                 torch::nn::BatchNorm2d{3}};
+  };
+  auto model = make_model(), whole = make_model();
+  syncnorm::torch::convert_sync_batchnorm(model.ptr(), comm);
+  auto const part = [&](Tensor const& of_all) {
+    auto const share = (of_all.size(0) + comm.size() - 1) / std::max(comm.size() - 1, 1);
+    return of_all.slice(0, comm.rank() * share, (comm.rank() + 1) * share);
+  };
+  auto const own = part(x).clone().requires_grad_(), all = x.clone().requires_grad_();
+  auto const y = model->forward(own), expected = whole->forward(all);
+  y.backward(part(dy));
+  expected.backward(dy);
+  CHECK(error_of(y, part(expected), scale_of(expected)) <= 1e-5);
+  CHECK(error_of(own.grad(), part(all.grad()), scale_of(all.grad())) <= 1e-5);
+  auto const state = model->buffers(), expected_state = whole->buffers();
+  for (std::size_t i = 0; i < state.size(); ++i) CHECK(error_of(state[i], expected_state[i], 1) <= 1e-5);
+}
+
+} // namespace
+
+// First, because it forks: no other thread may run then.
+TEST_CASE("over processes: the contract, the grid, and a model as one process trains it") {
+  torch::manual_seed(31);
+  auto const x = torch::randn({14, 2, 5, 5}), dy = torch::randn({14, 3, 3, 3});
+  for (int const size : {1, 2, 3, 4, 7}) {
+    // The oracle is asked once, before there are processes, and the element types take turns: it is the slowest part.
+    std::vector<case_data<float>> floats;
+    std::vector<case_data<double>> doubles;
+    auto turn = size;
+    for_each_case(size, [&](grid_case const& cell) {
+      if (++turn % 2 == 0)
+        floats.emplace_back(cell);
+      else
+        doubles.emplace_back(cell);
+    });
+    test_support::temporary_directory const directory;
+    test_support::check_passed(test_support::run_processes(size, 120s, [&](int rank) {
+      auto const store = c10::make_intrusive<c10d::FileStore>(directory.path() + "/store", size);
+      c10d_communicator const comm{make_group(store, rank, size)};
+      if (size == 3) contract::check_contract(comm);
+      auto const check = [&](auto const& data) {
+        for (auto const& failure : run_case(data, comm)) FAIL_CHECK(failure);
+      };
+      std::ranges::for_each(floats, check);
+      std::ranges::for_each(doubles, check);
+      check_model(comm, x, dy);
+      syncnorm::barrier(comm);
+    }));
+  }
+}
+
+TEST_CASE("a late peer is a timeout, after which the communicator is unusable and the group's other users are not") {
+  std::latch given_up{1};
+  run_group(2, [&](group_ptr const& group) {
+    c10d_communicator const patient{group}, other = patient;
+    c10d_communicator const hasty{group, 200ms};
+    std::vector<float> data(5, 1);
+    if (group->getRank() == 0) {
+      auto const text = message_of<syncnorm::timeout_error>(
+          [&] { syncnorm::allreduce(hasty, std::span<float const>{data}, std::span{data}); });
+      CHECK_MESSAGE((contains(text, "c10d: allreduce failed on rank 0 of 2") && contains(text, "imed out")), text);
+      CHECK(data == std::vector<float>(5, 1));
+      auto const after = message_of<syncnorm::communicator_error>([&] { syncnorm::barrier(hasty); });
+      CHECK_MESSAGE(contains(after, "an earlier collective"), after);
+      auto const polled = message_of<syncnorm::timeout_error>([&] {
+        c10d_communicator const polling{group, 50ms};
+        auto work = syncnorm::allreduce_async(polling, std::span<float const>{data}, std::span{data});
+        while (!work.test()) std::this_thread::yield();
+      });
+      CHECK_MESSAGE(contains(polled, "imed out"), polled);
+      given_up.count_down();
+    } else {
+      // Late, it joins what the other rank has given up, and so lets the group go on.
+      given_up.wait();
+      std::vector<float> out(5);
+      for (int i = 0; i < 2; ++i) syncnorm::allreduce(patient, std::span<float const>{data}, std::span{out});
+      CHECK(out == std::vector<float>(5, 2));
+    }
+    contract::check_allgather<std::int64_t>(other, 17, 1);
+    CHECK(other.group() == group);
+  });
+}
+
+TEST_CASE("the group's own timeout and a lost peer are errors of syncnorm") {
+  run_group(
+      2,
+      [](group_ptr const& group) {
+        if (group->getRank() == 1) return;
+        c10d_communicator const comm{group};
+        std::vector<double> data(5);
+        CHECK_THROWS_AS(syncnorm::allgather(comm, std::span<double const>{data}.first(1), std::span{data}.first(2)),
+                        syncnorm::communicator_error);
+      },
+      300ms);
+}
+
+TEST_CASE("a model over c10d hears of a lost peer as an error, and keeps its state") {
+  run_group(2, [](group_ptr const& group) {
+    SyncBatchNorm norm{BatchNormOptions{3}, c10d_communicator{group, 2s}};
+    norm->forward(torch::arange(6).to(torch::kFloat).view({2, 3}));
+    if (group->getRank() == 1) return;
+    auto const before = state_of(*norm);
+    CHECK_THROWS_AS(norm->forward(torch::ones({2, 3})), syncnorm::communicator_error);
+    CHECK(same_state(before, state_of(*norm)));
+  });
+}
+
+TEST_CASE("null groups and timeouts that are none") {
+  CHECK_THROWS_AS(c10d_communicator{group_ptr{}}, syncnorm::invalid_argument_error);
+  auto const alone = make_group(c10::make_intrusive<c10d::HashStore>(), 0, 1);
+  CHECK_THROWS_AS((c10d_communicator{alone, 0ms}), syncnorm::invalid_argument_error);
+  contract::check_contract(c10d_communicator{alone});
+}
