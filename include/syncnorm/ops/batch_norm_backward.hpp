@@ -4,16 +4,16 @@
 #include <span>
 #include <string_view>
 #include <type_traits>
-#include <utility>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
+#include <syncnorm/host/backward_in_blocks.hpp>
 #include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
-#include <syncnorm/ops/detail/blocks.hpp>
+#include <syncnorm/ops/detail/part_channels.hpp>
 
 namespace syncnorm {
 
@@ -72,60 +72,49 @@ void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
   check.channel_values(gradients.gamma, "the gradient of gamma", channels);
   check.channel_values(gradients.beta, "the gradient of beta", channels);
 
-  auto const stores = host::stores_for(dx);
-  auto const reduce = [&](auto const& run, detail::channel_span part, std::span<double> sum_dy,
-                          std::span<double> sum_dy_xmu) {
-    host::backward_reduce(run, detail::part_of(dy, part), detail::part_of(x, part),
-                          detail::part_of(std::span<double const>{saved.mean}, part), sum_dy, sum_dy_xmu);
-  };
-  auto const elemt = [&](auto const& run, detail::channel_span part, std::span<double const> sum_dy,
-                         std::span<double const> sum_dy_xmu) {
-    if (!wants_dx) return;
-    host::backward_elemt(run, detail::part_of(dy, part), detail::part_of(x, part), detail::part_of(dx, part),
-                         detail::part_of(std::span<double const>{saved.mean}, part),
-                         detail::part_of(std::span<double const>{saved.inv_std}, part),
-                         detail::part_of(affine.gamma, part), sum_dy, sum_dy_xmu, saved.count, stores);
-  };
-  auto const add_gradients = [&](detail::channel_span part, std::span<double const> sum_dy,
-                                 std::span<double const> sum_dy_xmu) {
-    detail::add_affine_gradients<P>({detail::part_of(gradients.gamma, part), detail::part_of(gradients.beta, part)},
-                                    detail::part_of(std::span<double const>{saved.inv_std}, part), sum_dy, sum_dy_xmu);
-  };
   auto const start_sums = [&] {
     workspace.first.assign(static_cast<std::size_t>(channels), 0.0);
     workspace.second.assign(static_cast<std::size_t>(channels), 0.0);
   };
-  auto const sums = [&](detail::channel_span part) {
-    return std::pair{detail::part_of(std::span{workspace.first}, part),
-                     detail::part_of(std::span{workspace.second}, part)};
-  };
+  std::span<double const> const mean{saved.mean}, inv_std{saved.inv_std};
 
   if (size(comm) == 1 || saved.scope != statistics_scope::all_ranks || !options.exchange) {
     detail::throw_fault(pass, check);
     start_sums();
-    detail::for_each_block(exec, x, 2, [&](auto const& run, detail::channel_span part) {
-      auto const [sum_dy, sum_dy_xmu] = sums(part);
-      reduce(run, part, sum_dy, sum_dy_xmu);
-      elemt(run, part, sum_dy, sum_dy_xmu);
-      add_gradients(part, sum_dy, sum_dy_xmu);
-    });
+    std::span const sum_dy{workspace.first}, sum_dy_xmu{workspace.second};
+    if (wants_dx)
+      host::backward_in_blocks(exec, dy, x, dx, mean, inv_std, affine.gamma, sum_dy, sum_dy_xmu, saved.count);
+    else
+      host::backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);
+    detail::add_affine_gradients(gradients, inv_std, sum_dy, sum_dy_xmu);
     return;
   }
 
+  auto const stores = host::stores_for(dx);
   auto own = detail::make_header<std::remove_const_t<X>>(pass, channels, x.count(), check);
   own.part_channels = check.failed() ? 1 : detail::part_channels(comm, x, 2);
   exchange.run(
       comm, own, workspace.backward_plan,
       [&](detail::exchange_part const& part) {
-        if (!check.failed()) reduce(exec, part.channels, part.first, part.second);
+        if (!check.failed())
+          host::backward_reduce(exec, detail::part_of(dy, part.channels), detail::part_of(x, part.channels),
+                                detail::part_of(mean, part.channels), part.first, part.second);
       },
       start_sums,
       [&](detail::exchange_part const& part) {
-        auto const [sum_dy, sum_dy_xmu] = sums(part.channels);
+        auto const sum_dy = detail::part_of(std::span{workspace.first}, part.channels);
+        auto const sum_dy_xmu = detail::part_of(std::span{workspace.second}, part.channels);
         detail::sum_ranks(exchange, part, sum_dy, sum_dy_xmu);
-        elemt(exec, part.channels, sum_dy, sum_dy_xmu);
+        if (!wants_dx) return;
+        host::backward_elemt(exec, detail::part_of(dy, part.channels), detail::part_of(x, part.channels),
+                             detail::part_of(dx, part.channels), detail::part_of(mean, part.channels),
+                             detail::part_of(inv_std, part.channels), detail::part_of(affine.gamma, part.channels),
+                             sum_dy, sum_dy_xmu, saved.count, stores);
       });
-  for (auto const& part : exchange.parts()) add_gradients(part.channels, part.first, part.second);
+  for (auto const& part : exchange.parts())
+    detail::add_affine_gradients<P>(
+        {detail::part_of(gradients.gamma, part.channels), detail::part_of(gradients.beta, part.channels)},
+        detail::part_of(inv_std, part.channels), part.first, part.second);
 }
 
 /// The same with a workspace of its own.

@@ -9,13 +9,14 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/forward_in_blocks.hpp>
 #include <syncnorm/host/local_moments.hpp>
 #include <syncnorm/host/normalize.hpp>
 #include <syncnorm/host/running_statistics.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
-#include <syncnorm/ops/detail/blocks.hpp>
+#include <syncnorm/ops/detail/part_channels.hpp>
 
 namespace syncnorm {
 
@@ -100,25 +101,19 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
   check.channel_values(affine.beta, "beta", channels);
   check.options(options, running, channels);
 
-  auto const stores = host::stores_for(y);
-  auto const finish = [&](auto const& run, detail::channel_span part) {
-    auto const inv_std = detail::part_of(std::span{saved.inv_std}, part);
-    detail::finish_statistics(detail::part_of(std::span{m2}, part), saved.count, options.eps, inv_std);
-    host::normalize(run, detail::part_of(x, part), detail::part_of(y, part),
-                    detail::part_of(std::span<double const>{saved.mean}, part), inv_std,
-                    affine_parameters<P>{detail::part_of(affine.gamma, part), detail::part_of(affine.beta, part)},
-                    stores);
+  auto const finish = [&](detail::channel_span part) {
+    detail::finish_statistics(detail::part_of(std::span{m2}, part), saved.count, options.eps,
+                              detail::part_of(std::span{saved.inv_std}, part));
   };
 
   if (size(comm) == 1) {
     detail::throw_fault(pass, check);
     detail::start_saved(saved, m2, channels, x.count());
     saved.backward_needed = caller.backward == backward_pass::needed;
-    detail::for_each_block(exec, x, 1, [&](auto const& run, detail::channel_span part) {
-      host::local_moments(run, detail::part_of(x, part), detail::part_of(std::span{saved.mean}, part),
-                          detail::part_of(std::span{m2}, part));
-      finish(run, part);
-    });
+    host::forward_in_blocks(exec, x, y, saved.mean, m2, saved.inv_std, affine,
+                            [&](std::int64_t first, std::int64_t length) {
+                              finish({first, length});
+                            });
   } else {
     auto own = detail::make_header<T>(pass, channels, x.count(), check);
     own.eps = options.eps;
@@ -128,6 +123,7 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
     own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
     own.backward = static_cast<std::int64_t>(caller.backward);
     own.part_channels = check.failed() ? 1 : detail::part_channels(comm, x, 1);
+    auto const stores = host::stores_for(y);
     exchange.run(
         comm, own, workspace.forward_plan,
         [&](detail::exchange_part const& part) {
@@ -142,7 +138,13 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
         [&](detail::exchange_part const& part) {
           detail::merge_ranks(exchange, part, detail::part_of(std::span{saved.mean}, part.channels),
                               detail::part_of(std::span{m2}, part.channels));
-          finish(exec, part.channels);
+          finish(part.channels);
+          host::normalize(exec, detail::part_of(x, part.channels), detail::part_of(y, part.channels),
+                          detail::part_of(std::span<double const>{saved.mean}, part.channels),
+                          detail::part_of(std::span<double const>{saved.inv_std}, part.channels),
+                          affine_parameters<P>{detail::part_of(affine.gamma, part.channels),
+                                               detail::part_of(affine.beta, part.channels)},
+                          stores);
         });
   }
   detail::update_running_statistics(running, options, saved, m2);
