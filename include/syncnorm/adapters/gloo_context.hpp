@@ -1,5 +1,6 @@
 #pragma once
 
+#include <net/if.h>
 #include <netdb.h>
 #include <unistd.h>
 
@@ -107,14 +108,15 @@ inline std::shared_ptr<gloo::transport::Device> make_gloo_device(gloo_context_op
   gloo::transport::tcp::attr attributes;
   attributes.iface = options.interface;
   attributes.hostname = options.hostname;
-  if (attributes.iface.empty()) {
-    if (attributes.hostname.empty()) {
-      char name[256] = {};
-      if (gethostname(name, sizeof name - 1) != 0 || !resolves(name)) std::strcpy(name, "127.0.0.1");
-      attributes.hostname = name;
-    } else if (!resolves(attributes.hostname)) {
-      throw gloo_error{"the host name '" + options.hostname + "' has no address"};
-    }
+  if (!attributes.iface.empty()) {
+    if (if_nametoindex(attributes.iface.c_str()) == 0) // Gloo's own look-up leaks memory where there is none
+      throw gloo_error{"there is no network interface '" + attributes.iface + "'"};
+  } else if (attributes.hostname.empty()) {
+    char name[256] = {};
+    if (gethostname(name, sizeof name - 1) != 0 || !resolves(name)) std::strcpy(name, "127.0.0.1");
+    attributes.hostname = name;
+  } else if (!resolves(attributes.hostname)) {
+    throw gloo_error{"the host name '" + options.hostname + "' has no address"};
   }
   try {
     return gloo::transport::tcp::CreateDevice(attributes);

@@ -43,10 +43,10 @@ struct mpi_slot {
     std::unique_ptr<std::byte[]> data;
     std::size_t capacity = 0;
 
-    void hold(std::size_t bytes) {
-      if (bytes <= capacity) return;
-      data = std::make_unique_for_overwrite<std::byte[]>(bytes);
-      capacity = bytes;
+    void hold(std::size_t needed) {
+      if (needed <= capacity) return;
+      data = std::make_unique_for_overwrite<std::byte[]>(needed);
+      capacity = needed;
     }
   };
 
