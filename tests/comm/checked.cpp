@@ -86,7 +86,7 @@ TEST_CASE("ranks that disagree are told before anything is done") {
   check_mismatch(
       [&](auto const& comm) {
         std::vector<float> out(6);
-        auto const extent = static_cast<std::size_t>(comm.rank() + 1);
+        auto const extent = static_cast<std::size_t>(comm.rank()) + 1;
         syncnorm::allgather(comm, std::span{floats}.first(extent), std::span{out}.first(2 * extent));
       },
       "rank 0: allgather of 1 float; rank 1: allgather of 2 float");

@@ -99,7 +99,7 @@ public:
     mine.deadline = std::chrono::steady_clock::now() + timeout_;
     auto* const next = link(slot);
 
-    mine.arrived_at.store(slot.sequence, std::memory_order_relaxed);
+    mine.arrived_at.store(slot.sequence, std::memory_order_release);
     // Sequentially consistent with `sleepers_`: either the sleeper sees the last arrival, or this sees the
     // sleeper.
     bool const last = slot.arrived.fetch_add(1) + 1 == size_;
