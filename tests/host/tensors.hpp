@@ -222,7 +222,9 @@ inline constexpr extents shapes[] = {
 };
 
 inline std::string name_of(extents const& e) {
-  return "[" + std::to_string(e.n) + ", " + std::to_string(e.c) + ", " + std::to_string(e.s) + "]";
+  std::string name = std::to_string(e.n);
+  name += " x " + std::to_string(e.c) + " x " + std::to_string(e.s);
+  return name;
 }
 
 } // namespace test

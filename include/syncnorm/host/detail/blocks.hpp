@@ -15,8 +15,8 @@
 
 namespace syncnorm::host::detail {
 
-/// Most bytes of the next block to fetch while one is written. More would push out what is still to be read of it.
-inline constexpr std::int64_t prefetch_bytes = 3 << 18;
+/// The largest block, in bytes of its inputs, beside which the next one has room in the second-level cache.
+inline constexpr std::int64_t fetched_block_bytes = 5 << 17;
 
 /// Whether to take channels in blocks: not where a block is all of them, nor where blocks are too few to occupy the
 /// executor, which then does better with parts of channels.
@@ -28,7 +28,7 @@ template <class T, executor E>
 }
 
 /// For each block of channels: `reduce(first, length)`, and `out = op(first, length)(in)` while the block is in the
-/// cache. Each thread takes several blocks in a row, and reads the beginning of the next while it writes one: reading and
+/// cache. Each thread takes several blocks in a row, and reads the next while it writes one, if both have room: reading and
 /// writing memory at the same time is faster than one after the other.
 template <class T, executor E, class Reduce, class MakeOp, std::size_t Inputs>
 void reduce_and_map(E const& exec, std::int64_t block, std::array<tensor_view<T const>, Inputs> const& in,
@@ -48,13 +48,10 @@ void reduce_and_map(E const& exec, std::int64_t block, std::array<tensor_view<T 
       using kernel_type = map_kernel<T, std::remove_const_t<decltype(op)>>;
       scratch_lease<A> table{kernel_type::table_size(length)};
       kernel_type const kernel{op, part, out.channel_range(first, length), how, table.data()};
-      typename kernel_type::ahead next;
-      if (i + 1 < end && has_rows(out)) {
-        std::int64_t const sample = length * out.spatial * static_cast<std::int64_t>(sizeof(T) * Inputs);
-        next = {length, std::max<std::int64_t>(0, out.samples - prefetch_bytes / sample)};
-      }
+      std::int64_t const bytes = part[0].size() * static_cast<std::int64_t>(sizeof(T) * Inputs);
+      bool const fetch = i + 1 < end && has_rows(out) && bytes <= fetched_block_bytes;
       boxes const tasks = kernel.tasks();
-      for (std::int64_t task = tasks.count(); task-- > 0;) kernel(tasks[task], next);
+      for (std::int64_t task = tasks.count(); task-- > 0;) kernel(tasks[task], fetch ? length : 0);
     }
   });
 }

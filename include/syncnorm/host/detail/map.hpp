@@ -62,11 +62,6 @@ class map_kernel {
 public:
   using views = std::array<tensor_view<T const>, inputs>;
 
-  /// What to fetch while working: of samples from `first_sample` on, the inputs `channels` further. 0: nothing.
-  struct ahead {
-    std::int64_t channels = 0, first_sample = 0;
-  };
-
   /// Numbers of type `A` that the coefficients of `channels` take.
   static constexpr std::int64_t table_size(std::int64_t channels) {
     return (channels + longest_run) * static_cast<std::int64_t>(coefficients);
@@ -98,22 +93,22 @@ public:
     return {out_.samples, out_.channels, out_.spatial, layout_ == layout::channels ? chunk_channels<A> : 16};
   }
 
-  [[gnu::noinline]] void operator()(boxes::box const& box, ahead next = {}) const {
+  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
+  [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
     if (stream_) {
-      next.channels != 0 ? run_box<true, true>(box, next) : run_box<true, false>(box, next);
+      channels_ahead != 0 ? run_box<true, true>(box, channels_ahead) : run_box<true, false>(box, 0);
       stream_fence();
     } else {
-      next.channels != 0 ? run_box<false, true>(box, next) : run_box<false, false>(box, next);
+      channels_ahead != 0 ? run_box<false, true>(box, channels_ahead) : run_box<false, false>(box, 0);
     }
   }
 
 private:
   template <bool Stream, bool Fetch>
-  void run_box(boxes::box const& box, ahead const& next) const {
+  void run_box(boxes::box const& box, std::int64_t channels_ahead) const {
+    std::array<std::int64_t, inputs> further{};
+    for (std::size_t j = 0; j < inputs; ++j) further[j] = channels_ahead * in_[j].stride_c;
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
-      std::array<std::int64_t, inputs> further{};
-      if (Fetch && n >= next.first_sample)
-        for (std::size_t j = 0; j < inputs; ++j) further[j] = next.channels * in_[j].stride_c;
       if (layout_ == layout::channels) {
         per_channel const k{table_ + box.channel, period_};
         std::int64_t const end = box.position + box.positions;
@@ -192,10 +187,7 @@ private:
 
   template <int L>
   static void fetch(pointers const& from, std::int64_t i, std::array<std::int64_t, inputs> const& further) {
-    constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T));
-    for (std::size_t j = 0; j < inputs; ++j)
-#pragma GCC unroll 4
-      for (std::int64_t k = 0; k < 4 * L; k += line) __builtin_prefetch(from[j] + i + k + further[j], 0, 2);
+    for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, 2>(from[j], i + further[j]);
   }
 
   /// `n` contiguous elements.

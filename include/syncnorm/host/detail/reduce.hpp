@@ -32,7 +32,9 @@ void reduce_channels(E const& exec, groups const& parts, std::int64_t channels, 
   chunk = even_part(channels, std::min(chunk, most));
   std::int64_t const chunks = ceil_div(channels, chunk);
 
-  if (exec.concurrency() == 1 || parts.count == 1 || chunks >= 4 * exec.concurrency()) {
+  constexpr std::int64_t worth_sharing = 1 << 14;
+  bool const small = channels * parts.pieces * parts.cut.length <= worth_sharing;
+  if (small || exec.concurrency() == 1 || parts.count == 1 || chunks >= 4 * exec.concurrency()) {
     exec.for_each(chunks, [&](std::int64_t i) {
       std::int64_t const first = i * chunk, length = std::min(chunk, channels - first);
       double* const a = out_a.data() + first;

@@ -141,14 +141,15 @@ inline void stream_fence() {
 #endif
 }
 
-/// Asks for the cache lines of `elements` elements from `first` on, which may be outside of all memory. A loop that does
-/// some arithmetic per line needs it: the processor itself looks ahead only as far as it can keep instructions waiting.
-template <std::int64_t Elements, class T>
+/// Asks for the cache lines of `Elements` elements from base[first] on, which may be outside of all memory; for the
+/// second-level cache if `Level` is 2. A loop that does some arithmetic per line needs it: the processor itself looks
+/// ahead only as far as it can keep instructions waiting.
+template <std::int64_t Elements, int Level = 1, class T>
 inline void prefetch(T const* base, std::int64_t first) {
   auto const address = reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first) * sizeof(T);
 #pragma GCC unroll 8
   for (std::uintptr_t i = 0; i < Elements * sizeof(T); i += 64)
-    __builtin_prefetch(reinterpret_cast<void const*>(address + i));
+    __builtin_prefetch(reinterpret_cast<void const*>(address + i), 0, Level == 1 ? 3 : 2);
 }
 
 /// The sum of all lanes, pairwise.
