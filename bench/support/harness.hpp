@@ -1,0 +1,65 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace bench {
+
+/// What a row of the table is about.
+struct row_key {
+  std::string op, layout, type;
+  std::array<std::int64_t, 3> shape{}; ///< [N, C, S] of one rank
+  std::string comm = "self";
+  int ranks = 1, threads = 1;
+};
+
+/// One of those that are compared in a row: "ours", "floor", "alone" (ours without the exchange), or a peer, whose
+/// variants, as in "onednn/nhwc", count as the fastest of them.
+struct contender {
+  using step = std::function<void(int rank)>;
+
+  std::string name;
+  std::function<step()> make;  ///< everything that a first step needs; kept while the row is measured
+  std::int64_t iterations = 1; ///< steps of one measurement; the same on every rank
+};
+
+struct row {
+  row_key key;
+  double floor_bytes = 0; ///< per rank
+  std::function<std::vector<contender>()> make;
+  /// Threads of this process that are ranks. 1: the rank is this process.
+  int rank_threads = 1;
+};
+
+/// The processes that measure together, for ranks that are processes.
+struct process_group {
+  int rank = 0;
+  std::function<void()> barrier = [] {};
+  std::function<double(double)> mean = [](double seconds) { return seconds; };
+};
+
+struct settings {
+  bool quick = false;
+  int rounds = 15;
+  std::string json, filter = ".";
+  std::map<std::string, std::string> others; ///< --NAME VALUE of the program's own
+};
+
+/// Reads --quick, --rounds N, --json FILE, --filter REGEX and Google Benchmark's flags.
+[[nodiscard]] settings parse(int argc, char** argv);
+
+/// Measures the rows one after the other: their contenders in turn, round by round, each a run of Google Benchmark with
+/// a fixed number of steps after one that is not timed. What slows the machine for a while so slows all contenders of a
+/// round, and a row takes medians over the rounds. Shows progress and writes the rows as JSON on rank 0. Returns the
+/// exit status.
+int run(settings const& how, std::vector<row> const& rows, process_group const& group = {});
+
+/// Steps for one measurement of a contender whose step moves so many bytes.
+[[nodiscard]] std::int64_t iterations_for(double bytes);
+
+} // namespace bench

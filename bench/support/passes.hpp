@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
+
+#include "support/buffer.hpp"
+#include "support/floor.hpp"
+#include "support/harness.hpp"
+
+namespace bench {
+
+template <class T>
+[[nodiscard]] std::string type_name() {
+  return std::is_same_v<T, double> ? "double" : "float";
+}
+
+/// x, dy and the output of one rank: y of a forward pass, dx of a backward pass.
+template <class T>
+struct tensors {
+  explicit tensors(row_key const& key, std::uint32_t rank = 0)
+      : x{size(key), 3 * rank + 1}, dy{size(key), 3 * rank + 2}, out{size(key), 3 * rank + 3} {}
+
+  static std::int64_t size(row_key const& key) { return key.shape[0] * key.shape[1] * key.shape[2]; }
+
+  buffer<T> x, dy, out;
+};
+
+template <class T>
+using rank_tensors = std::shared_ptr<std::vector<tensors<T>>>;
+
+/// Tensors for the ranks that are threads of this process, or for the one that is this process.
+template <class T>
+[[nodiscard]] rank_tensors<T> make_tensors(row_key const& key, int rank_threads = 1) {
+  auto made = std::make_shared<std::vector<tensors<T>>>();
+  for (int r = 0; r < rank_threads; ++r) made->emplace_back(key, static_cast<std::uint32_t>(r));
+  return made;
+}
+
+template <class T>
+[[nodiscard]] syncnorm::tensor_view<T> view_of(row_key const& key, buffer<T> const& data) {
+  auto const [n, c, s] = key.shape;
+  if (key.layout == "NCHW") return syncnorm::nchw(data.data(), n, c, s);
+  if (key.layout == "NHWC") return syncnorm::nhwc(data.data(), n, c, s);
+  if (key.layout == "NC") return syncnorm::nc(data.data(), n, c);
+  throw std::invalid_argument{"layout " + key.layout};
+}
+
+/// The passes of a row: which, and how many tensors each moves through memory.
+struct passes {
+  explicit passes(row_key const& key)
+      : forward{key.op.find("forward") != std::string::npos}, backward{key.op.find("backward") != std::string::npos} {}
+
+  [[nodiscard]] double tensors_moved() const { return (forward ? 2 : 0) + (backward ? 3 : 0); }
+
+  bool forward, backward;
+};
+
+template <class T>
+[[nodiscard]] double floor_bytes(row_key const& key) {
+  return passes{key}.tensors_moved() * static_cast<double>(tensors<T>::size(key)) * sizeof(T);
+}
+
+/// One layer per rank, each stepped by its own thread. `comm_of(rank)` gives the communicators.
+template <class T, class CommOf, class E>
+[[nodiscard]] contender::step syncnorm_step(row_key const& key, rank_tensors<T> data, CommOf const& comm_of, E exec) {
+  using comm = std::invoke_result_t<CommOf const&, int>;
+  struct member {
+    member(comm c, std::int64_t channels, E e) : layer{std::move(c), channels, {}, e} {}
+    syncnorm::batch_norm<T, comm, E> layer;
+    bool has_run = false;
+  };
+  std::vector<std::shared_ptr<member>> members;
+  for (int r = 0; r < static_cast<int>(data->size()); ++r)
+    members.push_back(std::make_shared<member>(comm_of(r), key.shape[1], exec));
+  passes const wanted{key};
+  return [=](int rank) {
+    auto& own = *members[static_cast<std::size_t>(rank)];
+    auto const& tensor = (*data)[static_cast<std::size_t>(rank)];
+    auto const x = view_of(key, tensor.x), dy = view_of(key, tensor.dy), out = view_of(key, tensor.out);
+    // A backward pass alone needs one forward pass before it, on every rank.
+    if (wanted.forward || !own.has_run) own.layer.forward(x, out);
+    own.has_run = true;
+    if (wanted.backward) own.layer.backward(x, dy, out);
+  };
+}
+
+/// The copies that the passes of the row cannot avoid.
+template <class T>
+[[nodiscard]] contender::step floor_step(row_key const& key, rank_tensors<T> data) {
+  return [=, wanted = passes{key}, threads = key.threads](int rank) {
+    auto const& tensor = (*data)[static_cast<std::size_t>(rank)];
+    auto const bytes = tensor.x.size() * static_cast<std::int64_t>(sizeof(T));
+    if (wanted.forward) floor_copy(tensor.out.data(), tensor.x.data(), nullptr, bytes, threads);
+    if (wanted.backward) floor_copy(tensor.out.data(), tensor.x.data(), tensor.dy.data(), bytes, threads);
+  };
+}
+
+/// What every row of several ranks compares: ours, the floor, and ours on each rank by itself at the same time.
+template <class T, class CommOf, class E = syncnorm::host::serial_executor>
+[[nodiscard]] std::vector<contender> rank_contenders(row_key const& key, rank_tensors<T> data, CommOf comm_of,
+                                                     E exec = {}) {
+  auto const steps = iterations_for(floor_bytes<T>(key));
+  return {{"ours", [=] { return syncnorm_step<T>(key, data, comm_of, exec); }, steps},
+          {"alone",
+           [=] {
+             return syncnorm_step<T>(
+                 key, data, [](int) { return syncnorm::self_communicator{}; }, exec);
+           },
+           steps},
+          {"floor", [=] { return floor_step<T>(key, data); }, steps}};
+}
+
+} // namespace bench
