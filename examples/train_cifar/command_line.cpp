@@ -58,7 +58,8 @@ command read_command_line(int argc, char** argv) {
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
   app.add_option("--steps", opts.steps, "at most so many steps an epoch")->check(CLI::PositiveNumber);
-  app.add_option("--learning-rate", opts.learning_rate, "at the start; it falls to 0 in a straight line")
+  app.add_option("--learning-rate", opts.learning_rate,
+                 "the highest; it rises from a fifth of it, and falls to 0 in the end")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
   app.add_option("--seed", opts.seed, "of the parameters and of the order of the images")->capture_default_str();
@@ -67,7 +68,7 @@ command read_command_line(int argc, char** argv) {
   app.add_option("--record-steps", opts.record_steps, "how many steps those are")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
-  app.add_option("--result", opts.result, "file for the result, for `table`");
+  app.add_option("--result", opts.result, "file for the result, for `table`, which then prints it");
   app.add_flag("!--no-test", opts.evaluate, "do not test the network in the end");
   app.add_flag("--quiet", opts.quiet, "print the final table alone");
 

@@ -14,7 +14,6 @@
 #include <syncnorm/adapters/gloo_context.hpp>
 #endif
 #if TRAIN_CIFAR_HAVE_MPI
-#include <mpi.h>
 #include <syncnorm/adapters/mpi.hpp>
 #endif
 

@@ -53,8 +53,10 @@ int run(int argc, char** argv) {
   run_as_member(member, opts, [&](syncnorm::any_communicator const& comm) {
     auto const result = train(comm, member, opts, data);
     if (!result) return;
-    print_results({&*result, 1});
-    if (!opts.result.empty()) write_result(opts.result, *result);
+    if (opts.result.empty())
+      print_results({&*result, 1});
+    else
+      write_result(opts.result, *result);
   });
   return 0;
 }

@@ -136,7 +136,6 @@ TEST_CASE("Accumulated passes make fewer steps, the same on every backend") {
       "--dtype double --batch-size 8 --grad-accumulation 3 --record-steps 99 --quiet --no-test --ranks 2 ";
   check_success(tiny(folder, work + "--backend threads --record " + path("threads")));
   CHECK(train_cifar::read_record(folder / "threads").entries.back().step == 3);
-  CHECK(compare(folder / "threads", folder / "threads") == 0);
 #if TRAIN_CIFAR_HAVE_GLOO
   check_success(tiny(folder, work + "--record " + path("gloo")));
   CHECK(compare(folder / "gloo", folder / "threads") == 0);

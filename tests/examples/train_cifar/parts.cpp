@@ -124,7 +124,7 @@ TEST_CASE("Records come back as they were, and differences beyond rounding are t
   CHECK(compare_records(other, record));
 
   double const tolerance = rounding_tolerance(record, 1);
-  CHECK(tolerance == doctest::Approx(64 * 0x1p-53));
+  CHECK(tolerance == doctest::Approx(256 * 0x1p-53));
   CHECK(rounding_tolerance(record, 3) == doctest::Approx(3 * tolerance));
   other.entries[1].values[2] = 1.9 * tolerance; // relative to the largest value, 2
   CHECK(compare_records(other, record));
