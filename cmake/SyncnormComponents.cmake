@@ -5,10 +5,6 @@
 include("${CMAKE_CURRENT_LIST_DIR}/syncnorm-backends.cmake")
 set(SYNCNORM_COMPONENTS ${syncnorm_backend_components})
 
-if(PROJECT_IS_TOP_LEVEL)
-  # MPI's C interface, which is all that the adapter calls, is found only where C is enabled.
-  enable_language(C)
-endif()
 find_package(Threads REQUIRED)
 
 add_library(syncnorm_syncnorm INTERFACE)
