@@ -25,7 +25,7 @@ int main() {
 
     std::vector<double> sums(2); // over all ranks, y has mean 0 and variance 1
     for (float const value : y) sums[0] += value, sums[1] += value * value;
-    syncnorm::allreduce(comm, sums, std::span{sums});
+    syncnorm::allreduce(comm, sums, std::span<double>{sums});
     auto const count = static_cast<double>(channels * layer.saved().count);
     if (comm.rank() == 0) {
       std::printf("mean %.6f, variance %.6f, running mean of channel 0: %.4f\n", std::abs(sums[0] / count),
