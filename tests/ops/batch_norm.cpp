@@ -1,6 +1,9 @@
 #include <doctest/doctest.h>
 
+#include <cstdint>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
@@ -23,7 +26,71 @@ void check_grid(int ranks) {
   });
 }
 
+/// A rank of a thread group that counts its collectives.
+class counting_communicator {
+public:
+  counting_communicator(syncnorm::thread_communicator comm, int& calls) : comm_{std::move(comm)}, calls_{&calls} {}
+
+  [[nodiscard]] int rank() const { return comm_.rank(); }
+  [[nodiscard]] int size() const { return comm_.size(); }
+  [[nodiscard]] double exchange_overhead() const { return comm_.exchange_overhead(); }
+  template <syncnorm::wire_type T>
+  void allgather(std::span<T const> in, std::span<T> out) const {
+    ++*calls_;
+    comm_.allgather(in, out);
+  }
+  template <syncnorm::wire_type T>
+  [[nodiscard]] auto allgather_async(std::span<T const> in, std::span<T> out) const {
+    ++*calls_;
+    return comm_.allgather_async(in, out);
+  }
+
+private:
+  syncnorm::thread_communicator comm_;
+  int* calls_;
+};
+
+/// Collectives of each of three steps, forward and backward in turn, of a layer of `channels` channels.
+std::vector<int> count_collectives(int ranks, std::int64_t channels, std::int64_t samples, std::int64_t spatial) {
+  std::vector<int> counts;
+  syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+    int calls = 0;
+    std::vector<float> x(static_cast<std::size_t>(samples * channels * spatial), 1.0F), y(x.size());
+    auto const view = [&](auto& values) { return syncnorm::nchw(values.data(), samples, channels, spatial); };
+    syncnorm::batch_norm<float, counting_communicator> layer{{comm, calls}, channels};
+    for (int pass = 0; pass < 6; ++pass) {
+      calls = 0;
+      if (pass % 2 == 0)
+        layer.forward(view(x), view(y));
+      else
+        layer.backward(view(x), view(x), view(y));
+      if (comm.rank() == 0) counts.push_back(calls);
+    }
+  });
+  return counts;
+}
+
 } // namespace
+
+TEST_CASE("a pass is one collective, after the first of a wide layer") {
+  CHECK(count_collectives(1, 300, 2, 3) == std::vector{0, 0, 0, 0, 0, 0});
+  CHECK(count_collectives(2, 128, 2, 3) == std::vector{1, 1, 1, 1, 1, 1});
+  CHECK(count_collectives(3, 129, 2, 3) == std::vector{2, 1, 1, 1, 1, 1});
+  CHECK(count_collectives(2, 1024, 2, 3) == std::vector{2, 1, 1, 1, 1, 1});
+}
+
+TEST_CASE_TEMPLATE("a layer that exceeds the cache is exchanged in parts", T, float, double) {
+  // 8 · 4096 elements of a channel on each rank: a few channels fill the cache.
+  auto const counts = count_collectives(2, 13, 8, 4096);
+  CHECK(counts[0] == 1);
+  for (std::size_t pass = 2; pass < counts.size(); ++pass) CHECK(counts[pass] > 2);
+  for (auto const spread : test::partitions) {
+    test::case_data<T> const data{{3, 13, 8, 4096, spread, test::layout::nchw}};
+    syncnorm::run_ranks(3, [&](syncnorm::thread_communicator const& comm) {
+      for (auto const& failure : test::run_case(data, comm)) FAIL_CHECK(failure);
+    });
+  }
+}
 
 TEST_CASE_TEMPLATE("batch norm over threads agrees with the oracle on the whole batch", T, float, double) {
   for (int const ranks : {1, 2, 3, 4, 7}) check_grid<T>(ranks);

@@ -136,8 +136,11 @@ std::vector<std::string> run_case(case_data<T> const& data, C const& comm) {
   syncnorm::batch_norm<T, C> layer{comm, g.channels, {.norm = {.eps = data.eps, .momentum = data.momentum}}};
   std::ranges::copy(data.gamma, layer.gamma().begin());
   std::ranges::copy(data.beta, layer.beta().begin());
-  for (int step = 0; step < data.steps; ++step) layer.forward(x.view, y.view);
-  layer.backward(x.view, dy.view, dx.view);
+  for (int step = 0; step < data.steps; ++step) {
+    layer.zero_grad();
+    layer.forward(x.view, y.view);
+    layer.backward(x.view, dy.view, dx.view);
+  }
 
   expect_tensor(y.view, data.y, "y");
   expect_tensor(dx.view, data.gradients.dx, "dx");

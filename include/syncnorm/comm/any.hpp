@@ -79,6 +79,7 @@ public:
     model_->run(detail::make_call(detail::collective_kind::reduce, in, out, op, root));
   }
   void barrier() const { model_->barrier(); }
+  [[nodiscard]] double exchange_overhead() const { return model_->exchange_overhead(); }
 
   /// Whether `split` works: whether the wrapped communicator has it, and gives a blocking communicator.
   [[nodiscard]] bool can_split() const noexcept { return model_->can_split(); }

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <utility>
@@ -24,6 +25,16 @@ template <class C>
 concept aborts = communicator<C> && requires(C const& c) {
   c.abort();
 };
+
+/// About how many seconds of this rank's own time a small collective costs, whatever it waits for. A communicator that
+/// says it by a member of this name lets large exchanges be cut into parts; infinity where it says nothing. Local.
+template <communicator C>
+[[nodiscard]] double exchange_overhead(C const& comm) {
+  if constexpr (requires { comm.exchange_overhead(); })
+    return comm.exchange_overhead();
+  else
+    return std::numeric_limits<double>::infinity();
+}
 
 /// The sub-communicator of the ranks that give the same `color`, ordered by (key, rank). Collective over `comm`.
 template <splits C>

@@ -114,6 +114,7 @@ public:
                 out.size());
   }
   void barrier() const { state_->run(rank_, {.kind = detail::collective_kind::barrier}, {}, nullptr); }
+  [[nodiscard]] double exchange_overhead() const noexcept { return 2e-6; }
 
   /// The sub-communicator of the ranks that give the same `color`, any int, ordered by (key, rank).
   /// Collective.

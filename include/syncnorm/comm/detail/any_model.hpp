@@ -65,6 +65,7 @@ public:
   /// Null where the operation has completed already.
   [[nodiscard]] virtual std::unique_ptr<erased_work> start(erased_call const& call) const = 0;
   virtual void barrier() const = 0;
+  [[nodiscard]] virtual double exchange_overhead() const = 0;
   [[nodiscard]] virtual bool can_split() const noexcept = 0;
   [[nodiscard]] virtual std::shared_ptr<erased_communicator const> split(int color, int key) const = 0;
   [[nodiscard]] virtual bool can_abort() const noexcept = 0;
@@ -94,6 +95,7 @@ public:
   }
 
   void barrier() const override { syncnorm::barrier(comm); }
+  [[nodiscard]] double exchange_overhead() const override { return syncnorm::exchange_overhead(comm); }
 
   [[nodiscard]] bool can_split() const noexcept override { return splits_blocking<C>; }
   [[nodiscard]] std::shared_ptr<erased_communicator const> split(int color, int key) const override {
