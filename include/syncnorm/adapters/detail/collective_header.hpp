@@ -13,9 +13,12 @@ namespace syncnorm::detail {
 /// What a rank says of the collective that it calls, ahead of its data.
 struct collective_header {
   signature called;
-  std::int64_t root_extent = 0; // of the buffer that only the root has; it need not be the same on all ranks
+  // What need not be the same on all ranks:
+  std::int64_t root_extent = 0;         // of the buffer that only the root has
+  std::uint32_t all_received_below = 0; // number of the first collective of which this rank still lacks packets
+  std::uint32_t unused = 0;
 };
-static_assert(sizeof(collective_header) == 32);
+static_assert(sizeof(collective_header) == 40);
 
 template <wire_type T>
 collective_header make_header(collective_kind kind, std::size_t extent, int root = -1, reduce_op op = reduce_op::sum) {

@@ -20,54 +20,12 @@
 #include <vector>
 
 #include <gloo/context.h>
-#include <gloo/transport/unbound_buffer.h>
 
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/gloo_slot.hpp>
 #include <syncnorm/adapters/gloo_error.hpp>
 
 namespace syncnorm::detail {
-
-class gloo_channel;
-using gloo_buffer = gloo::transport::UnboundBuffer;
-
-/// One completion that an operation waits for.
-struct gloo_transfer {
-  enum class kind : bool { send, receive };
-
-  gloo_buffer* buffer;
-  int peer;
-  kind direction;
-
-  void wait(std::chrono::milliseconds timeout) const {
-    direction == kind::receive ? buffer->waitRecv(timeout) : buffer->waitSend(timeout);
-  }
-};
-
-/// The memory of one packet from every rank, and the operation that is using it. Slots are reused.
-struct gloo_slot {
-  /// What to do once everything in `pending` has completed. Returns whether the operation is complete; if not, it has
-  /// put more into `pending`.
-  using step = bool (*)(gloo_channel&, gloo_slot&);
-
-  std::uint32_t sequence = 0;
-  std::unique_ptr<std::byte[]> memory; // size packets; this rank's own is sent, the others are received
-  std::unique_ptr<gloo_buffer> own;
-  std::vector<std::unique_ptr<gloo_buffer>> peers; // none at this rank
-  int unconfirmed = 0;                             // sends of `own` whose completion has not been waited for
-
-  std::chrono::steady_clock::time_point deadline;
-  std::vector<gloo_transfer> pending;
-  step resume = nullptr;
-  bool queued = false;            // the channel's thread drives it
-  std::atomic<bool> done = false; // whatever follows is its owner's again
-  std::exception_ptr error;
-
-  std::byte const* in = nullptr;
-  std::byte* out = nullptr;
-  std::vector<gloo_transfer> bulk_receives, bulk_sends;
-  std::vector<std::unique_ptr<gloo_buffer>> bulk; // over memory of the user, or over scratch
-  std::vector<std::byte> scratch;
-};
 
 /// Exchanges packets between all ranks of a Gloo context.
 ///
@@ -113,6 +71,7 @@ public:
       queue_changed_.notify_all();
       driver_.join();
     }
+    if (failed_) return;
     // A queued send whose buffer is gone would block its connection, which may have other users.
     try {
       for (auto const& slot : free_) confirm_sends(*slot, std::min(timeout_, std::chrono::milliseconds{1000}));
@@ -152,12 +111,14 @@ public:
     slot->done = false;
     slot->in = in.data();
     slot->out = out.data();
+    open_.push_back(slot->sequence);
     return slot;
   }
 
   /// Sends `header` and `data` to every peer. When all their packets are here, `resume` continues the operation.
   void send(gloo_slot& slot, collective_header header, std::span<std::byte const> data, gloo_slot::step resume) {
     header.called.sequence = slot.sequence;
+    header.all_received_below = open_.front();
     std::memcpy(packet(slot, rank()), &header, sizeof header);
     if (!data.empty()) std::memcpy(data_of(slot, rank()), data.data(), data.size());
     slot.resume = resume;
@@ -237,7 +198,10 @@ public:
   /// Gives the slot of a completed operation back.
   void close(std::unique_ptr<gloo_slot> slot) {
     if (failed_) return;
-    received_up_to_ = std::max(received_up_to_, slot->sequence);
+    std::erase(open_, slot->sequence);
+    auto received = slot->sequence;
+    for_each_peer([&](int r) { received = std::min(received, header_of(*slot, r).all_received_below); });
+    received_below_ = std::max(received_below_, received);
     slot->error = nullptr;
     slot->pending.clear();
     slot->bulk_receives.clear();
@@ -312,8 +276,8 @@ private:
   }
 
   std::unique_ptr<gloo_slot> reusable_slot() {
-    // Who has sent a later packet has received the packets before it, so waiting for those sends takes no time.
-    auto const found = std::ranges::find_if(free_, [&](auto const& slot) { return slot->sequence < received_up_to_; });
+    // What its peers have received has been sent, so that waiting for it takes no time.
+    auto const found = std::ranges::find_if(free_, [&](auto const& slot) { return slot->sequence < received_below_; });
     if (found == free_.end()) return nullptr;
     auto slot = std::move(*found);
     free_.erase(found);
@@ -420,7 +384,8 @@ private:
   std::uint32_t tag_;
   bool connected_ = false;
   std::uint32_t next_sequence_ = 0;
-  std::uint32_t received_up_to_ = 0; // the last collective of which every packet is known to have arrived
+  std::uint32_t received_below_ = 0; // every peer has all packets of the collectives before this one
+  std::vector<std::uint32_t> open_;  // collectives in flight, in order
   std::deque<std::unique_ptr<gloo_slot>> announced_;
   std::vector<std::unique_ptr<gloo_slot>> free_;
 

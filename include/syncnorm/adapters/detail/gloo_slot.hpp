@@ -1,0 +1,57 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include <gloo/transport/unbound_buffer.h>
+
+namespace syncnorm::detail {
+
+class gloo_channel;
+using gloo_buffer = gloo::transport::UnboundBuffer;
+
+/// One completion that an operation waits for.
+struct gloo_transfer {
+  enum class kind : bool { send, receive };
+
+  gloo_buffer* buffer;
+  int peer;
+  kind direction;
+
+  void wait(std::chrono::milliseconds timeout) const {
+    direction == kind::receive ? buffer->waitRecv(timeout) : buffer->waitSend(timeout);
+  }
+};
+
+/// The memory of one packet from every rank, and the operation that is using it. Slots are reused.
+struct gloo_slot {
+  /// What to do once everything in `pending` has completed. Returns whether the operation is complete; if not, it has
+  /// put more into `pending`.
+  using step = bool (*)(gloo_channel&, gloo_slot&);
+
+  std::uint32_t sequence = 0;
+  std::unique_ptr<std::byte[]> memory; // size packets; this rank's own is sent, the others are received
+  std::unique_ptr<gloo_buffer> own;
+  std::vector<std::unique_ptr<gloo_buffer>> peers; // none at this rank
+  int unconfirmed = 0;                             // sends of `own` whose completion has not been waited for
+
+  std::chrono::steady_clock::time_point deadline;
+  std::vector<gloo_transfer> pending;
+  step resume = nullptr;
+  bool queued = false;            // the channel's thread drives it
+  std::atomic<bool> done = false; // whatever follows is its owner's again
+  std::exception_ptr error;
+
+  std::byte const* in = nullptr;
+  std::byte* out = nullptr;
+  std::vector<gloo_transfer> bulk_receives, bulk_sends;
+  std::vector<std::unique_ptr<gloo_buffer>> bulk; // over memory of the user, or over scratch
+  std::vector<std::byte> scratch;
+};
+
+} // namespace syncnorm::detail
