@@ -56,17 +56,17 @@ template <std::size_t N>
 
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.
 inline void require_agreement(std::span<packet_header const> ranks) {
-  std::string const pass = get_text(ranks.front().pass);
+  auto const pass = [&] { return get_text(ranks.front().pass); };
   std::string faults;
   for (std::size_t r = 0; r < ranks.size(); ++r)
     if (ranks[r].fault[0] != '\0')
       faults += (faults.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + get_text(ranks[r].fault);
-  if (!faults.empty()) throw invalid_argument_error{pass + ": " + faults};
+  if (!faults.empty()) throw invalid_argument_error{pass() + ": " + faults};
 
   auto const require_same = [&](auto packet_header::*field, char const* name) {
     for (std::size_t r = 1; r < ranks.size(); ++r)
       if (ranks[r].*field != ranks[0].*field)
-        throw mismatch_error{pass + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
+        throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
                              ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
   };
   require_same(&packet_header::pass, "the operation");
