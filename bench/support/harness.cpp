@@ -27,16 +27,22 @@ namespace {
 /// Keeps the time of a step instead of printing it.
 class collector : public benchmark::BenchmarkReporter {
 public:
+  explicit collector(bool cpu_clock) : cpu_clock_{cpu_clock} {}
+
   bool ReportContext(Context const&) override { return true; }
   void ReportRuns(std::vector<Run> const& runs) override {
     for (auto const& run : runs) {
       if (run.error_occurred) throw std::runtime_error{run.benchmark_name() + ": " + run.error_message};
       // Google Benchmark gives the mean time of its threads, and the iterations of all.
-      seconds = run.real_accumulated_time * static_cast<double>(run.threads) / static_cast<double>(run.iterations);
+      seconds = (cpu_clock_ ? run.cpu_accumulated_time : run.real_accumulated_time * static_cast<double>(run.threads)) /
+                static_cast<double>(run.iterations);
     }
   }
 
   double seconds = 0;
+
+private:
+  bool cpu_clock_;
 };
 
 struct measured {
@@ -160,13 +166,13 @@ std::string summary(std::vector<measured> const& results) {
   return text.str();
 }
 
-std::vector<measured> measure(row const& what, std::vector<contender> const& contenders, int rounds,
+std::vector<measured> measure(row const& what, std::vector<contender> const& contenders, settings const& how,
                               process_group const& group) {
   std::vector<measured> results;
   for (auto const& each : contenders) results.push_back({each.name, {}});
   std::vector<contender::step> steps;
   for (auto const& each : contenders) steps.push_back(each.make());
-  for (int round = 0; round < rounds; ++round)
+  for (int round = 0; round < how.rounds; ++round)
     for (std::size_t i = 0; i < contenders.size(); ++i) {
       auto const& step = steps[i];
       benchmark::ClearRegisteredBenchmarks();
@@ -178,7 +184,7 @@ std::vector<measured> measure(row const& what, std::vector<contender> const& con
                                                             });
       registered->Iterations(contenders[i].iterations)->UseRealTime();
       if (what.rank_threads > 1) registered->Threads(what.rank_threads);
-      collector collected;
+      collector collected{how.cpu_clock};
       benchmark::RunSpecifiedBenchmarks(&collected, ".");
       results[i].samples.push_back(group.mean(collected.seconds));
     }
@@ -203,6 +209,8 @@ settings parse(int argc, char** argv) {
     if (option == "--rounds") {
       how.rounds = std::max(1, std::stoi(value));
       rounds_given = true;
+    } else if (option == "--clock") {
+      how.cpu_clock = value == "cpu";
     } else if (option == "--json") {
       how.json = value;
     } else if (option == "--filter") {
@@ -227,7 +235,7 @@ int run(settings const& how, std::vector<row> const& rows, process_group const& 
     auto const& what = *chosen[i];
     if (group.rank == 0) std::cerr << '[' << i + 1 << '/' << chosen.size() << "] " << name_of(what.key) << std::flush;
     auto const contenders = what.make();
-    auto const results = measure(what, contenders, how.rounds, group);
+    auto const results = measure(what, contenders, how, group);
     auto const ours = std::ranges::find(contenders, "ours", &contender::name);
     auto const memory = probe(*ours, what.rank_threads);
     if (group.rank != 0) continue;

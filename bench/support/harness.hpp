@@ -45,12 +45,13 @@ struct process_group {
 
 struct settings {
   bool quick = false;
+  bool cpu_clock = false; ///< time of the processor that the first thread had, for one thread on a busy machine
   int rounds = 15;
   std::string json, filter = ".";
   std::map<std::string, std::string> others; ///< --NAME VALUE of the program's own
 };
 
-/// Reads --quick, --rounds N, --json FILE, --filter REGEX and Google Benchmark's flags.
+/// Reads --quick, --clock cpu, --rounds N, --json FILE, --filter REGEX and Google Benchmark's flags.
 [[nodiscard]] settings parse(int argc, char** argv);
 
 /// Measures the rows one after the other: their contenders in turn, round by round, each a run of Google Benchmark with
