@@ -66,9 +66,9 @@ outcome run(std::string const& command) {
 }
 
 void check_success(std::string const& command) {
-  auto const [status, output] = run(command);
-  INFO(command, "\n", output);
-  CHECK(status == 0);
+  outcome const result = run(command);
+  INFO(command, "\n", result.output);
+  CHECK(result.status == 0);
 }
 
 int compare(std::filesystem::path const& record, std::filesystem::path const& reference) {
