@@ -61,12 +61,13 @@ struct measured {
 };
 
 struct memory_use {
-  std::int64_t allocations = 0; ///< of the steps after the first
-  std::int64_t peak = 0;        ///< bytes beside the tensors, construction and first step included
+  std::int64_t allocations = 0;         ///< of the steps after the first
+  std::int64_t backend_allocations = 0; ///< of as many exchanges alone
+  std::int64_t peak = 0;                ///< bytes beside the tensors, construction and first step included
 };
 
 /// Ten steps after the first of a new instance, on threads that go on.
-memory_use probe(contender const& ours, int rank_threads) {
+memory_use probe(std::function<contender::step()> const& make, int rank_threads) {
   constexpr int steps = 10;
   memory_use found;
   std::exception_ptr failure;
@@ -74,7 +75,7 @@ memory_use probe(contender const& ours, int rank_threads) {
   std::vector<std::thread> threads;
   reset_peak();
   auto const before = count_allocations();
-  auto const step = ours.make();
+  auto const step = make();
   std::int64_t warm = 0, done = 0;
   auto const work = [&](int rank) {
     try {
@@ -152,7 +153,7 @@ void write_json(std::ostream& out, row const& what, std::vector<measured> const&
   if (auto const* exchange = find("exchange")) out << ", \"exchange_seconds\": " << exchange->median();
   out << ", \"quartiles\": [" << ours->quantile(0.25) << ", " << ours->quantile(0.75)
       << "], \"floor_bytes\": " << what.floor_bytes << ", \"allocations\": " << memory.allocations
-      << ", \"peak_bytes\": " << memory.peak << '}';
+      << ", \"backend_allocations\": " << memory.backend_allocations << ", \"peak_bytes\": " << memory.peak << '}';
 }
 
 /// The text of one row for people who watch.
@@ -237,7 +238,8 @@ int run(settings const& how, std::vector<row> const& rows, process_group const& 
     auto const contenders = what.make();
     auto const results = measure(what, contenders, how, group);
     auto const ours = std::ranges::find(contenders, "ours", &contender::name);
-    auto const memory = probe(*ours, what.rank_threads);
+    auto memory = probe(ours->make, what.rank_threads);
+    if (what.exchange) memory.backend_allocations = probe(what.exchange, what.rank_threads).allocations;
     if (group.rank != 0) continue;
     std::cerr << summary(results) << std::endl;
     json << separator;

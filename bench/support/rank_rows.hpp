@@ -33,9 +33,9 @@ struct rank_source {
   return sizeof(syncnorm::detail::packet_header) + 2 * sizeof(double) * static_cast<std::size_t>(channels);
 }
 
-/// The exchanges of a forward and a backward pass with nothing around them.
+/// The exchanges of so many passes with nothing around them.
 template <class CommOf>
-[[nodiscard]] contender::step exchange_step(rank_source<CommOf> const& source, std::size_t bytes) {
+[[nodiscard]] contender::step exchange_step(rank_source<CommOf> const& source, std::size_t bytes, int passes) {
   struct member {
     std::invoke_result_t<CommOf const&, int> comm;
     std::vector<std::byte> in, out;
@@ -46,9 +46,9 @@ template <class CommOf>
     members.push_back(std::make_shared<member>(
         member{source.comm_of(r), std::vector<std::byte>(bytes), std::vector<std::byte>(all)}));
   }
-  return [members](int rank) {
+  return [members, passes](int rank) {
     auto& own = *members[static_cast<std::size_t>(rank)];
-    for (int pass = 0; pass < 2; ++pass)
+    for (int pass = 0; pass < passes; ++pass)
       syncnorm::allgather(own.comm, std::span<std::byte const>{own.in}, std::span{own.out});
   };
 }
@@ -65,7 +65,8 @@ void add_large_rows(std::vector<row>& rows, settings const& how, rank_source<Com
       auto const make = [=] {
         return rank_contenders<float>(key, make_tensors<float>(key, source.rank_threads), source.comm_of);
       };
-      rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads});
+      auto const exchange = [=] { return exchange_step(source, exchange_bytes(key.shape[1]), 1); };
+      rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads, exchange});
     }
   }
 }
@@ -78,13 +79,14 @@ void add_small_row(std::vector<row>& rows, rank_source<CommOf> const& source, st
   auto const make = [=] {
     auto contenders = rank_contenders<float>(key, make_tensors<float>(key, source.rank_threads), source.comm_of);
     auto const bytes = exchange_bytes(channels);
-    contenders.push_back({"exchange", [=] { return exchange_step(source, bytes); }});
+    contenders.push_back({"exchange", [=] { return exchange_step(source, bytes, 2); }});
     if (source.more)
       for (auto& each : source.more(key, bytes)) contenders.push_back(std::move(each));
     for (auto& each : contenders) each.iterations = source.steps;
     return contenders;
   };
-  rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads});
+  auto const exchange = [=] { return exchange_step(source, exchange_bytes(channels), 2); };
+  rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads, exchange});
 }
 
 /// The grid of the homework's tests.
