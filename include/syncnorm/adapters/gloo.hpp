@@ -29,7 +29,7 @@ namespace syncnorm {
 /// The work of a collective over Gloo.
 using gloo_work = detail::channel_work<detail::gloo_channel, detail::gloo_slot>;
 
-/// The communicator of a connected gloo::Context over TCP.
+/// The communicator of a connected gloo::Context.
 ///
 /// Every rank exchanges packets with every other directly, announced ahead, which takes one trip where Gloo's own
 /// collectives take two or more. Reductions fold the contributions in rank order, so the bits depend neither on the
@@ -43,8 +43,8 @@ using gloo_work = detail::channel_work<detail::gloo_channel, detail::gloo_slot>;
 class gloo_communicator {
 public:
   /// Local, but every rank must make its communicators of one context in the same order, as each takes the context's
-  /// next slot for its tag. An explicit `tag` must never be used twice with one context, one after the other included.
-  /// Throws gloo_error where the context is not connected over TCP.
+  /// next slot for its tag. An explicit `tag`, below 2^23, must never be used twice with one context, one after the other
+  /// included. Throws gloo_error where the context is not connected.
   explicit gloo_communicator(std::shared_ptr<gloo::Context> context,
                              std::chrono::milliseconds timeout = default_timeout,
                              std::optional<std::uint32_t> tag = std::nullopt) {
@@ -58,7 +58,7 @@ public:
   [[nodiscard]] int rank() const noexcept { return channel_->rank(); }
   [[nodiscard]] int size() const noexcept { return channel_->size(); }
   [[nodiscard]] std::shared_ptr<gloo::Context> const& context() const noexcept { return channel_->context(); }
-  /// Up to so many bytes per rank travel in one trip; more take a second trip, and an allreduce a third.
+  /// Up to so many bytes per rank travel in one trip. More take three, and an allreduce four.
   [[nodiscard]] std::size_t eager_bytes() const noexcept { return channel_->capacity(); }
 
   template <wire_type T>
