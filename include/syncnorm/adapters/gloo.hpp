@@ -57,6 +57,7 @@ public:
 
   [[nodiscard]] int rank() const noexcept { return channel_->rank(); }
   [[nodiscard]] int size() const noexcept { return channel_->size(); }
+  [[nodiscard]] double exchange_overhead() const noexcept { return 5e-5; }
   [[nodiscard]] std::shared_ptr<gloo::Context> const& context() const noexcept { return channel_->context(); }
   /// Up to so many bytes per rank travel in one trip. More take three, and an allreduce four.
   [[nodiscard]] std::size_t eager_bytes() const noexcept { return channel_->capacity(); }

@@ -51,6 +51,7 @@ public:
 
   [[nodiscard]] int rank() const noexcept { return channel_->rank(); }
   [[nodiscard]] int size() const noexcept { return channel_->size(); }
+  [[nodiscard]] double exchange_overhead() const noexcept { return 3e-6; }
   [[nodiscard]] MPI_Comm native_handle() const noexcept { return channel_->comm(); }
 
   template <wire_type T>
