@@ -149,7 +149,9 @@ private:
     using vector = vector_t<A, L>;
     lane_slots<L> const slots{x.channels};
     std::array<A, most> firsts, seconds;
-    std::array<double, most> first{}, second{};
+    std::array<double, most> first, second;
+    std::fill_n(first.data(), slots.size(), 0.0);
+    std::fill_n(second.data(), slots.size(), 0.0);
     auto const used = static_cast<std::size_t>(slots.size());
     std::int64_t const ahead = positions_ahead<T>(2 * x.channels);
     parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
@@ -164,7 +166,7 @@ private:
           T const* const g = dy_row + s * dy_step + c;
           T const* const from = x_row + s * x_step + c;
           auto const i = static_cast<std::size_t>(slot);
-          for (int r = 0; r < 4; ++r) {
+          for (int r = 0; L > 1 && r < 4; ++r) {
             prefetch<L>(g, (ahead + r) * dy_step);
             prefetch<L>(from, (ahead + r) * x_step);
           }
@@ -199,7 +201,9 @@ private:
     using vector = vector_t<A, L>;
     using wide = vector_t<double, L>;
     lane_slots<L> const slots{x.channels};
-    std::array<double, most> first{}, second{};
+    std::array<double, most> first, second;
+    std::fill_n(first.data(), slots.size(), 0.0);
+    std::fill_n(second.data(), slots.size(), 0.0);
     std::array<T const*, static_cast<std::size_t>(shortest)> dy_rows, x_rows;
     std::size_t waiting = 0;
     auto const flush = [&] {

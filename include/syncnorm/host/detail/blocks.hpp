@@ -46,7 +46,7 @@ void reduce_and_map(E const& exec, std::int64_t block, std::array<tensor_view<T 
       for (auto& view : part) view = view.channel_range(first, length);
       auto const op = make_op(first, length);
       using kernel_type = map_kernel<T, std::remove_const_t<decltype(op)>>;
-      scratch_lease<A> table{kernel_type::table_size(length)};
+      scratch_lease<A> table{kernel_type::table_size(out.channel_range(first, length))};
       kernel_type const kernel{op, part, out.channel_range(first, length), how, table.data()};
       std::int64_t const bytes = part[0].size() * static_cast<std::int64_t>(sizeof(T) * Inputs);
       bool const fetch = i + 1 < end && has_rows(out) && bytes <= fetched_block_bytes;

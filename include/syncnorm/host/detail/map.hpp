@@ -62,29 +62,36 @@ class map_kernel {
 public:
   using views = std::array<tensor_view<T const>, inputs>;
 
-  /// Numbers of type `A` that the coefficients of `channels` take.
-  static constexpr std::int64_t table_size(std::int64_t channels) {
-    return (channels + longest_run) * static_cast<std::int64_t>(coefficients);
+  /// Numbers of type `A` that the coefficients for `out` take.
+  static constexpr std::int64_t table_size(tensor_view<T> const& out) {
+    return (out.channels * (folds(out) ? out.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
   }
 
   map_kernel(Op const& op, views const& in, tensor_view<T> const& out, stores how, A* table)
-      : in_{in}, out_{out}, table_{table}, period_{out.channels},
-        layout_{std::apply([&](auto const&... x) { return common_layout(out, x...); }, in)} {
+      : in_{in}, out_{out}, table_{table} {
     bool in_place = false;
     for (auto const& x : in) in_place |= x.data == out.data;
     if (how == stores::automatic) how = stores_for(out);
+    std::int64_t fold = 1;
+    if (folds(out) && std::ranges::all_of(in, [](auto const& x) { return folds(x); })) {
+      fold = out.spatial;
+      out_ = folded(out);
+      for (auto& x : in_) x = folded(x);
+    }
+    layout_ = std::apply([&](auto const&... x) { return common_layout(out_, x...); }, in_);
     // In place, the lines to be written are in the cache already.
     stream_ = how == stores::streaming && can_stream<T> && !in_place && layout_ != layout::strided;
     // Few channels without a gap to the next position: a run takes several positions.
     auto const dense = [](auto const& view) { return view.stride_s == view.channels; };
-    if (layout_ == layout::channels && dense(out) && std::ranges::all_of(in, dense))
-      run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, out.channels), 1,
-                                                std::max<std::int64_t>(1, out.spatial));
-    period_ = out.channels * run_positions_;
-    for (std::int64_t c = 0; c < out.channels; ++c) {
-      auto const values = op(c);
+    std::int64_t const channels = out_.channels;
+    if (layout_ == layout::channels && dense(out_) && std::ranges::all_of(in_, dense))
+      run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, channels), 1,
+                                                std::max<std::int64_t>(1, out_.spatial));
+    period_ = channels * run_positions_;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      auto const values = op(c / fold);
       for (std::size_t j = 0; j < coefficients; ++j)
-        for (std::int64_t i = c; i < period_; i += out.channels)
+        for (std::int64_t i = c; i < period_; i += channels)
           table[static_cast<std::int64_t>(j) * period_ + i] = values[j];
     }
   }
@@ -228,8 +235,8 @@ private:
   tensor_view<T> out_;
   /// Coefficient j of channel c at j·period + c; of several positions one after the other.
   A const* table_;
-  std::int64_t period_, run_positions_ = 1;
-  layout layout_;
+  std::int64_t period_ = 0, run_positions_ = 1;
+  layout layout_ = layout::strided;
   bool stream_ = false;
 };
 
@@ -238,7 +245,7 @@ void map_channels(E const& exec, Op const& op, std::array<tensor_view<T const>, 
                   tensor_view<T> const& out, stores how) {
   using kernel_type = map_kernel<T, Op>;
   if (out.size() == 0) return;
-  scratch_lease<accumulate_t<T>> table{kernel_type::table_size(out.channels)};
+  scratch_lease<accumulate_t<T>> table{kernel_type::table_size(out)};
   kernel_type const kernel{op, in, out, how, table.data()};
   boxes const tasks = kernel.tasks();
   // Backwards: what was read last is the likeliest to be in the cache still.

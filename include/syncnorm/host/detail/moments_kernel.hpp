@@ -166,7 +166,8 @@ private:
         slots.for_each([&](std::int64_t slot, std::int64_t c) {
           T const* const from = row + s * step + c;
           auto const i = static_cast<std::size_t>(slot);
-          for (int r = 0; r < 4; ++r) prefetch<L>(from, ahead + r * step);
+          if constexpr (L > 1)
+            for (int r = 0; r < 4; ++r) prefetch<L>(from, ahead + r * step);
           vector const p = load<L>(&pivots[i]);
           vector const d0 = load<L>(from) - p, d1 = load<L>(from + step) - p;
           vector const d2 = load<L>(from + 2 * step) - p, d3 = load<L>(from + 3 * step) - p;
@@ -207,7 +208,9 @@ private:
     using wide = vector_t<double, L>;
     lane_slots<L> const slots{x.channels};
     std::array<A, most> pivots;
-    std::array<double, most> pivot, first{}, second{};
+    std::array<double, most> pivot, first, second;
+    std::fill_n(first.data(), slots.size(), 0.0);
+    std::fill_n(second.data(), slots.size(), 0.0);
     std::array<T const*, static_cast<std::size_t>(shortest)> rows;
     std::size_t waiting = 0;
     bool begun = false;

@@ -28,6 +28,19 @@ template <class... T>
   return (has_contiguous_channels(views) && ...) ? layout::channels : layout::strided;
 }
 
+/// Whether the rows of a sample follow each other without a gap and are too short for vectors: then the positions of a
+/// row are better taken for channels, each element of a sample in a lane of its own.
+template <class T>
+[[nodiscard]] constexpr bool folds(tensor_view<T> const& x) {
+  return has_rows(x) && x.spatial < 16 && x.stride_c == x.spatial;
+}
+
+/// `x` with its positions taken for channels, `[N, C·S, 1]`.
+template <class T>
+[[nodiscard]] constexpr tensor_view<T> folded(tensor_view<T> const& x) {
+  return {x.data, x.samples, x.channels * x.spatial, 1, x.stride_n, 1, 1};
+}
+
 [[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// The length of the parts into which `extent` is cut evenly, none longer than `longest`, a multiple of 16, and all but

@@ -8,11 +8,10 @@
 
 #include <syncnorm/core/element.hpp>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__x86_64__) && defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 // Vectors are those of GCC and clang, in the widest registers that the translation unit is compiled for. A kernel is
@@ -85,7 +84,7 @@ inline void store(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
 /// Whether `stream` bypasses the cache for elements of type `T`.
 template <class T>
 inline constexpr bool can_stream =
-#if defined(__SSE2__)
+#if defined(__x86_64__) && defined(__SSE2__)
     std::is_same_v<T, float> || std::is_same_v<T, double>;
 #else
     false;
@@ -98,7 +97,7 @@ inline void stream(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
   if constexpr (!can_stream<T>) {
     store<Lanes>(to, v);
   } else {
-#if defined(__SSE2__)
+#if defined(__x86_64__) && defined(__SSE2__)
     constexpr std::size_t bytes = sizeof v;
     if constexpr (bytes == 4) {
       int bits;
@@ -136,7 +135,7 @@ inline void stream(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
 
 /// Makes the streamed stores of this thread visible before what it stores next.
 inline void stream_fence() {
-#if defined(__SSE2__)
+#if defined(__x86_64__) && defined(__SSE2__)
   _mm_sfence();
 #endif
 }
