@@ -139,7 +139,6 @@ private:
 /// The environment of rank `rank`: this process's own but for what says which rank it is.
 inline std::vector<std::string> environment_of_rank(int rank, int ranks) {
   std::vector<std::string> result{"RANK=" + std::to_string(rank), "WORLD_SIZE=" + std::to_string(ranks),
-                                  "LOCAL_WORLD_SIZE=" + std::to_string(ranks),
                                   std::string{starter_variable} + "=" + std::to_string(::getpid())};
   std::size_t const own = result.size();
   for (char** variable = environ; *variable != nullptr; ++variable) {

@@ -24,8 +24,6 @@ enum class membership_kind : std::uint8_t {
 struct membership {
   membership_kind kind = membership_kind::alone;
   int rank = 0, ranks = 1;
-  /// How many ranks share the cores of this host.
-  int ranks_here = 1;
 };
 
 /// Reads an environment; nullptr where a name has no value.
@@ -56,8 +54,7 @@ inline int number_of(environment const& env, std::initializer_list<char const*> 
   if (int const ranks = detail::number_of(env, {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 0); ranks > 0) {
     if (backend_chosen && opts.backend != backend_kind::mpi)
       throw invalid_argument_error{"mpirun has started this process: only --backend mpi can join its ranks"};
-    int const here = detail::number_of(env, {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}, ranks);
-    return {membership_kind::mpi, detail::number_of(env, {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}, 0), ranks, here};
+    return {membership_kind::mpi, detail::number_of(env, {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}, 0), ranks};
   }
   if (opts.backend == backend_kind::mpi)
     throw invalid_argument_error{"--backend mpi joins the ranks that mpirun starts: mpirun -n " +
@@ -69,15 +66,15 @@ inline int number_of(environment const& env, std::initializer_list<char const*> 
     if (ranks > 0 && rank >= 0)
       throw invalid_argument_error{"RANK and WORLD_SIZE are set: --rendezvous must say where the ranks meet"};
     if (opts.ranks == 1) return {};
-    if (opts.backend == backend_kind::threads) return {membership_kind::threads, 0, opts.ranks, opts.ranks};
-    return {membership_kind::starter, 0, opts.ranks, opts.ranks};
+    if (opts.backend == backend_kind::threads) return {membership_kind::threads, 0, opts.ranks};
+    return {membership_kind::starter, 0, opts.ranks};
   }
   if (opts.backend != backend_kind::gloo) throw invalid_argument_error{"--rendezvous is for --backend gloo"};
   if (ranks < 1 || rank < 0 || rank >= ranks)
     throw invalid_argument_error{
         "--rendezvous needs RANK and WORLD_SIZE in the environment, 0 <= RANK < WORLD_SIZE; they are " +
         std::to_string(rank) + " and " + std::to_string(ranks)};
-  return {membership_kind::gloo, rank, ranks, detail::number_of(env, {"LOCAL_WORLD_SIZE"}, 1)};
+  return {membership_kind::gloo, rank, ranks};
 }
 
 } // namespace train_cifar

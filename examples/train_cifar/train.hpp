@@ -11,10 +11,6 @@
 
 namespace train_cifar {
 
-/// Gives this thread, and the passes forward and backward that it runs, its share of the cores of a host that
-/// `ranks_here` ranks share. OMP_NUM_THREADS has precedence.
-void share_cores(int ranks_here);
-
 /// Trains as one rank of `comm`, from the same initial parameters on every rank, and evaluates. Every rank takes its share
 /// of each batch, the loss is the mean over the whole batch, and gradients are summed: with synchronized batch
 /// norm, any number of ranks takes the steps that one would take on the whole batch. Collective. Returns the result on

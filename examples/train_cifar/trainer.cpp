@@ -71,6 +71,21 @@ double rate_factor(double done) {
   return done < peak ? first + (1 - first) * done / peak : (1 - done) / (1 - peak);
 }
 
+std::string host_name() {
+  char name[64] = "";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+/// Gives this thread, and the passes forward and backward that it runs, its share of the cores of a host that several
+/// ranks may be on. OMP_NUM_THREADS has precedence. Collective.
+void share_cores(syncnorm::any_communicator const& comm) {
+  auto const hosts = gather_lines(comm, host_name());
+  auto const here = std::ranges::count(hosts, hosts[static_cast<std::size_t>(syncnorm::rank(comm))]);
+  if (std::getenv("OMP_NUM_THREADS") != nullptr) return;
+  at::set_num_threads(std::max(1, static_cast<int>(std::thread::hardware_concurrency() / here)));
+}
+
 /// One rank's training.
 class trainer {
 public:
@@ -168,21 +183,14 @@ private:
 
 } // namespace
 
-void share_cores(int ranks_here) {
-  if (std::getenv("OMP_NUM_THREADS") != nullptr) return;
-  at::set_num_threads(std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks_here));
-}
-
 std::optional<run_result> train(syncnorm::any_communicator const& comm, membership const& member, options const& opts,
                                 data_set const& data) {
-  share_cores(member.ranks_here);
+  share_cores(comm);
   require_agreement(comm, opts, data);
   if (!opts.quiet) {
-    char host[64] = "";
-    ::gethostname(host, sizeof host - 1);
     print_in_order(comm, "rank " + std::to_string(syncnorm::rank(comm)) + " of " +
                              std::to_string(syncnorm::size(comm)) + ": process " + std::to_string(::getpid()) + " on " +
-                             host + ", " + std::to_string(at::get_num_threads()) + " thread(s)");
+                             host_name() + ", " + std::to_string(at::get_num_threads()) + " thread(s)");
   }
 
   trainer session{comm, opts, data};
