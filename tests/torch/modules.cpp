@@ -6,6 +6,8 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "support.hpp"
@@ -115,6 +117,33 @@ TEST_CASE("a module of its own rank alone is local") {
   CHECK(syncnorm::size(norm->communicator()) == 1);
   CHECK(error_of(norm->forward(x), twin->forward(x)) <= 1e-12);
   CHECK(error_of(norm->running_var, twin->running_var) <= 1e-12);
+}
+
+TEST_CASE("inference mode, and evaluation by several threads at once") {
+  auto norm = make_norm(BatchNormOptions{2});
+  auto const x = random({4, 2, 3, 3});
+  {
+    auto twin = local_twin(norm);
+    c10::InferenceMode const inference;
+    auto const y = norm->forward(x);
+    CHECK(y.is_inference());
+    CHECK(error_of(y, twin->forward(x)) <= 1e-12);
+    norm->eval();
+    twin->eval();
+    CHECK(error_of(norm->forward(y), twin->forward(y)) <= 1e-12);
+  }
+  auto const input = x.clone().requires_grad_();
+  auto const expected = torch::autograd::grad({norm->forward(input).pow(2).sum()}, {input})[0];
+  std::vector<Tensor> got(4);
+  {
+    std::vector<std::jthread> threads;
+    for (auto& gradient : got)
+      threads.emplace_back([&] {
+        auto const own = x.clone().requires_grad_();
+        for (int i = 0; i < 20; ++i) gradient = torch::autograd::grad({norm->forward(own).pow(2).sum()}, {own})[0];
+      });
+  }
+  for (auto const& gradient : got) CHECK(torch::equal(gradient, expected));
 }
 
 TEST_CASE("empty batches everywhere change nothing") {
@@ -438,9 +467,8 @@ TEST_CASE("bad options and one value in all are errors on every rank") {
       CHECK(same_state(before, state_of(*norm)));
     });
   auto const null = message_of<invalid_argument_error>([] {
-    SyncBatchNorm {
-      BatchNormOptions { -2 }
-      } -> forward(random({2, 3}));
+    SyncBatchNorm norm{BatchNormOptions{-2}};
+    norm->forward(torch::ones({2, 3}));
   });
   CHECK_MESSAGE(contains(null, "negative"), null);
 }

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -128,9 +130,14 @@ private:
     } catch (std::exception const& e) {
       fault = text_of(e);
     }
+    // Only passes that exchange are in one thread at a time.
     auto& state = *pass.state;
+    std::optional<batch_norm_workspace> own;
+    auto& workspace = pass.saved.scope == statistics_scope::all_ranks
+                          ? state.workspace
+                          : own.emplace(static_cast<std::int64_t>(pass.saved.mean.size()), true);
     batch_norm_backward<T const, T>(at_executor{}, state.comm, dy_view, of_x.x_view, dx_view, affine, pass.saved,
-                                    gradients, {state.exchange_backward}, state.workspace, {.fault = fault});
+                                    gradients, {state.exchange_backward}, workspace, {.fault = fault});
     return {dx, dgamma, dbeta, {}, {}, {}};
   }
 
