@@ -18,6 +18,7 @@ if(SYNCNORM_SANITIZE)
   target_compile_options(syncnorm_development INTERFACE
     -fsanitize=${SYNCNORM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
   target_link_options(syncnorm_development INTERFACE -fsanitize=${SYNCNORM_SANITIZE})
+  target_compile_definitions(syncnorm_development INTERFACE SYNCNORM_TEST_SANITIZED)
 endif()
 
 # What a process that the tests start finds in its environment: Open MPI may run as root, on fewer cores than ranks,

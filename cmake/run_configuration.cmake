@@ -14,4 +14,4 @@ endfunction()
 
 run("${CMAKE_COMMAND}" --preset ${PRESET})
 run("${CMAKE_COMMAND}" --build "build/${PRESET}" --parallel ${jobs})
-run("${CMAKE_CTEST_COMMAND}" --test-dir "build/${PRESET}" --parallel ${jobs} --output-on-failure --no-tests=error)
+run("${CMAKE_CTEST_COMMAND}" --preset ${PRESET} --parallel ${jobs} --no-tests=error)
