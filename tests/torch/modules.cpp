@@ -1,10 +1,6 @@
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <functional>
 #include <limits>
-#include <memory>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -14,7 +10,6 @@
 
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/thread_group.hpp>
-#include <syncnorm/torch/convert.hpp>
 
 using namespace test;
 using syncnorm::invalid_argument_error;
@@ -23,24 +18,6 @@ using syncnorm::run_ranks;
 using syncnorm::thread_communicator;
 
 namespace {
-
-/// A module whose parameters and buffers are all different.
-SyncBatchNorm make_norm(BatchNormOptions const& options, syncnorm::any_communicator const& comm = {},
-                        torch::Dtype type = torch::kDouble) {
-  SyncBatchNorm norm{options, comm};
-  if (type != torch::kFloat) norm->to(type); // which would make num_batches_tracked a float, too
-  torch::NoGradGuard const no_recording;
-  auto const ramp = torch::arange(1, options.num_features() + 1, type);
-  if (options.affine()) {
-    norm->weight.copy_(ramp * 0.5);
-    norm->bias.copy_(ramp - 2);
-  }
-  if (options.track_running_stats()) {
-    norm->running_mean.copy_(ramp * 0.1);
-    norm->running_var.copy_(ramp * 0.3);
-  }
-  return norm;
-}
 
 /// torch::nn::BatchNorm2d with the state of `norm`, in a copy of its own.
 torch::nn::BatchNorm2d local_twin(SyncBatchNorm const& norm) {
@@ -61,8 +38,6 @@ torch::nn::BatchNorm2d local_twin(SyncBatchNorm const& norm) {
 
 /// The rows of rank `rank`: 3, then 2.
 Tensor rows_of(Tensor const& whole, int rank) { return rank == 0 ? whole.slice(0, 0, 3) : whole.slice(0, 3, 5); }
-
-Tensor random(std::vector<std::int64_t> const& shape) { return torch::randn(shape, torch::kDouble); }
 
 } // namespace
 
@@ -173,65 +148,6 @@ TEST_CASE("every rank holds the same bits of the running statistics") {
     states[static_cast<std::size_t>(comm.rank())] = state_of(*norm);
   });
   for (auto const& state : states) CHECK(same_state(state, states[0]));
-}
-
-TEST_CASE("checkpoints load either way") {
-  torch::manual_seed(13);
-  auto const stored = [](auto const& module) {
-    std::stringstream stream;
-    torch::save(module, stream);
-    return stream;
-  };
-  auto norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
-  norm->forward(torch::randn({4, 3, 2, 2}));
-
-  torch::nn::BatchNorm2d local{BatchNormOptions{3}};
-  auto stream = stored(norm);
-  torch::load(local, stream);
-  CHECK(same_state(state_of(*local), state_of(*norm)));
-  CHECK(local->named_parameters().keys() == norm->named_parameters().keys());
-  CHECK(local->named_buffers().keys() == norm->named_buffers().keys());
-
-  SyncBatchNorm again{BatchNormOptions{3}};
-  stream = stored(local);
-  torch::load(again, stream);
-  CHECK(same_state(state_of(*again), state_of(*norm)));
-  CHECK(again->num_batches_tracked.item<std::int64_t>() == 1);
-
-  for (bool const affine : {true, false}) {
-    auto const options = BatchNormOptions{2}.affine(affine).track_running_stats(!affine);
-    torch::nn::Sequential const from{torch::nn::Conv2d{torch::nn::Conv2dOptions(3, 2, 3)},
-                                     torch::nn::BatchNorm2d{options}};
-    torch::nn::Sequential into{torch::nn::Conv2d{torch::nn::Conv2dOptions(3, 2, 3)}, SyncBatchNorm{options}};
-    stream = stored(from);
-    torch::load(into, stream);
-    CHECK(same_state(state_of(*into), state_of(*from)));
-  }
-}
-
-TEST_CASE("a clone has the same state and nothing in common with its original") {
-  torch::manual_seed(14);
-  run_ranks(2, [](thread_communicator const& comm) {
-    auto norm = make_norm(BatchNormOptions{3}.momentum(c10::nullopt), comm);
-    auto const x = torch::linspace(-1, 2, 24, torch::kDouble).view({2, 3, 4}) * (comm.rank() + 1);
-    norm->forward(x);
-    auto const copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone());
-    REQUIRE(copy != nullptr);
-    auto const before = state_of(*norm);
-    CHECK(same_state(state_of(*copy), before));
-    auto const y = copy->forward(x);
-    CHECK(same_state(state_of(*norm), before));
-    CHECK(copy->num_batches_tracked.item<std::int64_t>() == 2);
-    CHECK(torch::equal(y, norm->forward(x)));
-    CHECK(same_state(state_of(*norm), state_of(*copy)));
-  });
-}
-
-TEST_CASE("a module prints what it is") {
-  std::ostringstream text;
-  text << make_norm(BatchNormOptions{4}.momentum(c10::nullopt).affine(false));
-  CHECK(text.str() ==
-        "syncnorm::torch::SyncBatchNorm(4, eps=1e-05, momentum=None, affine=false, track_running_stats=true, ranks=1)");
 }
 
 TEST_CASE("only what needs a gradient gets one, and every rank joins") {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,26 @@ inline bool same_state(std::vector<Tensor> const& a, std::vector<Tensor> const& 
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
                     [](Tensor const& x, Tensor const& y) { return x.dtype() == y.dtype() && torch::equal(x, y); });
 }
+
+/// A module whose parameters and buffers are all different.
+inline SyncBatchNorm make_norm(BatchNormOptions const& options, syncnorm::any_communicator const& comm = {},
+                               torch::Dtype type = torch::kDouble) {
+  SyncBatchNorm norm{options, comm};
+  if (type != torch::kFloat) norm->to(type); // which would make num_batches_tracked a float, too
+  torch::NoGradGuard const no_recording;
+  auto const ramp = torch::arange(1, options.num_features() + 1, type);
+  if (options.affine()) {
+    norm->weight.copy_(ramp * 0.5);
+    norm->bias.copy_(ramp - 2);
+  }
+  if (options.track_running_stats()) {
+    norm->running_mean.copy_(ramp * 0.1);
+    norm->running_var.copy_(ramp * 0.3);
+  }
+  return norm;
+}
+
+inline Tensor random(std::vector<std::int64_t> const& shape) { return torch::randn(shape, torch::kDouble); }
 
 /// What `f` threw as an `Error`, or a text that says what else happened.
 template <class Error, class F>

@@ -1,5 +1,6 @@
 #include <memory>
 #include <span>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -217,4 +218,63 @@ TEST_CASE("a module in several places is converted to one module") {
   CHECK(first->named_children()["0"] == converted);
   CHECK(first->named_children()["2"] == converted);
   CHECK_THROWS_AS(convert_sync_batchnorm(nullptr, syncnorm::self_communicator{}), syncnorm::invalid_argument_error);
+}
+
+TEST_CASE("checkpoints load either way") {
+  torch::manual_seed(13);
+  auto const stored = [](auto const& module) {
+    std::stringstream stream;
+    torch::save(module, stream);
+    return stream;
+  };
+  auto norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
+  norm->forward(torch::randn({4, 3, 2, 2}));
+
+  torch::nn::BatchNorm2d local{BatchNormOptions{3}};
+  auto stream = stored(norm);
+  torch::load(local, stream);
+  CHECK(same_state(state_of(*local), state_of(*norm)));
+  CHECK(local->named_parameters().keys() == norm->named_parameters().keys());
+  CHECK(local->named_buffers().keys() == norm->named_buffers().keys());
+
+  SyncBatchNorm again{BatchNormOptions{3}};
+  stream = stored(local);
+  torch::load(again, stream);
+  CHECK(same_state(state_of(*again), state_of(*norm)));
+  CHECK(again->num_batches_tracked.item<std::int64_t>() == 1);
+
+  for (bool const affine : {true, false}) {
+    auto const options = BatchNormOptions{2}.affine(affine).track_running_stats(!affine);
+    torch::nn::Sequential const from{torch::nn::Conv2d{torch::nn::Conv2dOptions(3, 2, 3)},
+                                     torch::nn::BatchNorm2d{options}};
+    torch::nn::Sequential into{torch::nn::Conv2d{torch::nn::Conv2dOptions(3, 2, 3)}, SyncBatchNorm{options}};
+    stream = stored(from);
+    torch::load(into, stream);
+    CHECK(same_state(state_of(*into), state_of(*from)));
+  }
+}
+
+TEST_CASE("a clone has the same state and nothing in common with its original") {
+  torch::manual_seed(14);
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}.momentum(c10::nullopt), comm);
+    auto const x = torch::linspace(-1, 2, 24, torch::kDouble).view({2, 3, 4}) * (comm.rank() + 1);
+    norm->forward(x);
+    auto const copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone());
+    REQUIRE(copy != nullptr);
+    auto const before = state_of(*norm);
+    CHECK(same_state(state_of(*copy), before));
+    auto const y = copy->forward(x);
+    CHECK(same_state(state_of(*norm), before));
+    CHECK(copy->num_batches_tracked.item<std::int64_t>() == 2);
+    CHECK(torch::equal(y, norm->forward(x)));
+    CHECK(same_state(state_of(*norm), state_of(*copy)));
+  });
+}
+
+TEST_CASE("a module prints what it is") {
+  std::ostringstream text;
+  text << make_norm(BatchNormOptions{4}.momentum(c10::nullopt).affine(false));
+  CHECK(text.str() ==
+        "syncnorm::torch::SyncBatchNorm(4, eps=1e-05, momentum=None, affine=false, track_running_stats=true, ranks=1)");
 }
