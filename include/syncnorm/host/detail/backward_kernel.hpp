@@ -122,13 +122,8 @@ private:
         A const middle = center[static_cast<std::size_t>(c)];
         gradient_sums<A> piece;
         if (layout_ == layout::rows) {
-          auto const ahead = [&](tensor_view<T const> const& view) {
-            T const* const from = &view(now.sample, c, now.begin);
-            T const* const then = view.data + next.sample * view.stride_n + next.begin;
-            return lookahead(from, c + 1 == view.channels ? then : from + view.stride_c, length);
-          };
           piece = sum_gradient_piece(&dy(now.sample, c, now.begin), &x(now.sample, c, now.begin), middle, length,
-                                     ahead(dy), ahead(x));
+                                     lookahead(dy, c, now, next), lookahead(x, c, now, next));
         } else {
           for (std::int64_t s = 0; s < length; ++s) {
             dy_row[static_cast<std::size_t>(s)] = static_cast<A>(dy(now.sample, c, now.begin + s));

@@ -120,10 +120,7 @@ private:
       for (std::int64_t c = 0; c < x.channels; ++c) {
         piece_sums<A> piece;
         if (layout_ == layout::rows) {
-          bool const last = c + 1 == x.channels;
-          T const* const from = &x(now.sample, c, now.begin);
-          T const* const then = x.data + next.sample * x.stride_n + next.begin;
-          piece = sum_piece(from, now.length, lookahead(from, last ? then : from + x.stride_c, now.length));
+          piece = sum_piece(&x(now.sample, c, now.begin), now.length, lookahead(x, c, now, next));
         } else {
           for (std::int64_t s = 0; s < now.length; ++s)
             row[static_cast<std::size_t>(s)] = static_cast<A>(x(now.sample, c, now.begin + s));

@@ -151,13 +151,15 @@ private:
 /// How far a reduction reads ahead, in bytes: what arrives while the latency of memory passes.
 inline constexpr std::int64_t lookahead_bytes = 2048;
 
-/// Elements from a piece of a row, of `length` elements at `now`, to what is read some time later: the same place of the
-/// next piece, or further on in the rows that follow each other where pieces are short.
+/// Elements from piece `now` of channel `c` to what is read some time later: the next piece, or further on in the rows that
+/// follow each other where pieces are short.
 template <class T>
-[[nodiscard]] inline std::int64_t lookahead(T const* now, T const* next, std::int64_t length) {
+[[nodiscard]] constexpr std::int64_t lookahead(tensor_view<T> const& x, std::int64_t c, groups::piece const& now,
+                                               groups::piece const& next) {
   constexpr std::int64_t bytes = sizeof(T);
-  if (length * bytes < lookahead_bytes) return lookahead_bytes / bytes;
-  return (reinterpret_cast<std::intptr_t>(next) - reinterpret_cast<std::intptr_t>(now)) / bytes;
+  if (now.length * bytes < lookahead_bytes) return lookahead_bytes / bytes;
+  if (c + 1 < x.channels) return x.stride_c;
+  return (next.sample - now.sample) * x.stride_n + next.begin - now.begin - c * x.stride_c;
 }
 
 /// Positions from one to what is read some time later, with contiguous channels and four positions at a time.
