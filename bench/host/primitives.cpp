@@ -74,7 +74,8 @@ void add(std::vector<bench::row>& rows, std::string const& op, std::string const
       };
     };
     auto const steps = bench::iterations_for(bytes);
-    return std::vector<bench::contender>{{"ours", run, steps}, {"floor", floor, steps}};
+    return std::vector<bench::contender>{{"ours", run, steps, bench::settling_steps},
+                                         {"floor", floor, steps, bench::settling_steps}};
   };
   rows.push_back({key, bytes, make});
 }

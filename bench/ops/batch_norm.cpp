@@ -37,7 +37,7 @@ void add_peers([[maybe_unused]] std::vector<bench::contender>& contenders,
                               auto const step = bench::onednn_batch_norm(problem, layout);
                               return [=](int) { step(); };
                             },
-                            steps});
+                            steps, bench::settling_steps / 2});
   }
 #endif
 #if SYNCNORM_BENCH_TORCH
@@ -60,8 +60,8 @@ void add(std::vector<bench::row>& rows, std::string const& layout, std::array<st
       auto const self = [](int) { return syncnorm::self_communicator{}; };
       auto const steps = bench::iterations_for(bench::floor_bytes<T>(key));
       std::vector<bench::contender> contenders{
-          {"ours", [=] { return bench::syncnorm_step<T>(key, data, self, exec); }, steps},
-          {"floor", [=] { return bench::floor_step<T>(key, data); }, steps}};
+          {"ours", [=] { return bench::syncnorm_step<T>(key, data, self, exec); }, steps, bench::settling_steps},
+          {"floor", [=] { return bench::floor_step<T>(key, data); }, steps, bench::settling_steps}};
       if (suffix.empty()) {
         auto const& tensor = data->front();
         add_peers(contenders,

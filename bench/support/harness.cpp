@@ -175,15 +175,15 @@ std::vector<measured> measure(row const& what, std::vector<contender> const& con
   for (auto const& each : contenders) steps.push_back(each.make());
   for (int round = 0; round < how.rounds; ++round)
     for (std::size_t i = 0; i < contenders.size(); ++i) {
-      auto const& step = steps[i];
+      auto const& [name, make, iterations, warm_up] = contenders[i];
+      auto const body = [&step = steps[i], &group, warm_up = warm_up](benchmark::State& state) {
+        for (std::int64_t k = 0; k < warm_up; ++k) step(state.thread_index());
+        group.barrier();
+        for (auto _ : state) step(state.thread_index());
+      };
       benchmark::ClearRegisteredBenchmarks();
-      auto* const registered = benchmark::RegisterBenchmark((name_of(what.key) + '/' + contenders[i].name).c_str(),
-                                                            [&](benchmark::State& state) {
-                                                              step(state.thread_index());
-                                                              group.barrier();
-                                                              for (auto _ : state) step(state.thread_index());
-                                                            });
-      registered->Iterations(contenders[i].iterations)->UseRealTime();
+      auto* const registered = benchmark::RegisterBenchmark((name_of(what.key) + '/' + name).c_str(), body);
+      registered->Iterations(iterations)->UseRealTime();
       if (what.rank_threads > 1) registered->Threads(what.rank_threads);
       collector collected{how.cpu_clock};
       benchmark::RunSpecifiedBenchmarks(&collected, ".");

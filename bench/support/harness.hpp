@@ -26,6 +26,7 @@ struct contender {
   std::string name;
   std::function<step()> make;  ///< everything that a first step needs; kept while the row is measured
   std::int64_t iterations = 1; ///< steps of one measurement; the same on every rank
+  std::int64_t warm_up = 1;    ///< steps before a measurement
 };
 
 struct row {
@@ -57,10 +58,14 @@ struct settings {
 [[nodiscard]] settings parse(int argc, char** argv);
 
 /// Measures the rows one after the other: their contenders in turn, round by round, each a run of Google Benchmark with
-/// a fixed number of steps after one that is not timed. What slows the machine for a while so slows all contenders of a
+/// a fixed number of steps after some that are not timed. What slows the machine for a while so slows all contenders of a
 /// round, and a row takes medians over the rounds. Shows progress and writes the rows as JSON on rank 0. Returns the
 /// exit status.
 int run(settings const& how, std::vector<row> const& rows, process_group const& group = {});
+
+/// Steps before a measurement for contenders that read the same data each time: until the last-level cache holds of them
+/// what it will, which a peer with tensors of its own has pushed out.
+inline constexpr std::int64_t settling_steps = 8;
 
 /// Steps for one measurement of a contender whose step moves so many bytes.
 [[nodiscard]] std::int64_t iterations_for(double bytes);

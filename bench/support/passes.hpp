@@ -112,14 +112,14 @@ template <class T, class CommOf, class E = syncnorm::host::serial_executor>
 [[nodiscard]] std::vector<contender> rank_contenders(row_key const& key, rank_tensors<T> data, CommOf comm_of,
                                                      E exec = {}) {
   auto const steps = iterations_for(floor_bytes<T>(key));
-  return {{"ours", [=] { return syncnorm_step<T>(key, data, comm_of, exec); }, steps},
+  return {{"ours", [=] { return syncnorm_step<T>(key, data, comm_of, exec); }, steps, settling_steps},
           {"alone",
            [=] {
              return syncnorm_step<T>(
                  key, data, [](int) { return syncnorm::self_communicator{}; }, exec);
            },
            steps},
-          {"floor", [=] { return floor_step<T>(key, data); }, steps}};
+          {"floor", [=] { return floor_step<T>(key, data); }, steps, settling_steps}};
 }
 
 } // namespace bench
