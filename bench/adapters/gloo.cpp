@@ -60,7 +60,7 @@ bench::contender bare_collectives(std::shared_ptr<gloo::Context> const& context,
                 gloo::AllgatherOptions options{context};
                 options.setInput(reinterpret_cast<char*>(in.data()), in.size());
                 options.setOutput(reinterpret_cast<char*>(out.data()), out.size());
-                options.setTag(context->nextSlot());
+                options.setTag(static_cast<std::uint32_t>(context->nextSlot()));
                 gloo::allgather(options);
               }
             };
@@ -91,13 +91,14 @@ int measure(bench::settings const& how) {
   if (where.wire.empty() && where.ranks > 1)
     homework = std::make_shared<bench::homework>(where.rank, where.ranks, where.meet + "/homework");
 #endif
-  bench::rank_source source{
+  auto const comm_of = [comm](int) { return comm; };
+  bench::rank_source<decltype(comm_of)> source{
       .name = "gloo" + where.wire,
       .ranks = where.ranks,
-      .comm_of = [comm](int) { return comm; },
+      .comm_of = comm_of,
       .steps = where.ranks <= 2 ? 200 : 50,
       .more =
-          [&](bench::row_key const& key, std::size_t bytes) {
+          [&]([[maybe_unused]] bench::row_key const& key, std::size_t bytes) {
             std::vector<bench::contender> more;
             if (plain) more.push_back(bare_collectives(plain, bytes));
 #if SYNCNORM_BENCH_HOMEWORK

@@ -26,10 +26,11 @@ std::vector<bench::contender> bare_collectives(bench::row_key const& key, std::s
 int measure(int argc, char** argv) {
   auto const how = bench::parse(argc, argv);
   auto const comm = syncnorm::mpi_communicator::duplicate(MPI_COMM_WORLD);
-  bench::rank_source const source{
+  auto const comm_of = [comm](int) { return comm; };
+  bench::rank_source<decltype(comm_of)> const source{
       .name = "mpi",
       .ranks = comm.size(),
-      .comm_of = [comm](int) { return comm; },
+      .comm_of = comm_of,
       .steps = comm.size() <= 2 ? 1000 : 100,
       .more = bare_collectives,
   };

@@ -40,11 +40,18 @@ struct tensors {
 template <class T>
 using rank_tensors = std::shared_ptr<std::vector<tensors<T>>>;
 
-/// Tensors for the ranks that are threads of this process, or for the one that is this process.
+/// Tensors for the ranks that are threads of this process, or for the one that is this process. Rows of equal size that
+/// follow each other get the same ones, since making them takes longer than measuring.
 template <class T>
 [[nodiscard]] rank_tensors<T> make_tensors(row_key const& key, int rank_threads = 1) {
+  static rank_tensors<T> latest;
+  if (latest && latest->size() == static_cast<std::size_t>(rank_threads) &&
+      latest->front().x.size() == tensors<T>::size(key))
+    return latest;
+  latest.reset();
   auto made = std::make_shared<std::vector<tensors<T>>>();
   for (int r = 0; r < rank_threads; ++r) made->emplace_back(key, static_cast<std::uint32_t>(r));
+  latest = made;
   return made;
 }
 
