@@ -29,8 +29,9 @@ void add_peers([[maybe_unused]] std::vector<bench::contender>& contenders,
                [[maybe_unused]] bench::peer_problem const& problem, [[maybe_unused]] std::int64_t steps) {
 #if SYNCNORM_BENCH_ONEDNN
   if (!problem.is_double) {
-    std::vector<std::string> layouts{problem.spatial == 1 ? "nc" : "nhwc"};
-    if (problem.spatial > 1 && !problem.channels_last) layouts = {"nchw", "nhwc", "nChw16c"};
+    std::vector<std::string> layouts{"nchw", "nhwc", "nChw16c"};
+    if (problem.channels_last) layouts = {"nhwc"};
+    if (problem.spatial == 1) layouts.push_back("nc");
     for (auto const& layout : layouts)
       contenders.push_back({"onednn/" + layout,
                             [=] {

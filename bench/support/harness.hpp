@@ -49,7 +49,7 @@ struct process_group {
 struct settings {
   bool quick = false;
   bool cpu_clock = false; ///< time of the processor that the first thread had, for one thread on a busy machine
-  int rounds = 15;
+  int rounds = 9;
   std::string json, filter = ".";
   std::map<std::string, std::string> others; ///< --NAME VALUE of the program's own
 };

@@ -18,7 +18,7 @@ class onednn_pass {
 public:
   onednn_pass(peer_problem const& problem, memory::format_tag tag) : problem_{problem}, tag_{tag} {
     memory::dims extents{problem.samples, problem.channels};
-    if (problem.spatial > 1) extents.insert(extents.end(), {problem.spatial, 1});
+    if (tag != memory::format_tag::nc) extents.insert(extents.end(), {problem.spatial, 1});
     memory::desc const tensor{extents, memory::data_type::f32, tag};
     memory::desc const per_channel{{problem.channels}, memory::data_type::f32, memory::format_tag::x};
     auto const flags = dnnl::normalization_flags::use_scale | dnnl::normalization_flags::use_shift;
@@ -63,7 +63,8 @@ public:
 
 private:
   [[nodiscard]] bool is_given_layout() const {
-    if (problem_.spatial == 1) return tag_ == memory::format_tag::nc;
+    // With one position in space they are all the same.
+    if (problem_.spatial == 1) return tag_ != memory::format_tag::nChw16c;
     return tag_ == (problem_.channels_last ? memory::format_tag::nhwc : memory::format_tag::nchw);
   }
 
