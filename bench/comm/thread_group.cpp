@@ -16,10 +16,11 @@ int main(int argc, char** argv) {
     auto const how = bench::parse(argc, argv);
     auto const source = [](int ranks) {
       auto const group = std::make_shared<syncnorm::thread_group>(ranks);
-      return bench::rank_source{
+      auto const comm_of = [group](int rank) { return group->communicator(rank); };
+      return bench::rank_source<decltype(comm_of)>{
           .name = "thread_group",
           .ranks = ranks,
-          .comm_of = [group](int rank) { return group->communicator(rank); },
+          .comm_of = comm_of,
           .rank_threads = ranks,
           .steps = ranks <= 2 ? 1000 : 100,
       };
