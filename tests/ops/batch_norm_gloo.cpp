@@ -12,9 +12,9 @@ TEST_CASE("batch norm over Gloo processes agrees with the oracle on the whole ba
   using namespace std::chrono_literals;
   constexpr int ranks = 7;
   test_support::temporary_directory const directory;
-  test_support::check_passed(test_support::run_processes(ranks, 300s, [&](int rank) {
+  test_support::check_passed(test_support::run_processes(ranks, 600s, [&](int rank) {
     auto const store = syncnorm::make_gloo_store("file:" + directory.path());
-    auto const context = syncnorm::make_gloo_context(rank, ranks, *store, {.hostname = "127.0.0.1", .timeout = 60s});
-    test::check_batch_norm_over_processes(syncnorm::gloo_communicator{context, 60s});
+    auto const context = syncnorm::make_gloo_context(rank, ranks, *store, {.hostname = "127.0.0.1", .timeout = 600s});
+    test::check_batch_norm_over_processes(syncnorm::gloo_communicator{context, 600s});
   }));
 }

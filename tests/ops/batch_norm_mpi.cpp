@@ -9,7 +9,7 @@
 
 TEST_CASE("batch norm over MPI processes agrees with the oracle on the whole batch") {
   test::check_batch_norm_over_processes(
-      syncnorm::mpi_communicator::duplicate(MPI_COMM_WORLD, std::chrono::seconds{60}));
+      syncnorm::mpi_communicator::duplicate(MPI_COMM_WORLD, std::chrono::seconds{600}));
 }
 
 int main(int argc, char** argv) {
