@@ -166,6 +166,7 @@ TEST_CASE("ranks that disagree on the options are told so") {
            {{.norm = {.momentum = 0.2}}, "momentum"},
            {{.norm = {.momentum = std::nullopt}}, "momentum"},
            {{.norm = {.variance = syncnorm::running_variance::biased}}, "running variance"},
+           {{.norm = {.variance = syncnorm::running_variance::standard_deviation}}, "standard deviation"},
            {{.track_running_stats = false}, "running statistics"},
            {{.affine = false}, "affine"}})
     syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {

@@ -94,6 +94,55 @@ TEST_CASE("a module of its own rank alone is local") {
   CHECK(error_of(norm->running_var, twin->running_var) <= 1e-12);
 }
 
+TEST_CASE("frozen statistics, a running standard deviation, and one affine parameter alone") {
+  torch::manual_seed(21);
+  auto const x = random({5, 3, 2, 2});
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm);
+    auto twin = local_twin(norm);
+    norm->freeze_statistics();
+    twin->eval();
+    auto const before = state_of(*norm);
+    if (comm.rank() == 0) { // not collective
+      auto const own = x.clone().requires_grad_(), other = x.clone().requires_grad_();
+      auto const y = norm->forward(own), expected = twin->forward(other);
+      CHECK(error_of(y, expected) <= 1e-12);
+      y.pow(2).sum().backward();
+      expected.pow(2).sum().backward();
+      CHECK(error_of(own.grad(), other.grad()) <= 1e-12);
+      CHECK(error_of(norm->weight.grad(), twin->weight.grad()) <= 1e-12);
+      CHECK(same_state(before, state_of(*norm)));
+    }
+    CHECK(std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone())->has_frozen_statistics());
+
+    norm->freeze_statistics(false);
+    norm->set_running_variance(syncnorm::running_variance::standard_deviation);
+    norm->forward(rows_of(x, comm.rank()));
+    auto const flat = x.transpose(0, 1).reshape({3, -1});
+    auto const deviation = (flat.var(1, /*unbiased=*/false) + 1e-5).sqrt();
+    CHECK(error_of(norm->running_var, 0.9 * before[3] + 0.1 * deviation) <= 1e-12);
+    norm->eval();
+    auto const channel = [](Tensor const& t) { return t.view({1, 3, 1, 1}); };
+    auto const expected =
+        (x - channel(norm->running_mean)) / channel(norm->running_var) * channel(norm->weight) + channel(norm->bias);
+    CHECK(error_of(norm->forward(x), expected) <= 1e-12);
+  });
+
+  auto const alone = [&](syncnorm::affine_parts parts) {
+    SyncBatchNorm norm{BatchNormOptions{3}, syncnorm::any_communicator{}, 2, parts};
+    norm->to(torch::kDouble);
+    auto const own = x.clone().requires_grad_();
+    auto const y = norm->forward(own);
+    CHECK(error_of(y, torch::batch_norm(x, norm->weight, norm->bias, {}, {}, true, 0.1, 1e-5, false)) <= 1e-12);
+    y.pow(3).sum().backward();
+    CHECK(norm->parameters().size() == 1);
+    CHECK(norm->parameters()[0].grad().defined());
+    return norm;
+  };
+  CHECK_FALSE(alone(syncnorm::affine_parts::gamma)->bias.defined());
+  CHECK_FALSE(alone(syncnorm::affine_parts::beta)->weight.defined());
+}
+
 TEST_CASE("inference mode, and evaluation by several threads at once") {
   auto norm = make_norm(BatchNormOptions{2});
   auto const x = random({4, 2, 3, 3});

@@ -6,9 +6,16 @@
 
 namespace syncnorm {
 
-/// Which variance goes into `running_var`. PyTorch, Apex and Horovod keep the unbiased one; TensorFlow, Paddle, MXNet
-/// and Flax the biased one.
-enum class running_variance : std::uint8_t { unbiased, biased };
+/// What goes into `running_var`. PyTorch, Apex and Horovod keep the unbiased variance; TensorFlow, Paddle, MXNet and Flax
+/// the biased one.
+enum class running_variance : std::uint8_t {
+  unbiased,
+  biased,
+  standard_deviation, ///< √(biased variance + eps), by which inference then divides as it is
+};
+
+/// Which affine parameters a layer has.
+enum class affine_parts : std::uint8_t { gamma_and_beta, gamma, beta };
 
 /// Options of batch normalization; the same on every rank.
 struct batch_norm_options {

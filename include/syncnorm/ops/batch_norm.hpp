@@ -15,8 +15,9 @@ namespace syncnorm {
 /// How a batch norm layer is made; the same on every rank.
 struct batch_norm_layer_options {
   batch_norm_options norm{};
-  bool affine = true;              ///< gamma and beta exist and are learned
-  bool track_running_stats = true; ///< off: inference, too, normalizes by its own batch, on this rank
+  bool affine = true;                                ///< gamma and beta exist and are learned
+  bool track_running_stats = true;                   ///< off: inference, too, normalizes by its own batch, on this rank
+  affine_parts parts = affine_parts::gamma_and_beta; ///< which of gamma and beta exist, where `affine`
 };
 
 /// A batch normalization layer whose statistics span the ranks of `C`. It owns the parameters (`P`, gamma = 1, beta =
@@ -31,10 +32,12 @@ public:
   explicit batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {}, E exec = {})
       : comm_{std::move(comm)}, exec_{std::move(exec)}, options_{options}, channels_{channels}, workspace_{channels} {
     auto const c = static_cast<std::size_t>(channels > 0 ? channels : 0);
-    if (options.affine) {
+    if (options.affine && options.parts != affine_parts::beta) {
       gamma_.assign(c, P{1});
-      beta_.assign(c, P{0});
       gamma_grad_.assign(c, P{0});
+    }
+    if (options.affine && options.parts != affine_parts::gamma) {
+      beta_.assign(c, P{0});
       beta_grad_.assign(c, P{0});
     }
     if (options.track_running_stats) {
@@ -44,14 +47,15 @@ public:
   }
 
   /// y = batch_norm(x). `[N, C, S]`, y may be x unless a backward pass follows, which needs x. In training mode
-  /// collective and as `batch_norm_forward`; in evaluation mode local, by the running statistics.
+  /// collective and as `batch_norm_forward`; in evaluation mode, and while the statistics are frozen, local, by the
+  /// running statistics.
   void forward(tensor_view<T const> x, tensor_view<T> y) {
     affine_parameters<P> const affine{gamma_, beta_};
     auto const& norm = options_.norm;
-    if (training_) {
+    if (training_ && !frozen_) {
       batch_norm_forward<T, P>(exec_, comm_, x, y, affine, running(), norm, saved_, workspace_);
     } else if (options_.track_running_stats) {
-      batch_norm_inference<T, P>(exec_, x, y, affine, running_mean_, running_var_, norm.eps, saved_);
+      batch_norm_inference<T, P>(exec_, x, y, affine, running_mean_, running_var_, norm.eps, saved_, norm.variance);
     } else {
       batch_norm_forward<T, P>(exec_, self_communicator{}, x, y, affine, {}, norm, saved_, workspace_);
       saved_.scope = statistics_scope::this_rank;
@@ -70,6 +74,11 @@ public:
   void eval() noexcept { training_ = false; }
   [[nodiscard]] bool is_training() const noexcept { return training_; }
 
+  /// On: training, too, normalizes by the running statistics, which are constants to the gradients and stay as they are,
+  /// without a collective; for fine-tuning on small batches. The same on every rank.
+  void freeze_statistics(bool on = true) noexcept { frozen_ = on; }
+  [[nodiscard]] bool has_frozen_statistics() const noexcept { return frozen_; }
+
   void zero_grad() {
     std::ranges::fill(gamma_grad_, P{0});
     std::ranges::fill(beta_grad_, P{0});
@@ -81,7 +90,7 @@ public:
   /// Statistics of the latest forward pass.
   [[nodiscard]] batch_norm_saved const& saved() const noexcept { return saved_; }
 
-  /// `[C]` each; empty without affine parameters.
+  /// `[C]` each; empty where the layer has no such parameters.
   [[nodiscard]] std::span<P> gamma() noexcept { return gamma_; }
   [[nodiscard]] std::span<P> beta() noexcept { return beta_; }
   [[nodiscard]] std::span<P> gamma_grad() noexcept { return gamma_grad_; }
@@ -104,7 +113,7 @@ private:
   std::int64_t channels_;
   std::vector<P> gamma_, beta_, gamma_grad_, beta_grad_, running_mean_, running_var_;
   std::int64_t num_batches_tracked_ = 0;
-  bool training_ = true;
+  bool training_ = true, frozen_ = false;
   batch_norm_saved saved_;
   batch_norm_workspace workspace_;
 };

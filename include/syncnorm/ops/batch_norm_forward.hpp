@@ -64,6 +64,8 @@ void update_running_statistics(running_statistics<P> running, batch_norm_options
       options.momentum ? *options.momentum : 1.0 / static_cast<double>(*running.num_batches_tracked + 1);
   auto const divisor = options.variance == running_variance::unbiased ? saved.count - 1 : saved.count;
   for (double& value : m2) value /= static_cast<double>(divisor);
+  if (options.variance == running_variance::standard_deviation)
+    for (double& value : m2) value = std::sqrt(value + options.eps);
   host::update_running(running.mean, std::span<double const>{saved.mean}, weight);
   host::update_running(running.var, std::span<double const>{m2}, weight);
   if (running.num_batches_tracked != nullptr) ++*running.num_batches_tracked;
@@ -74,7 +76,7 @@ void update_running_statistics(running_statistics<P> running, batch_norm_options
 /// Batch normalization over the batch of all ranks, in training:
 ///
 ///     mean = Σ x / n,  var = Σ (x − mean)² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  over all ranks' N and S
-///     running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))
+///     running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))    or as `options.variance` says
 ///
 /// x, y `[N, C, S]`, y may be x; N and S may differ between ranks and be zero. Collective: one allgather once the
 /// workspace has been used, none with one rank. Every rank gets the same bits of mean, inv_std and running statistics.
@@ -118,7 +120,7 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
     auto own = detail::make_header<T>(pass, channels, x.count(), check);
     own.eps = options.eps;
     own.momentum = options.momentum.value_or(-1);
-    own.biased_variance = options.variance == running_variance::biased ? 1 : 0;
+    own.running_variance = static_cast<std::int64_t>(options.variance);
     own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
     own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
     own.backward = static_cast<std::int64_t>(caller.backward);
@@ -162,12 +164,14 @@ template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
   return saved;
 }
 
-/// Batch normalization by constant statistics, y = gamma·(x − mean)/√(var + eps) + beta: inference. Not collective.
-/// x, y `[N, C, S]`, y may be x; mean and var `[C]`. Throws invalid_argument_error.
+/// Batch normalization by constant statistics, y = gamma·(x − mean)/√(var + eps) + beta: inference, and training by
+/// frozen statistics. Where `kind` says that var is the standard deviation, y = gamma·(x − mean)/var + beta. Not
+/// collective. x, y `[N, C, S]`, y may be x; mean and var `[C]`. Throws invalid_argument_error.
 template <class T, class P, host::executor E>
 void batch_norm_inference(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                           affine_parameters<P> affine, std::type_identity_t<std::span<P const>> mean,
-                          std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved) {
+                          std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved,
+                          running_variance kind = running_variance::unbiased) {
   auto const channels = static_cast<std::int64_t>(mean.size());
   detail::call_check check;
   check.tensor(x, "x", channels);
@@ -183,7 +187,8 @@ void batch_norm_inference(E const& exec, std::type_identity_t<tensor_view<T cons
   saved.count = 0;
   saved.mean.assign(mean.begin(), mean.end());
   saved.inv_std.assign(var.begin(), var.end());
-  for (double& value : saved.inv_std) value = 1.0 / std::sqrt(value + eps);
+  bool const is_deviation = kind == running_variance::standard_deviation;
+  for (double& value : saved.inv_std) value = 1.0 / (is_deviation ? value : std::sqrt(value + eps));
   host::normalize(exec, x, y, std::span<double const>{saved.mean}, std::span<double const>{saved.inv_std}, affine);
 }
 

@@ -53,6 +53,9 @@ template <class Impl>
 }
 
 [[nodiscard]] inline replacement make_local(SyncBatchNormImpl const& norm) {
+  if (norm.running_variance_kind() == running_variance::standard_deviation)
+    throw invalid_argument_error{"revert_sync_batchnorm: a module keeps running standard deviations, which "
+                                 "torch::nn::BatchNorm would take for variances"};
   switch (norm.revert_dimension()) {
   case 1:
     return make_local_as<::torch::nn::BatchNorm1dImpl>(norm);

@@ -32,10 +32,11 @@ namespace syncnorm::torch {
 /// They cannot be differentiated again.
 class SyncBatchNormImpl : public ::torch::nn::Cloneable<SyncBatchNormImpl> {
 public:
-  /// `revert_dimension` is which of BatchNorm1d, 2d and 3d `revert_sync_batchnorm` makes of the module.
+  /// `revert_dimension` is which of BatchNorm1d, 2d and 3d `revert_sync_batchnorm` makes of the module. `parts` says
+  /// which of weight and bias there are, where `options.affine()`.
   explicit SyncBatchNormImpl(::torch::nn::BatchNormOptions const& options_, any_communicator comm = self_communicator{},
-                             int revert_dimension = 2)
-      : options{options_}, revert_dimension_{revert_dimension}, state_{make_state(std::move(comm))} {
+                             int revert_dimension = 2, affine_parts parts = affine_parts::gamma_and_beta)
+      : options{options_}, revert_dimension_{revert_dimension}, parts_{parts}, state_{make_state(std::move(comm))} {
     reset();
   }
 
@@ -43,12 +44,11 @@ public:
     // A clone shares nothing with its original, the buffers of the exchange least of all.
     state_ = make_state(state_->comm);
     auto const channels = options.num_features() > 0 ? options.num_features() : 0;
-    auto const parameter = [&](char const* name) {
-      auto const value = options.affine() ? ::torch::empty({channels}) : ::torch::Tensor{};
-      return register_parameter(name, value, options.affine());
+    auto const parameter = [&](char const* name, bool exists) {
+      return register_parameter(name, exists ? ::torch::empty({channels}) : ::torch::Tensor{}, exists);
     };
-    weight = parameter("weight");
-    bias = parameter("bias");
+    weight = parameter("weight", options.affine() && parts_ != affine_parts::beta);
+    bias = parameter("bias", options.affine() && parts_ != affine_parts::gamma);
     bool const tracks = options.track_running_stats();
     running_mean = register_buffer("running_mean", tracks ? ::torch::zeros({channels}) : ::torch::Tensor{});
     running_var = register_buffer("running_var", tracks ? ::torch::ones({channels}) : ::torch::Tensor{});
@@ -66,10 +66,9 @@ public:
 
   void reset_parameters() {
     reset_running_stats();
-    if (!options.affine()) return;
     ::torch::NoGradGuard const no_recording;
-    weight.fill_(1);
-    bias.zero_();
+    if (weight.defined()) weight.fill_(1);
+    if (bias.defined()) bias.zero_();
   }
 
   /// y = (input − mean)/√(var + eps)·weight + bias, by the statistics of the batch over all ranks in training mode, by
@@ -105,10 +104,19 @@ public:
   void set_backward_exchange(bool on) noexcept { state_->exchange_backward = on; }
   [[nodiscard]] bool backward_exchange() const noexcept { return state_->exchange_backward; }
 
+  /// On: training, too, normalizes by the running statistics, as in evaluation mode: they are constants to the gradients,
+  /// stay as they are, and nothing is collective. It outlasts `train` and `eval`. The same on every rank.
+  void freeze_statistics(bool on = true) noexcept { frozen_ = on; }
+  [[nodiscard]] bool has_frozen_statistics() const noexcept { return frozen_; }
+
+  /// What `running_var` holds; unbiased variances unless set, as in libtorch. The same on every rank.
+  void set_running_variance(running_variance kind) noexcept { running_variance_ = kind; }
+  [[nodiscard]] running_variance running_variance_kind() const noexcept { return running_variance_; }
+
   [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
 
   ::torch::nn::BatchNormOptions options;
-  /// Undefined without `affine`.
+  /// Undefined without `affine`, or where the module has no such part.
   ::torch::Tensor weight, bias;
   /// Undefined without `track_running_stats`.
   ::torch::Tensor running_mean, running_var, num_batches_tracked;
@@ -163,11 +171,11 @@ private:
                running_statistics<T> const& running, detail::recorded_pass& pass, batch_norm_caller const& caller) {
     auto const& x = of_input.x_view;
     auto const& y = of_input.y_view;
-    batch_norm_options norm{.eps = options.eps()};
+    batch_norm_options norm{.eps = options.eps(), .variance = running_variance_};
     norm.momentum.reset();
     if (options.momentum()) norm.momentum = *options.momentum();
     at_executor const exec;
-    if (is_training()) {
+    if (is_training() && !frozen_) {
       auto& workspace = state_->workspace;
       batch_norm_forward<T, T>(exec, state_->comm, x, y, affine, running, norm, pass.saved, workspace, caller);
       if (pass.saved.count > 0) detail::bump_versions({running_mean, running_var});
@@ -175,7 +183,7 @@ private:
     }
     if (!caller.fault.empty()) throw invalid_argument_error{"batch_norm inference: " + std::string{caller.fault}};
     if (!running.mean.empty()) {
-      batch_norm_inference<T, T>(exec, x, y, affine, running.mean, running.var, norm.eps, pass.saved);
+      batch_norm_inference<T, T>(exec, x, y, affine, running.mean, running.var, norm.eps, pass.saved, norm.variance);
     } else {
       batch_norm_workspace workspace{options.num_features()};
       batch_norm_forward<T, T>(exec, self_communicator{}, x, y, affine, {}, norm, pass.saved, workspace);
@@ -190,6 +198,9 @@ private:
   }
 
   int revert_dimension_;
+  affine_parts parts_;
+  bool frozen_ = false;
+  running_variance running_variance_ = running_variance::unbiased;
   std::shared_ptr<detail::exchange_state> state_;
 };
 

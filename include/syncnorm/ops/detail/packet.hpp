@@ -22,8 +22,8 @@ struct packet_header {
   std::int64_t channels = 0;
   std::int64_t count = 0; ///< elements of a channel on this rank; ranks may differ
   double eps = 0;
-  double momentum = 0; ///< −1: cumulative average
-  std::int64_t biased_variance = 0;
+  double momentum = 0;               ///< −1: cumulative average
+  std::int64_t running_variance = 0; ///< the option of this name
   std::int64_t tracks_running_statistics = 0;
   std::int64_t affine = 0;
   std::int64_t backward = 0;      ///< the caller's backward_pass; ranks may differ
@@ -74,7 +74,8 @@ inline void require_agreement(std::span<packet_header const> ranks) {
   require_same(&packet_header::channels, "the number of channels");
   require_same(&packet_header::eps, "eps");
   require_same(&packet_header::momentum, "momentum (-1: cumulative average)");
-  require_same(&packet_header::biased_variance, "the biased running variance");
+  require_same(&packet_header::running_variance,
+               "the running variance (0: unbiased, 1: biased, 2: standard deviation)");
   require_same(&packet_header::tracks_running_statistics, "tracking running statistics");
   require_same(&packet_header::affine, "affine parameters");
 }
