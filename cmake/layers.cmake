@@ -4,6 +4,7 @@
 set(syncnorm_layers . core comm adapters host ops torch)
 
 set(syncnorm_layer_core_includes core)
+set(syncnorm_layer_core_others "^cuda_(fp16|bf16)\\.h$")
 set(syncnorm_layer_comm_includes core comm)
 set(syncnorm_layer_adapters_includes core comm adapters)
 set(syncnorm_layer_adapters_others "^(mpi\\.h|hiredis\\.h|(gloo|ATen|c10|torch)/.*|(sys|net|netinet|arpa)/[a-z_]+\\.h|(unistd|poll|netdb|ifaddrs)\\.h)$")

@@ -7,6 +7,7 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/core/half.hpp>
 #include <syncnorm/core/moments.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/executor.hpp>

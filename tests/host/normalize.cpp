@@ -46,7 +46,7 @@ struct problem {
 
 } // namespace
 
-TEST_CASE_TEMPLATE("y is gamma (x - mean) inv_std + beta", T, float, double, test::brief) {
+TEST_CASE_TEMPLATE("y is gamma (x - mean) inv_std + beta", T, float, double, test::brief, float16, bfloat16) {
   for (auto const& shape : test::shapes) {
     problem<T> const p{shape};
     auto const expected = p.expected(true, true);

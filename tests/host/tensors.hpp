@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/half.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
 namespace test {
@@ -205,9 +206,13 @@ double error_of(Got const& got, Expected const& expected) {
 /// The accuracy asked of everything, relative to the scale of a result.
 template <class T>
 inline constexpr double accuracy = sizeof(T) == 8 ? 1e-12 : 1e-5;
-/// Outputs of the 16-bit type are rounded to 8 bits.
+/// Outputs of 16-bit types are rounded to their bits, by half of the last one at most.
 template <>
-inline constexpr double accuracy<brief> = 1.0 / 256;
+inline constexpr double accuracy<brief> = 0x1p-8 + 1e-5;
+template <>
+inline constexpr double accuracy<syncnorm::bfloat16> = 0x1p-8 + 1e-5;
+template <>
+inline constexpr double accuracy<syncnorm::float16> = 0x1p-11 + 1e-5;
 
 struct extents {
   std::int64_t n, c, s;

@@ -19,34 +19,40 @@ namespace test {
 
 /// Inputs of a case over the whole batch, dense `[N, C, S]`, and what the oracle says of them. Two training steps are
 /// taken on the same batch, so that the running statistics are not only an average with their initial values.
-template <class T>
+template <class T, class P = syncnorm::accumulate_t<T>>
 struct case_data {
   static constexpr double eps = 1e-3, momentum = 0.3;
   static constexpr int steps = 2;
 
   grid_case cell;
-  std::vector<T> x, dy, gamma, beta;
+  std::vector<T> x, dy;
+  std::vector<P> gamma, beta;
   batch_norm_oracle oracle;
-  std::vector<long double> y, running_mean, running_var, inference;
+  std::vector<long double> y, running_mean, running_var;
   batch_norm_oracle::gradients gradients;
 
   explicit case_data(grid_case const& g)
       : cell{g}, x(fill(g, 1)), dy(fill(g, 2)), gamma(per_channel(g, 3)),
         beta(per_channel(g, 4)), oracle{x, g.samples(), g.channels, g.spatial, eps}, y{oracle.forward(x, gamma, beta)},
-        running_mean(oracle.mean.size(), 0), running_var(oracle.mean.size(), 1),
-        inference(x.size()), gradients{oracle.backward(x, dy, gamma)} {
+        running_mean(oracle.mean.size(), 0),
+        running_var(oracle.mean.size(), 1), gradients{oracle.backward(x, dy, gamma)} {
     auto const count = static_cast<long double>(g.samples() * g.spatial);
     for (int step = 0; step < steps; ++step)
       for (std::size_t c = 0; c < oracle.mean.size(); ++c) {
         running_mean[c] = (1 - momentum) * running_mean[c] + momentum * oracle.mean[c];
         running_var[c] = (1 - momentum) * running_var[c] + momentum * oracle.var[c] * count / (count - 1);
       }
-    std::size_t i = 0;
-    for (std::int64_t n = 0; n < g.samples(); ++n)
-      for (std::size_t c = 0; c < oracle.mean.size(); ++c)
-        for (std::int64_t s = 0; s < g.spatial; ++s, ++i)
-          inference[i] =
-              (static_cast<long double>(x[i]) - running_mean[c]) / std::sqrt(running_var[c] + eps) * gamma[c] + beta[c];
+  }
+
+  /// y of the whole batch in evaluation, by running statistics that have been checked.
+  [[nodiscard]] std::vector<long double> inference(std::span<P const> mean, std::span<P const> var) const {
+    std::vector<long double> values;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      auto const c = i / static_cast<std::size_t>(cell.spatial) % mean.size();
+      auto const wide = [](auto const& value) { return static_cast<long double>(value); };
+      values.push_back((wide(x[i]) - wide(mean[c])) / std::sqrt(wide(var[c]) + eps) * wide(gamma[c]) + wide(beta[c]));
+    }
+    return values;
   }
 
 private:
@@ -54,13 +60,13 @@ private:
     std::vector<T> values(static_cast<std::size_t>(g.samples() * g.channels * g.spatial));
     for (std::size_t i = 0; i < values.size(); ++i) {
       auto const c = static_cast<double>((static_cast<std::int64_t>(i) / g.spatial) % g.channels);
-      values[i] = static_cast<T>(noise(stream, i) * (1 + 0.01 * c) + 0.3 * std::sin(c));
+      values[i] = syncnorm::from_double<T>(noise(stream, i) * (1 + 0.01 * c) + 0.3 * std::sin(c));
     }
     return values;
   }
-  static std::vector<T> per_channel(grid_case const& g, std::uint64_t stream) {
-    std::vector<T> values(static_cast<std::size_t>(g.channels));
-    for (std::size_t c = 0; c < values.size(); ++c) values[c] = static_cast<T>(noise(stream, c) + 1.25);
+  static std::vector<P> per_channel(grid_case const& g, std::uint64_t stream) {
+    std::vector<P> values(static_cast<std::size_t>(g.channels));
+    for (std::size_t c = 0; c < values.size(); ++c) values[c] = syncnorm::from_double<P>(noise(stream, c) + 1.25);
     return values;
   }
 };
@@ -87,20 +93,26 @@ private:
   long double worst_ = 0, scale_;
 };
 
-/// The required accuracy relative to the scale of a result.
+/// Half of the last bit of a 16-bit type, relative to the number.
 template <class T>
-inline constexpr double tolerance = std::is_same_v<T, float> ? 1e-5 : 1e-12;
+inline constexpr double rounding = syncnorm::format_of<T> == syncnorm::element_format::binary16   ? 0x1p-11
+                                   : syncnorm::format_of<T> == syncnorm::element_format::bfloat16 ? 0x1p-8
+                                                                                                  : 0;
+
+/// The required accuracy relative to the scale of a result of type `R`, of a pass over elements of type `T`.
+template <class T, class R = T>
+inline constexpr double tolerance = (std::is_same_v<T, double> ? 1e-12 : 1e-5) + rounding<R>;
 
 /// Runs one case on this rank of `comm`; returns what is wrong.
-template <class T, syncnorm::communicator C>
-std::vector<std::string> run_case(case_data<T> const& data, C const& comm) {
+template <class T, class P, syncnorm::communicator C>
+std::vector<std::string> run_case(case_data<T, P> const& data, C const& comm) {
   auto const& g = data.cell;
   int const rank = syncnorm::rank(comm);
   auto const samples = g.samples_of(rank), first = g.first_sample_of(rank);
   std::vector<std::string> failures;
   auto const expect = [&](bool holds, std::string const& what) {
     if (!holds)
-      failures.push_back(g.name() + (std::is_same_v<T, float> ? ", float" : ", double") + ", rank " +
+      failures.push_back(g.name() + ", " + std::string{syncnorm::element_traits<T>::name} + ", rank " +
                          std::to_string(rank) + ": " + what);
   };
   auto const each = [&](auto const& f) {
@@ -119,11 +131,12 @@ std::vector<std::string> run_case(case_data<T> const& data, C const& comm) {
     expect(c.within(tolerance<T>), std::string{what} + " off by " + c.text());
   };
   auto const expect_channels = [&](auto const& got, std::vector<long double> const& expected, char const* what,
-                                   long double scale = 0) {
+                                   long double scale = 0, int roundings = 1) {
     comparison c{scale};
+    using R = std::remove_cvref_t<decltype(got[0])>;
     expect(got.size() == expected.size(), std::string{what} + " has a wrong size");
     for (std::size_t i = 0; i < got.size(); ++i) c.add(static_cast<double>(got[i]), expected[i]);
-    expect(c.within(tolerance<T>), std::string{what} + " off by " + c.text());
+    expect(c.within(roundings * tolerance<T, R>), std::string{what} + " off by " + c.text());
   };
 
   owned_tensor<T> x{g.order, samples, g.channels, g.spatial}, dy{g.order, samples, g.channels, g.spatial};
@@ -133,7 +146,8 @@ std::vector<std::string> run_case(case_data<T> const& data, C const& comm) {
     dy.view(n, c, s) = data.dy[i];
   });
 
-  syncnorm::batch_norm<T, C> layer{comm, g.channels, {.norm = {.eps = data.eps, .momentum = data.momentum}}};
+  syncnorm::batch_norm<T, C, syncnorm::host::serial_executor, P> layer{
+      comm, g.channels, {.norm = {.eps = data.eps, .momentum = data.momentum}}};
   std::ranges::copy(data.gamma, layer.gamma().begin());
   std::ranges::copy(data.beta, layer.beta().begin());
   for (int step = 0; step < data.steps; ++step) {
@@ -148,8 +162,8 @@ std::vector<std::string> run_case(case_data<T> const& data, C const& comm) {
   auto const deviation = 1 / *std::ranges::max_element(data.oracle.inv_std);
   expect_channels(layer.saved().mean, data.oracle.mean, "mean", deviation);
   expect_channels(layer.saved().inv_std, data.oracle.inv_std, "inv_std");
-  expect_channels(layer.running_mean(), data.running_mean, "running_mean", deviation);
-  expect_channels(layer.running_var(), data.running_var, "running_var");
+  expect_channels(layer.running_mean(), data.running_mean, "running_mean", deviation, data.steps);
+  expect_channels(layer.running_var(), data.running_var, "running_var", 0, data.steps);
   expect(layer.saved().count == g.samples() * g.spatial, "a wrong count");
   expect(layer.num_batches_tracked() == data.steps, "a wrong num_batches_tracked");
   auto const local = data.oracle.parameter_gradients(data.x, data.dy, first, first + samples);
@@ -171,7 +185,7 @@ std::vector<std::string> run_case(case_data<T> const& data, C const& comm) {
 
   layer.eval();
   layer.forward(x.view, y.view);
-  expect_tensor(y.view, data.inference, "y in evaluation");
+  expect_tensor(y.view, data.inference(layer.running_mean(), layer.running_var()), "y in evaluation");
   return failures;
 }
 

@@ -58,7 +58,7 @@ struct owned_tensor {
   owned_tensor(layout order, std::int64_t n, std::int64_t c, std::int64_t s) {
     // The strided form leaves gaps everywhere and starts off the alignment of a vector.
     auto const room = order == layout::strided ? (n + 1) * (c + 1) * (2 * s + 1) + 1 : n * c * s;
-    storage.assign(static_cast<std::size_t>(room), T{-77});
+    storage.assign(static_cast<std::size_t>(room), static_cast<T>(-77.0F));
     T* data = storage.data();
     switch (order) {
     case layout::nchw:

@@ -9,6 +9,7 @@
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/channel_values.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -17,20 +18,19 @@ namespace syncnorm::host {
 
 namespace detail {
 
-template <class A, class P>
+template <class A>
 struct backward_elemt_op {
   static constexpr std::size_t inputs = 2, coefficients = 4;
 
   std::span<double const> mean, inv_std;
-  std::span<P const> gamma;
+  channel_values gamma;
   std::span<double const> sum_dy, sum_dy_xmu;
   std::int64_t count;
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const c = static_cast<std::size_t>(channel);
-    double const weight = gamma.empty() ? 1.0 : static_cast<double>(gamma[c]);
     bool const constant = count == 0;
-    auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], weight, constant ? 0.0 : sum_dy[c],
+    auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], gamma[c], constant ? 0.0 : sum_dy[c],
                                                  constant ? 0.0 : sum_dy_xmu[c], count);
     return {k.dy_scale, k.center, k.x_scale, k.shift};
   }
@@ -57,7 +57,7 @@ void backward_elemt(E const& exec, std::type_identity_t<tensor_view<T const>> dy
                     std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx, std::span<double const> mean,
                     std::span<double const> inv_std, std::span<P const> gamma, std::span<double const> sum_dy,
                     std::span<double const> sum_dy_xmu, std::int64_t count, stores how = stores::automatic) {
-  detail::backward_elemt_op<accumulate_t<T>, P> const op{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
+  detail::backward_elemt_op<accumulate_t<T>> const op{mean, inv_std, {gamma, 1}, sum_dy, sum_dy_xmu, count};
   detail::map_channels<T>(exec, op, {dy, x}, dx, how);
 }
 

@@ -40,10 +40,10 @@ void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>
                     detail::channels_of(sum_dy_xmu, first, length));
   };
   auto const op = [&](std::int64_t first, std::int64_t length) {
-    return detail::backward_elemt_op<accumulate_t<T>, P>{
+    return detail::backward_elemt_op<accumulate_t<T>>{
         detail::channels_of(mean, first, length),
         detail::channels_of(inv_std, first, length),
-        detail::channels_of(gamma, first, length),
+        {detail::channels_of(gamma, first, length), 1},
         detail::channels_of(std::span<double const>{sum_dy}, first, length),
         detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
         count};

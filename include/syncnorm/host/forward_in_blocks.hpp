@@ -41,10 +41,10 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
     finish(first, length);
   };
   auto const op = [&](std::int64_t first, std::int64_t length) {
-    return detail::normalize_op<accumulate_t<T>, P>{
-        detail::channels_of(std::span<double const>{mean}, first, length),
-        detail::channels_of(inv_std, first, length),
-        {detail::channels_of(params.gamma, first, length), detail::channels_of(params.beta, first, length)}};
+    return detail::normalize_op<accumulate_t<T>>{detail::channels_of(std::span<double const>{mean}, first, length),
+                                                 detail::channels_of(inv_std, first, length),
+                                                 {detail::channels_of(params.gamma, first, length), 1},
+                                                 {detail::channels_of(params.beta, first, length), 0}};
   };
   detail::reduce_and_map<T>(exec, block, std::array<tensor_view<T const>, 1>{x}, y, how, reduce, op);
 }

@@ -10,6 +10,7 @@
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/channel_values.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -18,18 +19,16 @@ namespace syncnorm::host {
 
 namespace detail {
 
-template <class A, class P>
+template <class A>
 struct normalize_op {
   static constexpr std::size_t inputs = 1, coefficients = 3;
 
   std::span<double const> mean, inv_std;
-  affine_parameters<P> params;
+  channel_values gamma, beta;
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const c = static_cast<std::size_t>(channel);
-    double const gamma = params.gamma.empty() ? 1.0 : static_cast<double>(params.gamma[c]);
-    double const beta = params.beta.empty() ? 0.0 : static_cast<double>(params.beta[c]);
-    auto const k = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma, beta);
+    auto const k = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma[c], beta[c]);
     return {k.center, k.scale, k.shift};
   }
 
@@ -50,7 +49,7 @@ requires element<T>
 void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
                stores how = stores::automatic) {
-  detail::normalize_op<accumulate_t<T>, P> const op{mean, inv_std, params};
+  detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}};
   detail::map_channels<T>(exec, op, {x}, y, how);
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/element.hpp>
 #include <syncnorm/ops/batch_norm_backward.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
 
@@ -33,16 +34,16 @@ public:
       : comm_{std::move(comm)}, exec_{std::move(exec)}, options_{options}, channels_{channels}, workspace_{channels} {
     auto const c = static_cast<std::size_t>(channels > 0 ? channels : 0);
     if (options.affine && options.parts != affine_parts::beta) {
-      gamma_.assign(c, P{1});
-      gamma_grad_.assign(c, P{0});
+      gamma_.assign(c, from_double<P>(1));
+      gamma_grad_.assign(c, from_double<P>(0));
     }
     if (options.affine && options.parts != affine_parts::gamma) {
-      beta_.assign(c, P{0});
-      beta_grad_.assign(c, P{0});
+      beta_.assign(c, from_double<P>(0));
+      beta_grad_.assign(c, from_double<P>(0));
     }
     if (options.track_running_stats) {
-      running_mean_.assign(c, P{0});
-      running_var_.assign(c, P{1});
+      running_mean_.assign(c, from_double<P>(0));
+      running_var_.assign(c, from_double<P>(1));
     }
   }
 
@@ -80,8 +81,8 @@ public:
   [[nodiscard]] bool has_frozen_statistics() const noexcept { return frozen_; }
 
   void zero_grad() {
-    std::ranges::fill(gamma_grad_, P{0});
-    std::ranges::fill(beta_grad_, P{0});
+    std::ranges::fill(gamma_grad_, from_double<P>(0));
+    std::ranges::fill(beta_grad_, from_double<P>(0));
   }
 
   [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }

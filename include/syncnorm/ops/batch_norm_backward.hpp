@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/backward_in_blocks.hpp>
 #include <syncnorm/host/backward_reduce.hpp>
@@ -30,7 +31,7 @@ namespace detail {
 template <class P>
 void add_affine_gradients(affine_gradients<P> gradients, std::span<double const> inv_std,
                           std::span<double const> sum_dy, std::span<double const> sum_dy_xmu) {
-  auto const add = [](P& sum, double value) { sum = static_cast<P>(static_cast<double>(sum) + value); };
+  auto const add = [](P& sum, double value) { sum = from_double<P>(as_double(sum) + value); };
   for (std::size_t c = 0; c < gradients.gamma.size(); ++c) add(gradients.gamma[c], inv_std[c] * sum_dy_xmu[c]);
   for (std::size_t c = 0; c < gradients.beta.size(); ++c) add(gradients.beta[c], sum_dy[c]);
 }

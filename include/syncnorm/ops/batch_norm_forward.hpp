@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/forward_in_blocks.hpp>
 #include <syncnorm/host/local_moments.hpp>
@@ -185,8 +186,10 @@ void batch_norm_inference(E const& exec, std::type_identity_t<tensor_view<T cons
 
   saved.scope = statistics_scope::constant;
   saved.count = 0;
-  saved.mean.assign(mean.begin(), mean.end());
-  saved.inv_std.assign(var.begin(), var.end());
+  saved.mean.resize(mean.size());
+  saved.inv_std.resize(var.size());
+  std::ranges::transform(mean, saved.mean.begin(), as_double<P>);
+  std::ranges::transform(var, saved.inv_std.begin(), as_double<P>);
   bool const is_deviation = kind == running_variance::standard_deviation;
   for (double& value : saved.inv_std) value = 1.0 / (is_deviation ? value : std::sqrt(value + eps));
   host::normalize(exec, x, y, std::span<double const>{saved.mean}, std::span<double const>{saved.inv_std}, affine);

@@ -27,9 +27,9 @@ template <class T, class A = accumulate_t<T>>
   if (n < lanes) {
     A first = 0, second = 0;
     for (std::int64_t i = 0; i < n; ++i) {
-      A const g = static_cast<A>(dy[i]);
+      A const g = load<1>(dy + i);
       first += g;
-      second += g * (static_cast<A>(x[i]) - center);
+      second += g * (load<1>(x + i) - center);
     }
     return {first, second};
   }
@@ -126,8 +126,8 @@ private:
                                      lookahead(dy, c, now, next), lookahead(x, c, now, next));
         } else {
           for (std::int64_t s = 0; s < length; ++s) {
-            dy_row[static_cast<std::size_t>(s)] = static_cast<A>(dy(now.sample, c, now.begin + s));
-            x_row[static_cast<std::size_t>(s)] = static_cast<A>(x(now.sample, c, now.begin + s));
+            dy_row[static_cast<std::size_t>(s)] = load<1>(&dy(now.sample, c, now.begin + s));
+            x_row[static_cast<std::size_t>(s)] = load<1>(&x(now.sample, c, now.begin + s));
           }
           piece = sum_gradient_piece(dy_row.data(), x_row.data(), middle, length, 0, 0);
         }

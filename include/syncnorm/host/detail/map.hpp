@@ -204,7 +204,8 @@ private:
     constexpr int L = native_lanes<A>;
     std::int64_t i = 0;
     if constexpr (Stream) {
-      auto const misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
+      auto const misaligned =
+          static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % (L * sizeof(T)) / sizeof(T));
       std::int64_t const head = misaligned == 0 ? 0 : std::min<std::int64_t>(n, L - misaligned);
       for (; i < head; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
     } else if (n < L) {

@@ -25,10 +25,10 @@ template <class T, class A = accumulate_t<T>>
   constexpr int lanes = native_lanes<A>;
   using vector = vector_t<A, lanes>;
   if (n < lanes) {
-    A const pivot = static_cast<A>(x[0]);
+    A const pivot = load<1>(x);
     A first = 0, second = 0;
     for (std::int64_t i = 1; i < n; ++i) {
-      A const d = static_cast<A>(x[i]) - pivot;
+      A const d = load<1>(x + i) - pivot;
       first += d;
       second += d * d;
     }
@@ -36,7 +36,7 @@ template <class T, class A = accumulate_t<T>>
   }
 
   constexpr std::int64_t pilot = 16;
-  A pivot = static_cast<A>(x[0]);
+  A pivot = load<1>(x);
   if (n >= 128) {
     vector sum{};
     for (std::int64_t i = 0; i < pilot; i += lanes) sum += load<lanes>(x + i);
@@ -123,7 +123,7 @@ private:
           piece = sum_piece(&x(now.sample, c, now.begin), now.length, lookahead(x, c, now, next));
         } else {
           for (std::int64_t s = 0; s < now.length; ++s)
-            row[static_cast<std::size_t>(s)] = static_cast<A>(x(now.sample, c, now.begin + s));
+            row[static_cast<std::size_t>(s)] = load<1>(&x(now.sample, c, now.begin + s));
           piece = sum_piece(row.data(), now.length, 0);
         }
         shifted& sum = sums[static_cast<std::size_t>(c)];

@@ -7,41 +7,10 @@
 #include <type_traits>
 
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/host/detail/convert.hpp>
+#include <syncnorm/host/detail/vector.hpp>
 
-#if defined(__AVX__)
-#include <immintrin.h>
-#elif defined(__x86_64__) && defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
-// Vectors are those of GCC and clang, in the widest registers that the translation unit is compiled for. A kernel is
-// a template over its vector type, and a plain `float` or `double` serves as the vector of one lane.
 namespace syncnorm::host::detail {
-
-#if defined(__AVX512F__)
-inline constexpr int simd_bytes = 64;
-#elif defined(__AVX__)
-inline constexpr int simd_bytes = 32;
-#else
-inline constexpr int simd_bytes = 16;
-#endif
-
-template <class A, int Lanes>
-struct vector_of {
-  typedef A type __attribute__((vector_size(sizeof(A) * Lanes)));
-};
-template <class A>
-struct vector_of<A, 1> {
-  using type = A;
-};
-
-/// `Lanes` values of type `A`.
-template <class A, int Lanes>
-using vector_t = typename vector_of<A, Lanes>::type;
-
-/// Lanes of a full register.
-template <class A>
-inline constexpr int native_lanes = simd_bytes / static_cast<int>(sizeof(A));
 
 template <class A, int Lanes>
 [[nodiscard]] inline vector_t<A, Lanes> splat(A value) {
@@ -57,7 +26,11 @@ template <int Lanes, class T>
 [[nodiscard]] inline vector_t<accumulate_t<T>, Lanes> load(T const* from) {
   using A = accumulate_t<T>;
   vector_t<A, Lanes> v;
-  if constexpr (Lanes == 1) {
+  if constexpr (format_of<T> != element_format::other) {
+    bits16<Lanes> bits;
+    std::memcpy(&bits, from, sizeof bits);
+    v = widen<format_of<T>, Lanes>(bits);
+  } else if constexpr (Lanes == 1) {
     v = static_cast<A>(*from);
   } else if constexpr (std::is_same_v<A, T>) {
     std::memcpy(&v, from, sizeof v);
@@ -69,61 +42,68 @@ template <int Lanes, class T>
   return v;
 }
 
+/// Whether a vector of `T` is written as a whole.
+template <class T>
+inline constexpr bool packs = std::is_same_v<accumulate_t<T>, T> || format_of<T> != element_format::other;
+
+/// `v` as a vector of the bits of elements.
+template <class T, int Lanes>
+requires packs<T>
+[[nodiscard]] inline auto pack(vector_t<accumulate_t<T>, Lanes> const& v) {
+  if constexpr (format_of<T> != element_format::other) {
+    return narrow<format_of<T>, Lanes>(v);
+  } else {
+    return v;
+  }
+}
+
 template <int Lanes, class T>
 inline void store(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
-  using A = accumulate_t<T>;
-  if constexpr (Lanes == 1) {
+  if constexpr (packs<T>) {
+    auto const packed = pack<T, Lanes>(v);
+    static_assert(sizeof packed == Lanes * sizeof(T));
+    std::memcpy(static_cast<void*>(to), &packed, sizeof packed);
+  } else if constexpr (Lanes == 1) {
     *to = static_cast<T>(v);
-  } else if constexpr (std::is_same_v<A, T>) {
-    std::memcpy(to, &v, sizeof v);
   } else {
     for (int i = 0; i < Lanes; ++i) to[i] = static_cast<T>(v[i]);
   }
 }
 
-/// Whether `stream` bypasses the cache for elements of type `T`.
+/// Whether `stream` bypasses the cache for vectors of elements of type `T`.
 template <class T>
 inline constexpr bool can_stream =
 #if defined(__x86_64__) && defined(__SSE2__)
-    std::is_same_v<T, float> || std::is_same_v<T, double>;
+    packs<T>;
 #else
     false;
 #endif
 
-/// A store that bypasses the cache. Full registers must be aligned to their size; `stream_fence` must follow before
-/// the writing thread tells another of the data.
+/// A store that bypasses the cache. Full vectors must be aligned to their size; `stream_fence` must follow before the
+/// writing thread tells another of the data.
 template <int Lanes, class T>
 inline void stream(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
   if constexpr (!can_stream<T>) {
     store<Lanes>(to, v);
   } else {
 #if defined(__x86_64__) && defined(__SSE2__)
-    constexpr std::size_t bytes = sizeof v;
+    auto const packed = pack<T, Lanes>(v);
+    constexpr std::size_t bytes = sizeof packed;
     if constexpr (bytes == 4) {
-      int bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      _mm_stream_si32(reinterpret_cast<int*>(to), bits);
+      _mm_stream_si32(reinterpret_cast<int*>(to), reinterpret<int>(packed));
     } else if constexpr (bytes == 8) {
-      long long bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      _mm_stream_si64(reinterpret_cast<long long*>(to), bits);
+      _mm_stream_si64(reinterpret_cast<long long*>(to), reinterpret<long long>(packed));
     } else if constexpr (bytes == 16) {
-      __m128i bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to), bits);
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret<__m128i>(packed));
     }
 #if defined(__AVX__)
     else if constexpr (bytes == 32) {
-      __m256i bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits);
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), reinterpret<__m256i>(packed));
     }
 #endif
 #if defined(__AVX512F__)
     else if constexpr (bytes == 64) {
-      __m512i bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret<__m512i>(packed));
     }
 #endif
     else {

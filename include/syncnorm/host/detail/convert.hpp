@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/half.hpp>
+#include <syncnorm/host/detail/vector.hpp>
+
+// Vectors of 16-bit elements to and from vectors of float, with the results of core/half.hpp bit by bit.
+namespace syncnorm::host::detail {
+
+template <int Lanes>
+using bits16 = vector_t<std::uint16_t, Lanes>;
+
+template <class To, class From>
+[[nodiscard]] inline To reinterpret(From const& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <int Lanes>
+[[nodiscard]] inline vector_t<float, Lanes> widen_binary16(bits16<Lanes> const& bits) {
+#if defined(__AVX512F__)
+  // The forms with a mask: of the plain ones GCC 12 says that they use what is uninitialized.
+  if constexpr (Lanes == 16)
+    return reinterpret<vector_t<float, 16>>(_mm512_maskz_cvtph_ps(0xffff, reinterpret<__m256i>(bits)));
+#endif
+#if defined(__F16C__)
+  if constexpr (Lanes == 8) return reinterpret<vector_t<float, 8>>(_mm256_cvtph_ps(reinterpret<__m128i>(bits)));
+  if constexpr (Lanes == 4)
+    return reinterpret<vector_t<float, 4>>(_mm_cvtph_ps(_mm_cvtsi64_si128(reinterpret<long long>(bits))));
+#endif
+  using wide = vector_t<std::uint32_t, Lanes>;
+  using real = vector_t<float, Lanes>;
+  wide const all = __builtin_convertvector(bits, wide);
+  wide const sign = (all & 0x8000u) << 16, magnitude = all & 0x7fffu;
+  real const small = __builtin_convertvector(reinterpret<vector_t<std::int32_t, Lanes>>(magnitude), real) * 0x1p-24f;
+  wide const normal = (magnitude << 13) + 0x38000000u;
+  wide const special = magnitude << 13 | 0x7f800000u;
+  wide value = magnitude < 0x400u ? reinterpret<wide>(small) : normal;
+  value = magnitude >= 0x7c00u ? special : value;
+  value = magnitude > 0x7c00u ? value | 0x400000u : value;
+  return reinterpret<real>(sign | value);
+}
+
+template <int Lanes>
+[[nodiscard]] inline bits16<Lanes> narrow_binary16(vector_t<float, Lanes> const& v) {
+#if defined(__AVX512F__)
+  if constexpr (Lanes == 16)
+    return reinterpret<bits16<16>>(_mm512_maskz_cvtps_ph(0xffff, reinterpret<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+#endif
+#if defined(__F16C__)
+  if constexpr (Lanes == 8)
+    return reinterpret<bits16<8>>(_mm256_cvtps_ph(reinterpret<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+  if constexpr (Lanes == 4) {
+    long long const low = _mm_cvtsi128_si64(_mm_cvtps_ph(reinterpret<__m128>(v), _MM_FROUND_TO_NEAREST_INT));
+    return reinterpret<bits16<4>>(low);
+  }
+#endif
+  using wide = vector_t<std::uint32_t, Lanes>;
+  using real = vector_t<float, Lanes>;
+  wide const all = reinterpret<wide>(v), sign = all >> 16 & 0x8000u, magnitude = all & 0x7fffffffu;
+  wide const small = reinterpret<wide>(reinterpret<real>(magnitude) + 0.5f) - 0x3f000000u;
+  wide const normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  wide const nan = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+  wide const zero{};
+  wide bits = magnitude < 0x38800000u ? small : normal;
+  bits = magnitude >= 0x47800000u ? zero + 0x7c00u : bits;
+  bits = magnitude > 0x7f800000u ? nan : bits;
+  return __builtin_convertvector(sign | bits, bits16<Lanes>);
+}
+
+template <int Lanes>
+[[nodiscard]] inline vector_t<float, Lanes> widen_bfloat16(bits16<Lanes> const& bits) {
+  return reinterpret<vector_t<float, Lanes>>(__builtin_convertvector(bits, vector_t<std::uint32_t, Lanes>) << 16);
+}
+
+template <int Lanes>
+[[nodiscard]] inline bits16<Lanes> narrow_bfloat16(vector_t<float, Lanes> const& v) {
+  using wide = vector_t<std::uint32_t, Lanes>;
+  wide const all = reinterpret<wide>(v), rounded = (all + 0x7fffu + (all >> 16 & 1u)) >> 16;
+  return __builtin_convertvector((all & 0x7fffffffu) > 0x7f800000u ? (all >> 16 | 0x40u) : rounded, bits16<Lanes>);
+}
+
+/// One element.
+template <element_format Format>
+[[nodiscard]] inline float widen(std::uint16_t bits) {
+#if defined(__F16C__)
+  if constexpr (Format == element_format::binary16) return _cvtsh_ss(bits);
+#endif
+  return Format == element_format::binary16 ? syncnorm::detail::from_binary16(bits)
+                                            : syncnorm::detail::from_bfloat16(bits);
+}
+
+template <element_format Format>
+[[nodiscard]] inline std::uint16_t narrow(float value) {
+#if defined(__F16C__)
+  if constexpr (Format == element_format::binary16)
+    return static_cast<std::uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+#endif
+  return Format == element_format::binary16 ? syncnorm::detail::to_binary16(value)
+                                            : syncnorm::detail::to_bfloat16(value);
+}
+
+template <element_format Format, int Lanes>
+[[nodiscard]] inline vector_t<float, Lanes> widen(bits16<Lanes> const& bits) {
+  if constexpr (Lanes == 1) {
+    return widen<Format>(bits);
+  } else if constexpr (Format == element_format::binary16) {
+    return widen_binary16<Lanes>(bits);
+  } else {
+    return widen_bfloat16<Lanes>(bits);
+  }
+}
+
+template <element_format Format, int Lanes>
+[[nodiscard]] inline bits16<Lanes> narrow(vector_t<float, Lanes> const& v) {
+  if constexpr (Lanes == 1) {
+    return narrow<Format>(v);
+  } else if constexpr (Format == element_format::binary16) {
+    return narrow_binary16<Lanes>(v);
+  } else {
+    return narrow_bfloat16<Lanes>(v);
+  }
+}
+
+} // namespace syncnorm::host::detail

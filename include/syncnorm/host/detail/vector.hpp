@@ -1,0 +1,38 @@
+#pragma once
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__x86_64__) && defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+// Vectors are those of GCC and clang, in the widest registers that the translation unit is compiled for. A kernel is
+// a template over its vector type, and a plain `float` or `double` serves as the vector of one lane.
+namespace syncnorm::host::detail {
+
+#if defined(__AVX512F__)
+inline constexpr int simd_bytes = 64;
+#elif defined(__AVX__)
+inline constexpr int simd_bytes = 32;
+#else
+inline constexpr int simd_bytes = 16;
+#endif
+
+template <class A, int Lanes>
+struct vector_of {
+  typedef A type __attribute__((vector_size(sizeof(A) * Lanes)));
+};
+template <class A>
+struct vector_of<A, 1> {
+  using type = A;
+};
+
+/// `Lanes` values of type `A`.
+template <class A, int Lanes>
+using vector_t = typename vector_of<A, Lanes>::type;
+
+/// Lanes of a full register.
+template <class A>
+inline constexpr int native_lanes = simd_bytes / static_cast<int>(sizeof(A));
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,73 @@
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include <doctest/doctest.h>
+#include <syncnorm/core/half.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+using namespace syncnorm;
+namespace vectors = syncnorm::host::detail;
+
+namespace {
+
+/// Whether vectors of `Lanes` convert all 65536 patterns, and the floats around each value and each tie, with the bits
+/// of the scalar conversion.
+template <class T, int Lanes>
+int count_wrong() {
+  int wrong = 0;
+  std::array<T, Lanes> elements, back;
+  std::array<float, Lanes> values;
+  for (unsigned first = 0; first < 65536; first += Lanes) {
+    for (unsigned i = 0; i < Lanes; ++i) elements[i] = T::from_bits(static_cast<std::uint16_t>(first + i));
+    auto const wide = vectors::load<Lanes>(elements.data());
+    std::memcpy(values.data(), &wide, sizeof wide);
+    for (unsigned i = 0; i < Lanes; ++i) {
+      float const expected = elements[i];
+      wrong += std::isnan(expected) ? !std::isnan(values[i])
+                                    : std::bit_cast<unsigned>(values[i]) != std::bit_cast<unsigned>(expected);
+    }
+    // The last 13, or 16, bits of a float are rounded away: none, one, a tie and its neighbours, all but one.
+    for (unsigned const added : {0U, 1U, 0xfffU, 0x1000U, 0x1001U, 0x7fffU, 0x8000U, 0x8001U, 0xffffU}) {
+      std::array<unsigned, Lanes> wide_bits{};
+      for (unsigned i = 0; i < Lanes; ++i) {
+        float const value = elements[i];
+        wide_bits[i] = std::bit_cast<unsigned>(value) + (std::isnan(value) ? 0 : added);
+      }
+      for (unsigned i = 0; i < Lanes; ++i) values[i] = std::bit_cast<float>(wide_bits[i]);
+      vectors::vector_t<float, Lanes> v;
+      std::memcpy(&v, values.data(), sizeof v);
+      vectors::store<Lanes>(back.data(), v);
+      for (unsigned i = 0; i < Lanes; ++i) wrong += back[i].bits() != T{values[i]}.bits();
+    }
+  }
+  return wrong;
+}
+
+} // namespace
+
+TEST_CASE_TEMPLATE("vectors of every width convert as single elements do", T, float16, bfloat16) {
+  CHECK(count_wrong<T, 1>() == 0);
+  CHECK(count_wrong<T, 2>() == 0);
+  CHECK(count_wrong<T, vectors::native_lanes<double>>() == 0);
+  CHECK(count_wrong<T, vectors::native_lanes<float>>() == 0);
+}
+
+TEST_CASE_TEMPLATE("streamed vectors are the stored ones", T, float16, bfloat16) {
+  constexpr int lanes = vectors::native_lanes<float>;
+  alignas(64) std::array<T, 2 * lanes> stored{}, streamed{};
+  std::array<float, lanes> values;
+  for (int i = 0; i < lanes; ++i) values[static_cast<std::size_t>(i)] = 1.0F / static_cast<float>(i - 3);
+  auto const v = vectors::load<lanes>(values.data());
+  vectors::store<lanes>(stored.data() + lanes, v);
+  vectors::stream<lanes>(streamed.data() + lanes, v);
+  vectors::stream<1>(streamed.data(), 2.5F);
+  vectors::stream_fence();
+  stored[0] = T{2.5F};
+  CHECK(std::memcmp(stored.data(), streamed.data(), sizeof stored) == 0);
+  static_assert(!vectors::can_stream<T> == !vectors::can_stream<float>);
+}
