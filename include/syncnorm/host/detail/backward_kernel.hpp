@@ -115,7 +115,7 @@ private:
 
   void rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center, std::int64_t group,
             double* sum_dy, double* sum_dy_xmu) const {
-    std::array<A, static_cast<std::size_t>(row_cut::longest)> dy_row{}, x_row{};
+    std::array<A, static_cast<std::size_t>(row_cut::longest)> dy_row, x_row;
     parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
       std::int64_t const length = now.length;
       for (std::int64_t c = 0; c < x.channels; ++c) {

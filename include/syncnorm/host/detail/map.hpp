@@ -64,7 +64,7 @@ public:
 
   /// Numbers of type `A` that the coefficients for `out` take.
   static constexpr std::int64_t table_size(tensor_view<T> const& out) {
-    return (out.channels * (folds(out) ? out.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
+    return (out.channels * (table_folds(out) ? out.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
   }
 
   map_kernel(Op const& op, views const& in, tensor_view<T> const& out, stores how, A* table)
@@ -73,7 +73,7 @@ public:
     for (auto const& x : in) in_place |= x.data == out.data;
     if (how == stores::automatic) how = stores_for(out);
     std::int64_t fold = 1;
-    if (folds(out) && std::ranges::all_of(in, [](auto const& x) { return folds(x); })) {
+    if (table_folds(out) && std::ranges::all_of(in, [](auto const& x) { return table_folds(x); })) {
       fold = out.spatial;
       out_ = folded(out);
       for (auto& x : in_) x = folded(x);

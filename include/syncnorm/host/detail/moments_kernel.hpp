@@ -12,58 +12,71 @@
 
 namespace syncnorm::host::detail {
 
-/// `first = Σ (x − pivot)` and `second = Σ (x − pivot)²` of the elements of one piece.
+/// Σ (x − pivot) and Σ (x − pivot)² of some channel's pieces, in one number per lane: pieces are added up without adding
+/// up lanes.
 template <class A>
-struct piece_sums {
-  A pivot, first, second;
+struct pivoted_sums {
+  static constexpr int lanes = native_lanes<A>;
+
+  A pivot;
+  vector_t<double, native_lanes<double>> first{}, second{};
+
+  template <class T>
+  void add(T const* x, std::int64_t n, std::int64_t ahead) {
+    using vector = vector_t<A, lanes>;
+    if (n < lanes) {
+      A a = 0, b = 0;
+      for (std::int64_t i = 0; i < n; ++i) {
+        A const d = load<1>(x + i) - pivot;
+        a += d;
+        b += d * d;
+      }
+      first[0] += static_cast<double>(a);
+      second[0] += static_cast<double>(b);
+      return;
+    }
+    struct sums {
+      vector first{}, second{};
+      void add(vector const& d) {
+        first += d;
+        second += d * d;
+      }
+    } s0, s1, s2, s3;
+    vector const p = splat<A, lanes>(pivot);
+    std::int64_t i = 0;
+    for (; i + 4 * lanes <= n; i += 4 * lanes) {
+      prefetch<4 * lanes>(x, i + ahead);
+      s0.add(load<lanes>(x + i) - p);
+      s1.add(load<lanes>(x + i + lanes) - p);
+      s2.add(load<lanes>(x + i + 2 * lanes) - p);
+      s3.add(load<lanes>(x + i + 3 * lanes) - p);
+    }
+    if (i < n) prefetch<4 * lanes>(x, i + ahead);
+    for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(x + i) - p);
+    if (i < n) s1.add(keep_last<A, lanes>(load<lanes>(x + n - lanes) - p, static_cast<int>(n - i)));
+    first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
+    second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
+  }
+
+  /// Goes over to another pivot after `n` elements.
+  void move_to(A other, double n) {
+    double const t = static_cast<double>(pivot) - static_cast<double>(other),
+                 sum = sum_lanes<double, native_lanes<double>>(first);
+    double const squares = sum_lanes<double, native_lanes<double>>(second);
+    *this = {other};
+    first[0] = sum + n * t;
+    second[0] = squares + t * (2 * sum + n * t);
+  }
 };
 
-/// Sums about a pivot near the data: they cancel only as far as the pivot is far from the mean, and it is an element or
-/// the mean of some elements, so that the loss is bounded by the spread that these elements themselves cause.
+/// A number among the first of the `n` elements.
 template <class T, class A = accumulate_t<T>>
-[[nodiscard]] inline piece_sums<A> sum_piece(T const* x, std::int64_t n, std::int64_t ahead) {
-  constexpr int lanes = native_lanes<A>;
-  using vector = vector_t<A, lanes>;
-  if (n < lanes) {
-    A const pivot = load<1>(x);
-    A first = 0, second = 0;
-    for (std::int64_t i = 1; i < n; ++i) {
-      A const d = load<1>(x + i) - pivot;
-      first += d;
-      second += d * d;
-    }
-    return {pivot, first, second};
-  }
-
-  constexpr std::int64_t pilot = 16;
-  A pivot = load<1>(x);
-  if (n >= 128) {
-    vector sum{};
-    for (std::int64_t i = 0; i < pilot; i += lanes) sum += load<lanes>(x + i);
-    pivot = sum_lanes<A, lanes>(sum) * static_cast<A>(1.0 / pilot);
-  }
-
-  struct sums {
-    vector first{}, second{};
-    void add(vector const& d) {
-      first += d;
-      second += d * d;
-    }
-  } s0, s1, s2, s3;
-  vector const p = splat<A, lanes>(pivot);
-  std::int64_t i = 0;
-  for (; i + 4 * lanes <= n; i += 4 * lanes) {
-    prefetch<4 * lanes>(x, i + ahead);
-    s0.add(load<lanes>(x + i) - p);
-    s1.add(load<lanes>(x + i + lanes) - p);
-    s2.add(load<lanes>(x + i + 2 * lanes) - p);
-    s3.add(load<lanes>(x + i + 3 * lanes) - p);
-  }
-  if (i < n) prefetch<4 * lanes>(x, i + ahead);
-  for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(x + i) - p);
-  if (i < n) s1.add(keep_last<A, lanes>(load<lanes>(x + n - lanes) - p, static_cast<int>(n - i)));
-  return {pivot, sum_lanes<A, lanes>((s0.first + s1.first) + (s2.first + s3.first)),
-          sum_lanes<A, lanes>((s0.second + s1.second) + (s2.second + s3.second))};
+[[nodiscard]] A pilot_mean(T const* x, std::int64_t n) {
+  constexpr std::int64_t most = 16;
+  std::int64_t const used = std::min(n, most);
+  A sum = 0;
+  for (std::int64_t i = 0; i < used; ++i) sum += load<1>(x + i) - load<1>(x);
+  return load<1>(x) + sum / static_cast<A>(used);
 }
 
 /// Means and centred second moments of channels over one group of pieces; see reduce_channels.
@@ -73,6 +86,8 @@ class moments_kernel {
   static constexpr std::size_t most = static_cast<std::size_t>(chunk_channels<A>);
   /// Pieces shorter than this go element by element into double.
   static constexpr std::int64_t shortest = 8;
+  /// Rows of as many channels are summed before the next sample is.
+  static constexpr std::int64_t channels_at_once = 32;
 
 public:
   moments_kernel(tensor_view<T const> const& x, groups const& parts)
@@ -103,40 +118,50 @@ public:
   }
 
 private:
+  /// Sums about one pivot per channel and group: they cancel only as far as that is far from the mean, and it is the mean
+  /// of the first piece, so that the loss is bounded by the spread that this piece itself causes.
   void rows(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
-    struct shifted {
-      double pivot, first, second;
-      void add(piece_sums<A> const& piece, double n) {
-        double const t = static_cast<double>(piece.pivot) - pivot, sum = static_cast<double>(piece.first);
-        first += sum + n * t;
-        second += static_cast<double>(piece.second) + t * (2 * sum + n * t);
-      }
-    };
-    std::array<shifted, most> sums;
-    std::array<A, static_cast<std::size_t>(row_cut::longest)> row{};
-    bool begun = false;
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-      double const n = static_cast<double>(now.length);
-      for (std::int64_t c = 0; c < x.channels; ++c) {
-        piece_sums<A> piece;
-        if (layout_ == layout::rows) {
-          piece = sum_piece(&x(now.sample, c, now.begin), now.length, lookahead(x, c, now, next));
-        } else {
-          for (std::int64_t s = 0; s < now.length; ++s)
-            row[static_cast<std::size_t>(s)] = load<1>(&x(now.sample, c, now.begin + s));
-          piece = sum_piece(row.data(), now.length, 0);
-        }
-        shifted& sum = sums[static_cast<std::size_t>(c)];
-        if (!begun) sum = {static_cast<double>(piece.pivot) + static_cast<double>(piece.first) / n, 0, 0};
-        sum.add(piece, n);
-      }
-      begun = true;
-    });
     double const inverse = 1 / static_cast<double>(parts_.elements(group));
-    for (std::int64_t c = 0; c < x.channels; ++c) {
-      shifted const& sum = sums[static_cast<std::size_t>(c)];
-      finish(sum.pivot, sum.first, sum.second, inverse, mean[c], m2[c]);
+    std::array<pivoted_sums<A>, channels_at_once> sums;
+    for (std::int64_t begin = 0; begin < x.channels; begin += channels_at_once) {
+      auto const some = x.channel_range(begin, std::min<std::int64_t>(channels_at_once, x.channels - begin));
+      bool begun = false;
+      parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
+        for (std::int64_t c = 0; c < some.channels; ++c) {
+          auto& sum = sums[static_cast<std::size_t>(c)];
+          if (layout_ == layout::rows) {
+            add(sum, &some(now.sample, c, now.begin), now.length, lookahead(some, c, now, next), begun);
+          } else {
+            add_strided(sum, some, c, now, begun);
+          }
+        }
+        begun = true;
+      });
+      for (std::int64_t c = 0; c < some.channels; ++c) {
+        auto const& sum = sums[static_cast<std::size_t>(c)];
+        finish(static_cast<double>(sum.pivot), sum_lanes<double, native_lanes<double>>(sum.first),
+               sum_lanes<double, native_lanes<double>>(sum.second), inverse, mean[begin + c], m2[begin + c]);
+      }
     }
+  }
+
+  template <class E>
+  static void add(pivoted_sums<A>& sum, E const* x, std::int64_t n, std::int64_t ahead, bool begun) {
+    if (!begun) sum = {pilot_mean(x, n)};
+    sum.add(x, n, ahead);
+    if (begun) return;
+    double const count = static_cast<double>(n);
+    sum.move_to(
+        static_cast<A>(static_cast<double>(sum.pivot) + sum_lanes<double, native_lanes<double>>(sum.first) / count),
+        count);
+  }
+
+  [[gnu::noinline]] static void add_strided(pivoted_sums<A>& sum, tensor_view<T const> const& x, std::int64_t c,
+                                            groups::piece const& piece, bool begun) {
+    std::array<A, static_cast<std::size_t>(row_cut::longest)> row{};
+    for (std::int64_t s = 0; s < piece.length; ++s)
+      row[static_cast<std::size_t>(s)] = load<1>(&x(piece.sample, c, piece.begin + s));
+    add(sum, row.data(), piece.length, 0, begun);
   }
 
   /// Long pieces: one lane per channel, four positions at a time.

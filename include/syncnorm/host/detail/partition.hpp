@@ -35,6 +35,15 @@ template <class T>
   return has_rows(x) && x.spatial < 16 && x.stride_c == x.spatial;
 }
 
+/// The same for arithmetic with coefficients of the channel: as long as those of a sample's elements fit the first-level
+/// cache, rows shorter than some vectors are better off that way, too.
+template <class T>
+[[nodiscard]] constexpr bool table_folds(tensor_view<T> const& x) {
+  constexpr std::int64_t short_row = 128, small_table = 1 << 12;
+  return has_rows(x) && x.stride_c == x.spatial &&
+         (x.spatial < 16 || (x.spatial < short_row && x.size() <= small_table * x.samples));
+}
+
 /// `x` with its positions taken for channels, `[N, C·S, 1]`.
 template <class T>
 [[nodiscard]] constexpr tensor_view<T> folded(tensor_view<T> const& x) {
@@ -51,7 +60,7 @@ template <class T>
 
 /// How rows are cut into pieces, the unit of summation. Depends on the extent of a row alone.
 struct row_cut {
-  static constexpr std::int64_t longest = 1024;
+  static constexpr std::int64_t longest = 4096;
 
   std::int64_t spatial, length, pieces;
 
@@ -67,7 +76,7 @@ struct row_cut {
 /// The pieces of a channel, in order of samples, in groups of consecutive pieces. A group is summed about a pivot of its
 /// own, and groups merge in order; so the result does not depend on who computes which group.
 struct groups {
-  static constexpr std::int64_t most = 32, fewest_elements = 512;
+  static constexpr std::int64_t most = 32, fewest_elements = 1 << 14;
 
   row_cut cut;
   std::int64_t pieces, length, count;

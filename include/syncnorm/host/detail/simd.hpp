@@ -171,4 +171,20 @@ template <class A, int Lanes>
   }
 }
 
+/// A full register of `A` as one of double, its halves added where it has more lanes.
+template <class A>
+[[nodiscard]] inline vector_t<double, native_lanes<double>> fold_to_double(vector_t<A, native_lanes<A>> const& v) {
+  if constexpr (std::is_same_v<A, double>) {
+    return v;
+  } else {
+    constexpr int half = native_lanes<double>;
+    static_assert(native_lanes<A> == 2 * half);
+    struct halves {
+      vector_t<A, half> low, high;
+    } parts;
+    std::memcpy(&parts, &v, sizeof v);
+    return to_double<A, half>(parts.low) + to_double<A, half>(parts.high);
+  }
+}
+
 } // namespace syncnorm::host::detail
