@@ -64,7 +64,8 @@ public:
 
   /// Numbers of type `A` that the coefficients for `out` take.
   static constexpr std::int64_t table_size(tensor_view<T> const& out) {
-    return (out.channels * (table_folds(out) ? out.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
+    return (out.channels * (table_folds(out) ? out.spatial : 1) + longest_run) *
+           static_cast<std::int64_t>(coefficients);
   }
 
   map_kernel(Op const& op, views const& in, tensor_view<T> const& out, stores how, A* table)
@@ -88,11 +89,11 @@ public:
       run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, channels), 1,
                                                 std::max<std::int64_t>(1, out_.spatial));
     period_ = channels * run_positions_;
-    for (std::int64_t c = 0; c < channels; ++c) {
+    for (std::int64_t c = 0; c < channels; c += fold) {
       auto const values = op(c / fold);
       for (std::size_t j = 0; j < coefficients; ++j)
         for (std::int64_t i = c; i < period_; i += channels)
-          table[static_cast<std::int64_t>(j) * period_ + i] = values[j];
+          std::fill_n(table + static_cast<std::int64_t>(j) * period_ + i, fold, values[j]);
     }
   }
 

@@ -69,14 +69,11 @@ struct pivoted_sums {
   }
 };
 
-/// A number among the first of the `n` elements.
+/// The mean of a vector at the beginning, or the first of fewer elements.
 template <class T, class A = accumulate_t<T>>
-[[nodiscard]] A pilot_mean(T const* x, std::int64_t n) {
-  constexpr std::int64_t most = 16;
-  std::int64_t const used = std::min(n, most);
-  A sum = 0;
-  for (std::int64_t i = 0; i < used; ++i) sum += load<1>(x + i) - load<1>(x);
-  return load<1>(x) + sum / static_cast<A>(used);
+[[nodiscard]] inline A pilot_mean(T const* x, std::int64_t n) {
+  constexpr int lanes = native_lanes<A>;
+  return n < lanes ? load<1>(x) : sum_lanes<A, lanes>(load<lanes>(x)) * static_cast<A>(1.0 / lanes);
 }
 
 /// Means and centred second moments of channels over one group of pieces; see reduce_channels.
@@ -87,7 +84,7 @@ class moments_kernel {
   /// Pieces shorter than this go element by element into double.
   static constexpr std::int64_t shortest = 8;
   /// Rows of as many channels are summed before the next sample is.
-  static constexpr std::int64_t channels_at_once = 32;
+  static constexpr std::int64_t channels_at_once = 64;
 
 public:
   moments_kernel(tensor_view<T const> const& x, groups const& parts)
@@ -119,7 +116,8 @@ public:
 
 private:
   /// Sums about one pivot per channel and group: they cancel only as far as that is far from the mean, and it is the mean
-  /// of the first piece, so that the loss is bounded by the spread that this piece itself causes.
+  /// of the first piece, or of a vector of a short one, so that the loss is bounded by the spread that these elements
+  /// themselves cause.
   void rows(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     double const inverse = 1 / static_cast<double>(parts_.elements(group));
     std::array<pivoted_sums<A>, channels_at_once> sums;
@@ -127,13 +125,15 @@ private:
       auto const some = x.channel_range(begin, std::min<std::int64_t>(channels_at_once, x.channels - begin));
       bool begun = false;
       parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-        for (std::int64_t c = 0; c < some.channels; ++c) {
-          auto& sum = sums[static_cast<std::size_t>(c)];
-          if (layout_ == layout::rows) {
-            add(sum, &some(now.sample, c, now.begin), now.length, lookahead(some, c, now, next), begun);
-          } else {
-            add_strided(sum, some, c, now, begun);
-          }
+        if (layout_ != layout::rows) {
+          for (std::int64_t c = 0; c < some.channels; ++c)
+            add_strided(sums[static_cast<std::size_t>(c)], some, c, now, begun);
+        } else {
+          T const* row = &some(now.sample, 0, now.begin);
+          std::int64_t const ahead = lookahead(some, 0, now, next), last = some.channels - 1;
+          for (std::int64_t c = 0; c < last; ++c, row += some.stride_c)
+            add(sums[static_cast<std::size_t>(c)], row, now.length, ahead, begun);
+          add(sums[static_cast<std::size_t>(last)], row, now.length, lookahead(some, last, now, next), begun);
         }
         begun = true;
       });
@@ -149,7 +149,7 @@ private:
   static void add(pivoted_sums<A>& sum, E const* x, std::int64_t n, std::int64_t ahead, bool begun) {
     if (!begun) sum = {pilot_mean(x, n)};
     sum.add(x, n, ahead);
-    if (begun) return;
+    if (begun || n < groups::long_piece) return;
     double const count = static_cast<double>(n);
     sum.move_to(
         static_cast<A>(static_cast<double>(sum.pivot) + sum_lanes<double, native_lanes<double>>(sum.first) / count),

@@ -76,7 +76,7 @@ struct row_cut {
 /// The pieces of a channel, in order of samples, in groups of consecutive pieces. A group is summed about a pivot of its
 /// own, and groups merge in order; so the result does not depend on who computes which group.
 struct groups {
-  static constexpr std::int64_t most = 32, fewest_elements = 1 << 14;
+  static constexpr std::int64_t most = 32, fewest_elements = 512, fewest_pieces = 4, long_piece = 256;
 
   row_cut cut;
   std::int64_t pieces, length, count;
@@ -84,7 +84,8 @@ struct groups {
   constexpr groups(std::int64_t samples, std::int64_t spatial)
       : cut{spatial}, pieces{samples * cut.pieces}, length{1}, count{0} {
     if (pieces == 0) return;
-    length = std::max(ceil_div(pieces, most), ceil_div(fewest_elements, cut.length));
+    length = std::max(
+        {ceil_div(pieces, most), ceil_div(fewest_elements, cut.length), cut.length >= long_piece ? fewest_pieces : 1});
     count = ceil_div(pieces, length);
   }
 
