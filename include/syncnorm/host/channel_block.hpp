@@ -28,4 +28,20 @@ template <class T>
   return fit * bytes < narrowest_column_bytes ? all : std::min(all, fit / line * line);
 }
 
+/// The block of channels after the one at hand. Reading it into the cache while the one at hand is written is faster than
+/// one after the other, if both have room there.
+struct next_block {
+  /// The largest block, in bytes of its inputs, beside which the next one has room in the second-level cache.
+  static constexpr std::int64_t largest_bytes = 5 << 17;
+
+  std::int64_t channels_ahead = 0; ///< 0: none
+
+  /// The block `channels_ahead` further than `x`, of which `inputs` tensors are read, unless it is too large.
+  template <class T>
+  [[nodiscard]] static next_block of(tensor_view<T> const& x, std::int64_t inputs, std::int64_t channels_ahead) {
+    bool const fits = x.size() * inputs * static_cast<std::int64_t>(sizeof(T)) <= largest_bytes;
+    return {fits && detail::has_rows(x) ? channels_ahead : 0};
+  }
+};
+
 } // namespace syncnorm::host

@@ -14,7 +14,7 @@
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
-#include <syncnorm/ops/detail/part_channels.hpp>
+#include <syncnorm/ops/detail/parts.hpp>
 
 namespace syncnorm {
 
@@ -93,7 +93,9 @@ void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
 
   auto const stores = host::stores_for(dx);
   auto own = detail::make_header<std::remove_const_t<X>>(pass, channels, x.count(), check);
-  own.part_channels = check.failed() ? 1 : detail::part_channels(comm, x, 2);
+  auto const parts = check.failed() ? detail::part_choice{1, false} : detail::choose_parts(comm, x, 2);
+  own.part_channels = parts.channels;
+  workspace.backward_plan.ahead = parts.ahead;
   exchange.run(
       comm, own, workspace.backward_plan,
       [&](detail::exchange_part const& part) {
@@ -110,7 +112,7 @@ void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
         host::backward_elemt(exec, detail::part_of(dy, part.channels), detail::part_of(x, part.channels),
                              detail::part_of(dx, part.channels), detail::part_of(mean, part.channels),
                              detail::part_of(inv_std, part.channels), detail::part_of(affine.gamma, part.channels),
-                             sum_dy, sum_dy_xmu, saved.count, stores);
+                             sum_dy, sum_dy_xmu, saved.count, stores, detail::part_after(x, 2, part.channels));
       });
   for (auto const& part : exchange.parts())
     detail::add_affine_gradients<P>(

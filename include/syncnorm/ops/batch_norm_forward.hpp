@@ -17,7 +17,7 @@
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
-#include <syncnorm/ops/detail/part_channels.hpp>
+#include <syncnorm/ops/detail/parts.hpp>
 
 namespace syncnorm {
 
@@ -125,7 +125,9 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
     own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
     own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
     own.backward = static_cast<std::int64_t>(caller.backward);
-    own.part_channels = check.failed() ? 1 : detail::part_channels(comm, x, 1);
+    auto const parts = check.failed() ? detail::part_choice{1, false} : detail::choose_parts(comm, x, 1);
+    own.part_channels = parts.channels;
+    workspace.forward_plan.ahead = parts.ahead;
     auto const stores = host::stores_for(y);
     exchange.run(
         comm, own, workspace.forward_plan,
@@ -147,7 +149,7 @@ void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
                           detail::part_of(std::span<double const>{saved.inv_std}, part.channels),
                           affine_parameters<P>{detail::part_of(affine.gamma, part.channels),
                                                detail::part_of(affine.beta, part.channels)},
-                          stores);
+                          stores, detail::part_after(x, 1, part.channels));
         });
   }
   detail::update_running_statistics(running, options, saved, m2);

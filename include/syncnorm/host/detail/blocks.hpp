@@ -15,9 +15,6 @@
 
 namespace syncnorm::host::detail {
 
-/// The largest block, in bytes of its inputs, beside which the next one has room in the second-level cache.
-inline constexpr std::int64_t fetched_block_bytes = 5 << 17;
-
 /// Whether to take channels in blocks: not where a block is all of them, nor where blocks are too few to occupy the
 /// executor, which then does better with parts of channels.
 template <class T, executor E>
@@ -48,10 +45,9 @@ void reduce_and_map(E const& exec, std::int64_t block, std::array<tensor_view<T 
       using kernel_type = map_kernel<T, std::remove_const_t<decltype(op)>>;
       scratch_lease<A> table{kernel_type::table_size(out.channel_range(first, length))};
       kernel_type const kernel{op, part, out.channel_range(first, length), how, table.data()};
-      std::int64_t const bytes = part[0].size() * static_cast<std::int64_t>(sizeof(T) * Inputs);
-      bool const fetch = i + 1 < end && has_rows(out) && bytes <= fetched_block_bytes;
+      auto const fetch = next_block::of(part[0], Inputs, i + 1 < end ? length : 0);
       boxes const tasks = kernel.tasks();
-      for (std::int64_t task = tasks.count(); task-- > 0;) kernel(tasks[task], fetch ? length : 0);
+      for (std::int64_t task = tasks.count(); task-- > 0;) kernel(tasks[task], fetch.channels_ahead);
     }
   });
 }

@@ -8,6 +8,7 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
@@ -244,14 +245,14 @@ private:
 
 template <class T, class Op, executor E>
 void map_channels(E const& exec, Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in,
-                  tensor_view<T> const& out, stores how) {
+                  tensor_view<T> const& out, stores how, next_block fetch = {}) {
   using kernel_type = map_kernel<T, Op>;
   if (out.size() == 0) return;
   scratch_lease<accumulate_t<T>> table{kernel_type::table_size(out)};
   kernel_type const kernel{op, in, out, how, table.data()};
   boxes const tasks = kernel.tasks();
   // Backwards: what was read last is the likeliest to be in the cache still.
-  exec.for_each(tasks.count(), [&](std::int64_t i) { kernel(tasks[tasks.count() - 1 - i]); });
+  exec.for_each(tasks.count(), [&](std::int64_t i) { kernel(tasks[tasks.count() - 1 - i], fetch.channels_ahead); });
 }
 
 } // namespace syncnorm::host::detail

@@ -34,10 +34,12 @@ struct exchange_part {
   }
 };
 
-/// Into how many parts a pass cuts its exchange. Every rank says in its header how many channels it would have in a part;
-/// the next exchange takes the most that any said, so that all cut alike.
+/// Into how many parts a pass cuts its exchange, and in which order it works. Every rank says in its header how many
+/// channels it would have in a part; the next exchange takes the most that any said, so that all cut alike.
 struct exchange_plan {
   std::int64_t part_channels = std::numeric_limits<std::int64_t>::max();
+  /// Whether this rank reduces the next part while one is exchanged; else a part that is in the cache stays there.
+  bool ahead = false;
 };
 
 /// The buffers and the protocol by which ranks exchange a header and two values for each channel.
@@ -55,7 +57,7 @@ public:
   [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
 
   /// Exchanges `own` and the values that `local(part)` writes for each part. `accept()` is called once the headers of all
-  /// ranks are known and agree, then `consume(part)` for each part in turn, while the next one is on its way where the
+  /// ranks are known and agree, then `consume(part)` for each part in turn, in the order of the plan where the
   /// communicator is asynchronous. Throws on every rank where the headers report a fault or disagree. Collective.
   template <allgathers<std::byte> C, class Local, class Accept, class Consume>
   void run(C const& comm, packet_header const& own, exchange_plan& plan, Local const& local, Accept const& accept_all,
@@ -70,7 +72,7 @@ public:
     };
     if constexpr (allgathers_async<C, std::byte>) {
       if (parts_.size() > 1) {
-        run_overlapped(comm, local, accept, consume);
+        run_async(comm, plan.ahead, local, accept, consume);
         return;
       }
     }
@@ -91,7 +93,7 @@ public:
 
 private:
   template <class C, class Local, class Accept, class Consume>
-  void run_overlapped(C const& comm, Local const& local, Accept const& accept, Consume const& consume) {
+  void run_async(C const& comm, bool ahead, Local const& local, Accept const& accept, Consume const& consume) {
     auto const start = [&](exchange_part const& part) {
       return allgather_async(comm, std::span<std::byte const>{part.send}, part.receive);
     };
@@ -99,11 +101,15 @@ private:
     auto in_flight = start(parts_[0]);
     for (std::size_t k = 0; k < parts_.size(); ++k) {
       bool const more = k + 1 < parts_.size();
-      if (more) local(parts_[k + 1]);
+      if (more && ahead) local(parts_[k + 1]);
       in_flight.wait();
       if (k == 0) accept();
-      if (more) in_flight = start(parts_[k + 1]);
+      if (more && ahead) in_flight = start(parts_[k + 1]);
       consume(parts_[k]);
+      if (more && !ahead) {
+        local(parts_[k + 1]);
+        in_flight = start(parts_[k + 1]);
+      }
     }
   }
 

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include <syncnorm/comm/collectives.hpp>
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/ops/detail/exchange.hpp>
+
+namespace syncnorm::detail {
+
+/// The parts in which a pass would exchange, and whether it would reduce one while the one before is exchanged.
+struct part_choice {
+  std::int64_t channels;
+  bool ahead;
+};
+
+/// How a rank would cut the exchange of a pass that reads `tensors` tensors like `x` twice. Where an exchange costs far less
+/// than the arithmetic of a block that fits the cache: in such blocks, each finished before the next, since two would not
+/// fit as well. Else, of a tensor whose arithmetic takes far longer than an exchange, in halves, so that what a message is
+/// late is spent on the other half. Else in one.
+template <class C, class T>
+[[nodiscard]] part_choice choose_parts(C const& comm, tensor_view<T> const& x, int tensors) {
+  constexpr double bytes_per_second = 1e10, worthwhile = 10;
+  if (x.size() == 0) return {1, false}; // has no say
+  std::int64_t const block = host::channel_block(x, tensors), half = (x.channels + 1) / 2;
+  auto const seconds = [&](std::int64_t channels) {
+    return static_cast<double>(channels * x.count() * static_cast<std::int64_t>(sizeof(T)) * tensors) /
+           bytes_per_second;
+  };
+  double const enough = worthwhile * exchange_overhead(comm);
+  if (seconds(block) > enough) return {block, false};
+  if (allgathers_async<C, std::byte> && seconds(half) > enough) return {half, true};
+  return {std::numeric_limits<std::int64_t>::max(), false};
+}
+
+/// What to fetch while `part` of `x` is written.
+template <class T>
+[[nodiscard]] host::next_block part_after(tensor_view<T> const& x, std::int64_t tensors, channel_span part) {
+  bool const last = part.first + part.length >= x.channels;
+  return host::next_block::of(x.channel_range(part.first, part.length), tensors, last ? 0 : part.length);
+}
+
+} // namespace syncnorm::detail
