@@ -12,4 +12,5 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
+#include <syncnorm/ops/batch_norm_group.hpp>
 #include <syncnorm/version.hpp>

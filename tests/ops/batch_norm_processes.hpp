@@ -10,6 +10,8 @@
 #include <syncnorm/core/half.hpp>
 
 #include <ops/grid.hpp>
+#include <ops/micro_batches.hpp>
+#include <ops/pending_cases.hpp>
 
 namespace test {
 
@@ -29,6 +31,19 @@ void check_batch_norm_over_processes(C const& world) {
       if (cell.channels == 128)
         for (auto const& failure : run_case(case_data<syncnorm::bfloat16>{cell}, comm)) FAIL_CHECK(failure);
     });
+    if (ranks < 2) continue;
+    // Under either policy, with as many ranks as there are shares.
+    for (auto const& shares : micro_batch_shares)
+      for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+        if (static_cast<int>(shares.size()) == ranks)
+          for (auto const& failure : check_micro_batches<float>(comm, shares, layout::nhwc, 150, policy))
+            FAIL_CHECK(failure);
+    if (ranks > 3) continue;
+    for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce}) {
+      for (auto const& failure : check_two_phases(comm, policy)) FAIL_CHECK(failure);
+      for (auto const& failure : check_groups(comm, policy)) FAIL_CHECK(failure);
+      for (auto const& failure : check_abandoned(comm, 200, policy)) FAIL_CHECK(failure);
+    }
   }
   syncnorm::barrier(world);
   if (syncnorm::size(world) == 1) return;

@@ -14,8 +14,22 @@ enum class running_variance : std::uint8_t {
   standard_deviation, ///< √(biased variance + eps), by which inference then divides as it is
 };
 
+/// How ranks put their statistics together.
+enum class exchange_policy : std::uint8_t {
+  automatic, ///< whichever the cost model of `comm/exchange_cost.hpp` says is faster
+  gather,    ///< each rank gets every rank's: one allgather a pass
+  reduce,    ///< each rank gets the sums: two allreduces forward, one backward, whose memory does not grow with ranks
+};
+
 /// Which affine parameters a layer has.
 enum class affine_parts : std::uint8_t { gamma_and_beta, gamma, beta };
+
+/// Whether a rank's forward pass is followed by a backward pass.
+enum class backward_pass : std::uint8_t {
+  possible,   ///< if another rank needs one
+  needed,     ///< by this rank
+  impossible, ///< this rank records nothing
+};
 
 /// Options of batch normalization; the same on every rank.
 struct batch_norm_options {
@@ -25,6 +39,7 @@ struct batch_norm_options {
   /// average, whose weight is 1 / (num_batches_tracked + 1).
   std::optional<double> momentum = 0.1;
   running_variance variance = running_variance::unbiased;
+  exchange_policy exchange = exchange_policy::automatic; ///< of the backward pass, too
 
   friend bool operator==(batch_norm_options const&, batch_norm_options const&) = default;
 };

@@ -1,8 +1,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -10,6 +14,8 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/ops/batch_norm_backward.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
+#include <syncnorm/ops/batch_norm_pass.hpp>
+#include <syncnorm/ops/pending_passes.hpp>
 
 namespace syncnorm {
 
@@ -51,14 +57,17 @@ public:
   /// collective and as `batch_norm_forward`; in evaluation mode, and while the statistics are frozen, local, by the
   /// running statistics.
   void forward(tensor_view<T const> x, tensor_view<T> y) {
-    affine_parameters<P> const affine{gamma_, beta_};
-    auto const& norm = options_.norm;
-    if (training_ && !frozen_) {
-      batch_norm_forward<T, P>(exec_, comm_, x, y, affine, running(), norm, saved_, workspace_);
-    } else if (options_.track_running_stats) {
-      batch_norm_inference<T, P>(exec_, x, y, affine, running_mean_, running_var_, norm.eps, saved_, norm.variance);
-    } else {
-      batch_norm_forward<T, P>(exec_, self_communicator{}, x, y, affine, {}, norm, saved_, workspace_);
+    forward(std::array<tensor_view<T const>, 1>{x}, std::array{y});
+  }
+
+  /// The same of K micro-batches by one statistic, with one exchange: as `batch_norm_forward_batches`.
+  void forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y) {
+    if (by_batch())
+      run_forward(comm_, x, y, running());
+    else if (options_.track_running_stats)
+      infer(x, y);
+    else {
+      run_forward(self_communicator{}, x, y, {});
       saved_.scope = statistics_scope::this_rank;
     }
   }
@@ -69,6 +78,53 @@ public:
                 batch_norm_backward_options const& options = {}) {
     batch_norm_backward<T const, P>(exec_, comm_, dy, x, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
                                     options, workspace_);
+  }
+
+  /// The same of the K micro-batches of the latest forward pass. No dx: not needed.
+  void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
+                std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {}) {
+    batch_norm_backward_batches<T, P>(exec_, comm_, dy, x, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
+                                      options, workspace_);
+  }
+
+  /// `forward` up to the exchange, which goes on while the caller does something else; `finish` of what is returned
+  /// completes it. Collective where `forward` is, and sharing no exchange with it: the two may be mixed.
+  [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y) {
+    return begin(plan_forward(x, y));
+  }
+  /// `backward` in two phases.
+  [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                                              batch_norm_backward_options const& options = {}) {
+    return begin(plan_backward(x, dy, dx, options));
+  }
+
+  /// `forward`, described for a `batch_norm_group`. The layer must stay where it is until the pass is finished.
+  [[nodiscard]] batch_norm_pass plan_forward(tensor_view<T const> x, tensor_view<T> y) {
+    return plan_forward(std::array<tensor_view<T const>, 1>{x}, std::array{y});
+  }
+  [[nodiscard]] batch_norm_pass plan_forward(std::span<tensor_view<T const> const> x,
+                                             std::span<tensor_view<T> const> y) {
+    detail::forward_operands<T, P> in{x, y, {gamma_, beta_}, running()};
+    if (!by_batch() && options_.track_running_stats)
+      return batch_norm_pass{
+          std::make_unique<detail::planned_inference<T, P, E>>(exec_, channels_, in, options_.norm, saved_)};
+    if (!by_batch()) in.scope = statistics_scope::this_rank;
+    return batch_norm_pass{std::make_unique<detail::planned_forward<T, P, E>>(exec_, channels_, in, options_.norm,
+                                                                              saved_, batch_norm_caller{})};
+  }
+  /// `backward`, described for a `batch_norm_group`.
+  [[nodiscard]] batch_norm_pass plan_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                                              batch_norm_backward_options const& options = {}) {
+    bool const wants_dx = dx.data != nullptr || dx.samples != 0 || dx.channels != 0 || dx.spatial != 0;
+    std::array const dxs{dx};
+    return plan_backward(std::array{x}, std::array{dy}, std::span{dxs}.first(wants_dx ? 1 : 0), options);
+  }
+  [[nodiscard]] batch_norm_pass plan_backward(std::span<tensor_view<T const> const> x,
+                                              std::span<tensor_view<T const> const> dy,
+                                              std::span<tensor_view<T> const> dx,
+                                              batch_norm_backward_options const& options = {}) {
+    return plan_batch_norm_backward<T, P>(exec_, channels_, dy, x, dx, {gamma_, beta_}, saved_,
+                                          {gamma_grad_, beta_grad_}, options);
   }
 
   void train(bool on = true) noexcept { training_ = on; }
@@ -103,9 +159,35 @@ public:
   [[nodiscard]] std::int64_t& num_batches_tracked() noexcept { return num_batches_tracked_; }
 
 private:
+  [[nodiscard]] bool by_batch() const noexcept { return training_ && !frozen_; }
   [[nodiscard]] running_statistics<P> running() {
     if (!options_.track_running_stats) return {};
     return {running_mean_, running_var_, &num_batches_tracked_};
+  }
+
+  [[nodiscard]] pending_passes begin(batch_norm_pass pass) {
+    std::vector<batch_norm_pass> one;
+    one.push_back(std::move(pass));
+    auto& packets = workspace_.packets;
+    if (workspace_.exchange.agreed()) packets.agree();
+    auto pending = pending_passes::begin(comm_, std::move(one), packets);
+    if (packets.agreed()) workspace_.exchange.agree();
+    return pending;
+  }
+
+  template <communicator Over>
+  void run_forward(Over const& comm, std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
+                   running_statistics<P> running) {
+    batch_norm_forward_batches<T, P>(exec_, comm, x, y, {gamma_, beta_}, running, options_.norm, saved_, workspace_);
+  }
+
+  void infer(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y) {
+    if (x.size() != y.size())
+      throw invalid_argument_error{"batch_norm inference: there are " + std::to_string(y.size()) +
+                                   " micro-batches of y, expected " + std::to_string(x.size()) + " as of x"};
+    for (std::size_t k = 0; k < x.size(); ++k)
+      batch_norm_inference<T, P>(exec_, x[k], y[k], {gamma_, beta_}, running_mean_, running_var_, options_.norm.eps,
+                                 saved_, options_.norm.variance);
   }
 
   C comm_;

@@ -4,7 +4,10 @@
 #include <string_view>
 #include <vector>
 
+#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
+#include <syncnorm/ops/detail/packet_exchange.hpp>
+#include <syncnorm/ops/detail/pass_buffers.hpp>
 
 namespace syncnorm {
 
@@ -15,13 +18,6 @@ enum class statistics_scope : std::uint8_t {
   constant,  ///< the running statistics: they have no gradient
 };
 
-/// Whether a rank's forward pass is followed by a backward pass.
-enum class backward_pass : std::uint8_t {
-  possible,   ///< if another rank needs one
-  needed,     ///< by this rank
-  impossible, ///< this rank records nothing
-};
-
 /// What the caller of a pass knows and the pass cannot see. It joins the exchange.
 struct batch_norm_caller {
   std::string_view fault{}; ///< what is wrong on this rank, which every rank then throws; empty: nothing
@@ -29,23 +25,33 @@ struct batch_norm_caller {
   backward_pass backward = backward_pass::possible;
 };
 
+/// What a backward pass is to do.
+struct batch_norm_backward_options {
+  /// Off: the sums are this rank's alone, as if the other ranks' gradients were zero, and the call is not collective;
+  /// for the steps of a gradient accumulation but the last. The same on every rank.
+  bool exchange = true;
+};
+
 /// What a forward pass leaves for its backward pass, besides x.
 struct batch_norm_saved {
   statistics_scope scope = statistics_scope::all_ranks;
   std::int64_t count = 0;            ///< elements of a channel over the scope; 0 where the statistics are constant
   std::vector<double> mean, inv_std; ///< `[C]`, inv_std = 1/√(var + eps); the same bits on every rank
-  bool backward_needed = false;      ///< some rank needs a backward pass, which every rank then has to join
+  exchange_policy exchange = exchange_policy::automatic; ///< of the forward pass, and hence of the backward pass
+  bool backward_needed = false; ///< some rank needs a backward pass, which every rank then has to join
 };
 
 /// Buffers of the passes of one layer, and its ranks' standing agreement on the number of channels, by which a pass
 /// after the first is one collective. Use it on every rank for the same calls. Without one, each pass makes its own,
 /// and a forward pass of more than 128 channels is two collectives.
 struct batch_norm_workspace {
-  explicit batch_norm_workspace(std::int64_t channels, bool agreed = false) : exchange{channels, agreed} {}
+  explicit batch_norm_workspace(std::int64_t channels, bool agreed = false)
+      : exchange{channels, agreed}, packets{{channels}, 2, agreed} {}
 
   detail::channel_exchange exchange;
   detail::exchange_plan forward_plan, backward_plan;
-  std::vector<double> first, second; // `[C]`: m2; or the sums of the backward pass
+  detail::packet_exchange packets; // under the reduce policy, and of passes in two phases
+  detail::pass_buffers buffers;
 };
 
 } // namespace syncnorm

@@ -55,6 +55,9 @@ public:
   explicit channel_exchange(std::int64_t channels, bool agreed = false) : channels_{channels}, agreed_{agreed} {}
 
   [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
+  /// Whether all ranks are known to have this number of channels.
+  [[nodiscard]] bool agreed() const noexcept { return agreed_; }
+  void agree() noexcept { agreed_ = true; }
 
   /// Exchanges `own` and the values that `local(part)` writes for each part. `accept()` is called once the headers of all
   /// ranks are known and agree, then `consume(part)` for each part in turn, in the order of the plan where the

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <concepts>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/error.hpp>
 
 namespace syncnorm::detail {
@@ -23,10 +25,14 @@ struct packet_header {
   std::int64_t count = 0; ///< elements of a channel on this rank; ranks may differ
   double eps = 0;
   double momentum = 0;               ///< −1: cumulative average
-  std::int64_t running_variance = 0; ///< the option of this name
-  std::int64_t tracks_running_statistics = 0;
-  std::int64_t affine = 0;
-  std::int64_t backward = 0;      ///< the caller's backward_pass; ranks may differ
+  std::int32_t running_variance = 0; ///< the option of this name
+  std::int32_t tracks_running_statistics = 0;
+  std::int32_t affine = 0;
+  std::int32_t policy = 0;   ///< exchange_policy, resolved
+  std::int32_t layers = 1;   ///< whose values travel together
+  std::uint32_t shape = 0;   ///< a digest of their channels
+  std::int32_t backward = 0; ///< the caller's backward_pass; ranks may differ
+  std::int32_t unused = 0;
   std::int64_t part_channels = 0; ///< channels that this rank would exchange at a time; ranks may differ
   std::array<char, 144> fault{};  ///< what is wrong on this rank; empty where nothing is
 };
@@ -48,36 +54,74 @@ template <std::size_t N>
   std::snprintf(text.data(), text.size(), "%.17g", value);
   return text.data();
 }
-[[nodiscard]] inline std::string to_text(std::int64_t value) { return std::to_string(value); }
+template <std::integral I>
+[[nodiscard]] std::string to_text(I value) {
+  return std::to_string(value);
+}
 template <std::size_t N>
 [[nodiscard]] std::string to_text(std::array<char, N> const& value) {
   return get_text(value);
 }
 
-/// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.
-inline void require_agreement(std::span<packet_header const> ranks) {
-  auto const pass = [&] { return get_text(ranks.front().pass); };
+/// Calls f(field, name) for each field in which ranks have to agree.
+template <class F>
+void for_each_agreed_field(F const& f) {
+  f(&packet_header::pass, "the operation");
+  f(&packet_header::element, "the element type");
+  f(&packet_header::layers, "the number of layers");
+  f(&packet_header::channels, "the number of channels");
+  f(&packet_header::shape, "the channels of their layers");
+  f(&packet_header::eps, "eps");
+  f(&packet_header::momentum, "momentum (-1: cumulative average)");
+  f(&packet_header::running_variance, "the running variance (0: unbiased, 1: biased, 2: standard deviation)");
+  f(&packet_header::tracks_running_statistics, "tracking running statistics");
+  f(&packet_header::affine, "affine parameters");
+  f(&packet_header::policy, "the exchange policy (1: gather, 2: reduce)");
+}
+
+/// Throws where a rank needs a backward pass that another one cannot join.
+inline void require_backward_agreement(std::span<packet_header const> ranks, std::string const& pass) {
+  auto const first = [&](backward_pass what) {
+    return std::ranges::find(ranks, static_cast<std::int32_t>(what), &packet_header::backward) - ranks.begin();
+  };
+  auto const needs = first(backward_pass::needed), lacks = first(backward_pass::impossible);
+  if (needs == std::ssize(ranks) || lacks == std::ssize(ranks)) return;
+  throw mismatch_error{pass + ": ranks disagree on whether a backward pass follows: rank " + std::to_string(needs) +
+                       " needs one, rank " + std::to_string(lacks) + " records no gradients"};
+}
+
+/// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree. `layer` names the layer
+/// among several.
+inline void require_agreement(std::span<packet_header const> ranks, std::string const& layer = {}) {
+  auto const pass = [&] { return get_text(ranks.front().pass) + layer; };
   std::string faults;
   for (std::size_t r = 0; r < ranks.size(); ++r)
     if (ranks[r].fault[0] != '\0')
       faults += (faults.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + get_text(ranks[r].fault);
   if (!faults.empty()) throw invalid_argument_error{pass() + ": " + faults};
 
-  auto const require_same = [&](auto packet_header::*field, char const* name) {
+  for_each_agreed_field([&](auto packet_header::*field, char const* name) {
     for (std::size_t r = 1; r < ranks.size(); ++r)
       if (ranks[r].*field != ranks[0].*field)
         throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
                              ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
-  };
-  require_same(&packet_header::pass, "the operation");
-  require_same(&packet_header::element, "the element type");
-  require_same(&packet_header::channels, "the number of channels");
-  require_same(&packet_header::eps, "eps");
-  require_same(&packet_header::momentum, "momentum (-1: cumulative average)");
-  require_same(&packet_header::running_variance,
-               "the running variance (0: unbiased, 1: biased, 2: standard deviation)");
-  require_same(&packet_header::tracks_running_statistics, "tracking running statistics");
-  require_same(&packet_header::affine, "affine parameters");
+  });
+  require_backward_agreement(ranks, pass());
+}
+
+/// What the ranks together say of a pass of one layer.
+struct exchange_summary {
+  std::int64_t count = 0;       ///< elements of a channel over all ranks
+  bool backward_needed = false; ///< by some rank
+};
+
+[[nodiscard]] inline exchange_summary summarize(std::span<packet_header const> ranks) {
+  exchange_summary all;
+  for (auto const& rank : ranks) {
+    all.count += rank.count;
+    all.backward_needed |= rank.backward == static_cast<std::int32_t>(backward_pass::needed);
+  }
+  return all;
 }
 
 } // namespace syncnorm::detail

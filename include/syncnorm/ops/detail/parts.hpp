@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <span>
 
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/communicator.hpp>
@@ -43,6 +44,13 @@ template <class T>
 [[nodiscard]] host::next_block part_after(tensor_view<T> const& x, std::int64_t tensors, channel_span part) {
   bool const last = part.first + part.length >= x.channels;
   return host::next_block::of(x.channel_range(part.first, part.length), tensors, last ? 0 : part.length);
+}
+
+/// The same where `x` may be several micro-batches, of which the others are read in between.
+template <class T>
+[[nodiscard]] host::next_block next_of(std::span<tensor_view<T const> const> x, std::size_t k, std::int64_t tensors,
+                                       channel_span part) {
+  return x.size() == 1 ? part_after(x[k], tensors, part) : host::next_block{};
 }
 
 } // namespace syncnorm::detail

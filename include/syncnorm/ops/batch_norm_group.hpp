@@ -1,0 +1,59 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/ops/batch_norm_pass.hpp>
+#include <syncnorm/ops/detail/packet_exchange.hpp>
+#include <syncnorm/ops/pending_passes.hpp>
+
+namespace syncnorm {
+
+/// Runs passes of several layers in one collective: layers of any channels, element types, shapes and options, whose
+/// outputs do not depend on one another. One packet per rank carries the statistics of all.
+///
+///     batch_norm_group group{comm};
+///     group.run(passes(first.plan_forward(x, y), second.plan_forward(u, v)));
+///
+/// All ranks pass the same layers in the same order; what is wrong with one of them on one rank is thrown on every rank, and
+/// then no layer has changed. The exchange policy is that of the first. A layer that needs no exchange, in evaluation or
+/// with frozen statistics, may be among them.
+template <communicator C>
+class batch_norm_group {
+public:
+  explicit batch_norm_group(C comm) : comm_{std::move(comm)} {}
+
+  /// Starts the exchange of all passes, which are either forward or backward passes. Collective; see `pending_passes`, which
+  /// the group has to outlive.
+  [[nodiscard]] pending_passes begin(std::vector<batch_norm_pass> passes) {
+    std::vector<std::int64_t> channels;
+    for (auto const& pass : passes) channels.push_back(pass.steps().channels());
+    auto found = std::ranges::find(exchanges_, channels, &detail::packet_exchange::channels);
+    if (found == exchanges_.end()) found = exchanges_.emplace(exchanges_.end(), std::move(channels), 2);
+    return pending_passes::begin(comm_, std::move(passes), *found);
+  }
+
+  /// The same, to the end.
+  void run(std::vector<batch_norm_pass> passes) { begin(std::move(passes)).finish(); }
+
+  [[nodiscard]] C const& comm() const noexcept { return comm_; }
+
+private:
+  C comm_;
+  std::deque<detail::packet_exchange> exchanges_; // of the sets of layers seen; stay where they are
+};
+
+/// A list of passes.
+template <class... Pass>
+[[nodiscard]] std::vector<batch_norm_pass> passes(Pass... each) {
+  std::vector<batch_norm_pass> all;
+  all.reserve(sizeof...(each));
+  (all.push_back(std::move(each)), ...);
+  return all;
+}
+
+} // namespace syncnorm

@@ -1,0 +1,150 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/ops/batch_norm_forward.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/backward_steps.hpp>
+#include <syncnorm/ops/detail/forward_steps.hpp>
+#include <syncnorm/ops/detail/pass_steps.hpp>
+
+namespace syncnorm {
+
+namespace detail {
+
+/// Steps, and what they borrow.
+class planned_pass {
+public:
+  virtual ~planned_pass() = default;
+  [[nodiscard]] virtual pass_steps& steps() = 0;
+};
+
+template <class T, class P, host::executor E>
+class planned_forward final : public planned_pass {
+public:
+  planned_forward(E exec, std::int64_t channels, forward_operands<T, P> const& in, batch_norm_options const& options,
+                  batch_norm_saved& saved, batch_norm_caller const& caller)
+      : exec_{std::move(exec)}, x_(in.x.begin(), in.x.end()),
+        y_(in.y.begin(), in.y.end()), steps_{exec_,   channels, {x_, y_, in.affine, in.running, in.scope},
+                                             options, saved,    buffers_,
+                                             caller} {}
+  pass_steps& steps() override { return steps_; }
+
+private:
+  E exec_;
+  std::vector<tensor_view<T const>> x_;
+  std::vector<tensor_view<T>> y_;
+  pass_buffers buffers_;
+  forward_steps<T, P, E> steps_;
+};
+
+template <class T, class P, host::executor E>
+class planned_backward final : public planned_pass {
+public:
+  planned_backward(E exec, std::int64_t channels, backward_operands<T, P> const& in, batch_norm_saved const& saved,
+                   bool exchange, batch_norm_caller const& caller)
+      : exec_{std::move(exec)}, dy_(in.dy.begin(), in.dy.end()), x_(in.x.begin(), in.x.end()),
+        dx_(in.dx.begin(), in.dx.end()), steps_{exec_, channels, {dy_, x_, dx_, in.affine, in.gradients},
+                                                saved, exchange, buffers_,
+                                                caller} {}
+  pass_steps& steps() override { return steps_; }
+
+private:
+  E exec_;
+  std::vector<tensor_view<T const>> dy_, x_;
+  std::vector<tensor_view<T>> dx_;
+  pass_buffers buffers_;
+  backward_steps<T, P, E> steps_;
+};
+
+/// A forward pass by constant statistics, which takes part in no exchange.
+template <class T, class P, host::executor E>
+class planned_inference final : public planned_pass, private pass_steps {
+public:
+  planned_inference(E exec, std::int64_t channels, forward_operands<T, P> const& in, batch_norm_options const& options,
+                    batch_norm_saved& saved)
+      : exec_{std::move(exec)}, channels_{channels}, x_(in.x.begin(), in.x.end()),
+        y_(in.y.begin(), in.y.end()), affine_{in.affine}, running_{in.running}, options_{options}, saved_{&saved} {}
+  pass_steps& steps() override { return *this; }
+
+private:
+  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
+  [[nodiscard]] exchange_policy policy() const override { return options_.exchange; }
+  [[nodiscard]] std::int64_t channels() const override { return channels_; }
+  [[nodiscard]] bool collective() const override { return false; }
+  [[nodiscard]] packet_header header() const override {
+    return make_header<T>("batch_norm inference", channels_, 0, call_check{});
+  }
+  void local(channel_span, std::span<double>, std::span<double>) override {}
+  void accept(exchange_summary const&) override {}
+  [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span) override { return {}; }
+  void apply(channel_span) override {}
+  void commit(channel_span, std::span<double const>, std::span<double const>) override {}
+  void run_alone() override {
+    call_check check;
+    check.require(x_.size() == y_.size(), [&] {
+      return check.text("there are ", y_.size(), " micro-batches of y, expected ", x_.size(), " as of x");
+    });
+    throw_fault("batch_norm inference", check);
+    for (std::size_t k = 0; k < x_.size(); ++k)
+      batch_norm_inference<T, P>(exec_, x_[k], y_[k], affine_, running_.mean, running_.var, options_.eps, *saved_,
+                                 options_.variance);
+  }
+
+  E exec_;
+  std::int64_t channels_;
+  std::vector<tensor_view<T const>> x_;
+  std::vector<tensor_view<T>> y_;
+  affine_parameters<P> affine_;
+  running_statistics<P> running_;
+  batch_norm_options options_;
+  batch_norm_saved* saved_;
+};
+
+} // namespace detail
+
+/// A pass of one layer that has been described, but not begun. It borrows the tensors, the layer's state and `saved`.
+class batch_norm_pass {
+public:
+  explicit batch_norm_pass(std::unique_ptr<detail::planned_pass> planned) : planned_{std::move(planned)} {}
+
+  [[nodiscard]] detail::pass_steps& steps() const { return planned_->steps(); }
+
+private:
+  std::unique_ptr<detail::planned_pass> planned_;
+};
+
+/// Describes `batch_norm_forward_batches`.
+template <class T, class P = accumulate_t<T>, host::executor E>
+[[nodiscard]] batch_norm_pass plan_batch_norm_forward(E exec, std::int64_t channels,
+                                                      std::span<tensor_view<T const> const> x,
+                                                      std::span<tensor_view<T> const> y, affine_parameters<P> affine,
+                                                      running_statistics<P> running, batch_norm_options const& options,
+                                                      batch_norm_saved& saved, batch_norm_caller const& caller = {}) {
+  detail::forward_operands<T, P> const operands{x, y, affine, running};
+  return batch_norm_pass{
+      std::make_unique<detail::planned_forward<T, P, E>>(std::move(exec), channels, operands, options, saved, caller)};
+}
+
+/// Describes `batch_norm_backward_batches`.
+template <class T, class P = accumulate_t<T>, host::executor E>
+[[nodiscard]] batch_norm_pass
+plan_batch_norm_backward(E exec, std::int64_t channels, std::span<tensor_view<T const> const> dy,
+                         std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> dx,
+                         affine_parameters<P> affine, batch_norm_saved const& saved, affine_gradients<P> gradients,
+                         batch_norm_backward_options const& options, batch_norm_caller const& caller = {}) {
+  detail::backward_operands<T, P> const operands{dy, x, dx, affine, gradients};
+  return batch_norm_pass{std::make_unique<detail::planned_backward<T, P, E>>(std::move(exec), channels, operands, saved,
+                                                                             options.exchange, caller)};
+}
+
+} // namespace syncnorm

@@ -1,0 +1,161 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/host/backward_elemt.hpp>
+#include <syncnorm/host/backward_in_blocks.hpp>
+#include <syncnorm/host/backward_reduce.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/parts.hpp>
+#include <syncnorm/ops/detail/pass_steps.hpp>
+
+namespace syncnorm::detail {
+
+/// gradients.gamma += inv_std·sum_dy_xmu, gradients.beta += sum_dy, for a span of channels.
+template <class P>
+void add_affine_gradients(affine_gradients<P> gradients, std::span<double const> inv_std,
+                          std::span<double const> sum_dy, std::span<double const> sum_dy_xmu) {
+  auto const add = [](P& sum, double value) { sum = from_double<P>(as_double(sum) + value); };
+  for (std::size_t c = 0; c < gradients.gamma.size(); ++c) add(gradients.gamma[c], inv_std[c] * sum_dy_xmu[c]);
+  for (std::size_t c = 0; c < gradients.beta.size(); ++c) add(gradients.beta[c], sum_dy[c]);
+}
+
+/// What a backward pass reads and writes: the K micro-batches of the forward pass. No dx: not needed.
+template <class T, class P>
+struct backward_operands {
+  std::span<tensor_view<T const> const> dy, x;
+  std::span<tensor_view<T> const> dx;
+  affine_parameters<P> affine;
+  affine_gradients<P> gradients;
+};
+
+/// The steps of a backward pass.
+template <class T, class P, host::executor E>
+class backward_steps final : public pass_steps {
+public:
+  static constexpr std::string_view name = "batch_norm backward";
+
+  /// Everything is borrowed, and checked. `exchange` as in `batch_norm_backward_options`.
+  backward_steps(E const& exec, std::int64_t channels, backward_operands<T, P> const& operands,
+                 batch_norm_saved const& saved, bool exchange, pass_buffers& buffers, batch_norm_caller const& caller)
+      : exec_{&exec}, channels_{channels}, in_{operands}, saved_{&saved}, buffers_{&buffers},
+        exchanges_{exchange && saved.scope == statistics_scope::all_ranks}, backward_{caller.backward} {
+    check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+    check_.require(saved.mean.size() == static_cast<std::size_t>(channels) && saved.inv_std.size() == saved.mean.size(),
+                   [&] {
+                     return check_.text("the saved statistics have ", saved.mean.size(), " channels, expected ",
+                                        channels, "; was there a forward pass?");
+                   });
+    auto const batches = in_.x.size();
+    check_.require(in_.dy.size() == batches && (in_.dx.empty() || in_.dx.size() == batches), [&] {
+      return check_.text("there are ", in_.dy.size(), " micro-batches of dy and ", in_.dx.size(), " of dx, expected ",
+                         batches, " as of x");
+    });
+    for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
+      check_.tensor(in_.x[k], batch_name("x", k, batches), channels);
+      check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
+      if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
+    }
+    check_.channel_values(in_.affine.gamma, "gamma", channels);
+    check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
+    check_.channel_values(in_.gradients.beta, "the gradient of beta", channels);
+  }
+
+  [[nodiscard]] call_check& check() noexcept { return check_; }
+
+  [[nodiscard]] merge_rule rule() const override { return merge_rule::sums; }
+  [[nodiscard]] exchange_policy policy() const override { return saved_->exchange; }
+  [[nodiscard]] std::int64_t channels() const override { return channels_; }
+  [[nodiscard]] bool collective() const override { return exchanges_; }
+
+  [[nodiscard]] packet_header header() const override {
+    std::int64_t count = 0;
+    for (auto const& x : in_.x) count += x.count();
+    auto own = make_header<T>(name, channels_, count, check_);
+    own.backward = static_cast<std::int32_t>(backward_);
+    return own;
+  }
+
+  void local(channel_span part, std::span<double> sum_dy, std::span<double> sum_dy_xmu) override {
+    if (check_.failed()) return;
+    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
+    auto const reduce = [&](std::size_t k, std::span<double> first, std::span<double> second) {
+      host::backward_reduce(*exec_, part_of(in_.dy[k], part), part_of(in_.x[k], part), mean, first, second);
+    };
+    if (in_.x.size() == 1) return reduce(0, sum_dy, sum_dy_xmu);
+    std::ranges::fill(sum_dy, 0.0);
+    std::ranges::fill(sum_dy_xmu, 0.0);
+    auto const length = sum_dy.size();
+    buffers_->scratch.resize(2 * length);
+    auto const more = std::span{buffers_->scratch};
+    for (std::size_t k = 0; k < in_.x.size(); ++k) {
+      reduce(k, more.first(length), more.subspan(length));
+      for (std::size_t c = 0; c < length; ++c) {
+        sum_dy[c] += more[c];
+        sum_dy_xmu[c] += more[length + c];
+      }
+    }
+  }
+
+  void accept(exchange_summary const&) override {
+    buffers_->first.assign(static_cast<std::size_t>(channels_), 0.0);
+    buffers_->second.assign(static_cast<std::size_t>(channels_), 0.0);
+  }
+
+  [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span part) override {
+    return {part_of(std::span{buffers_->first}, part), part_of(std::span{buffers_->second}, part)};
+  }
+
+  void apply(channel_span part) override {
+    for (auto k = in_.dx.size(); k-- > 0;)
+      host::backward_elemt(*exec_, part_of(in_.dy[k], part), part_of(in_.x[k], part), part_of(in_.dx[k], part),
+                           part_of(std::span<double const>{saved_->mean}, part),
+                           part_of(std::span<double const>{saved_->inv_std}, part), part_of(in_.affine.gamma, part),
+                           part_of(std::span<double const>{buffers_->first}, part),
+                           part_of(std::span<double const>{buffers_->second}, part), saved_->count,
+                           host::stores_for(in_.dx[k]), next_of(in_.x, k, 2, part));
+  }
+
+  void commit(channel_span part, std::span<double const> sum_dy, std::span<double const> sum_dy_xmu) override {
+    add_affine_gradients<P>({part_of(in_.gradients.gamma, part), part_of(in_.gradients.beta, part)},
+                            part_of(std::span<double const>{saved_->inv_std}, part), sum_dy, sum_dy_xmu);
+  }
+
+  void run_alone() override {
+    throw_fault(name, check_);
+    accept({});
+    channel_span const all{0, channels_};
+    std::span const sum_dy{buffers_->first}, sum_dy_xmu{buffers_->second};
+    if (in_.x.size() == 1 && !in_.dx.empty()) {
+      host::backward_in_blocks(*exec_, in_.dy[0], in_.x[0], in_.dx[0], std::span<double const>{saved_->mean},
+                               std::span<double const>{saved_->inv_std}, in_.affine.gamma, sum_dy, sum_dy_xmu,
+                               saved_->count);
+    } else {
+      local(all, sum_dy, sum_dy_xmu);
+      apply(all);
+    }
+    commit(all, sum_dy, sum_dy_xmu);
+  }
+
+private:
+  E const* exec_;
+  std::int64_t channels_;
+  backward_operands<T, P> in_;
+  batch_norm_saved const* saved_;
+  pass_buffers* buffers_;
+  bool exchanges_;
+  backward_pass backward_;
+  call_check check_;
+};
+
+} // namespace syncnorm::detail

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/exchange_cost.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
+
+namespace syncnorm::detail {
+
+/// How the values of the ranks become one.
+enum class merge_rule : std::uint8_t {
+  moments, ///< two values for each channel, mean and m2, of the counts in the headers
+  sums,    ///< any values for each channel
+};
+
+/// The cheaper policy for `layers` layers with `values` numbers for each of `channels` channels in all. The reduce form of
+/// moments takes two allreduces, since m2 is taken about the mean of all ranks.
+[[nodiscard]] constexpr exchange_policy cheaper_policy(exchange_cost const& cost, int ranks, merge_rule rule,
+                                                       std::int64_t channels, std::size_t values, std::size_t layers) {
+  double const numbers = 8.0 * static_cast<double>(channels), all = numbers * static_cast<double>(values);
+  double const agreement = 8.0 * static_cast<double>(9 + 3 * layers);
+  double const gather = seconds_of_gather(cost, ranks, static_cast<double>(sizeof(packet_header) * layers) + all);
+  double const reduce = rule == merge_rule::sums ? seconds_of_reduce(cost, ranks, agreement + all)
+                                                 : seconds_of_reduce(cost, ranks, agreement + numbers) +
+                                                       seconds_of_reduce(cost, ranks, numbers);
+  return reduce < gather ? exchange_policy::reduce : exchange_policy::gather;
+}
+
+/// What `wish` comes to over `comm`; the same on every rank, as all that it depends on is. A communicator without
+/// allreduce gathers.
+template <communicator C>
+[[nodiscard]] exchange_policy resolve(exchange_policy wish, C const& comm, merge_rule rule, std::int64_t channels,
+                                      std::size_t values = 2, std::size_t layers = 1) {
+  if constexpr (allreduces<C, double>) {
+    if (wish != exchange_policy::automatic) return wish;
+    return cheaper_policy(cost_of_exchange(comm), size(comm), rule, channels, values, layers);
+  } else {
+    return exchange_policy::gather;
+  }
+}
+
+} // namespace syncnorm::detail

@@ -1,0 +1,194 @@
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/forward_in_blocks.hpp>
+#include <syncnorm/host/local_moments.hpp>
+#include <syncnorm/host/normalize.hpp>
+#include <syncnorm/host/running_statistics.hpp>
+#include <syncnorm/host/stores.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/parts.hpp>
+#include <syncnorm/ops/detail/pass_steps.hpp>
+
+namespace syncnorm::detail {
+
+/// inv_std = 1/√(m2/count + eps); 0 where nothing was counted.
+inline void finish_statistics(std::span<double const> m2, std::int64_t count, double eps, std::span<double> inv_std) {
+  for (std::size_t c = 0; c < m2.size(); ++c)
+    inv_std[c] = count > 0 ? 1.0 / std::sqrt(m2[c] / static_cast<double>(count) + eps) : 0.0;
+}
+
+/// Moves the running statistics towards `saved`. `m2` is used up.
+template <class P>
+void update_running_statistics(running_statistics<P> running, batch_norm_options const& options,
+                               batch_norm_saved const& saved, std::span<double> m2) {
+  if (running.mean.empty() || saved.count == 0) return;
+  double const weight =
+      options.momentum ? *options.momentum : 1.0 / static_cast<double>(*running.num_batches_tracked + 1);
+  auto const divisor = options.variance == running_variance::unbiased ? saved.count - 1 : saved.count;
+  for (double& value : m2) value /= static_cast<double>(divisor);
+  if (options.variance == running_variance::standard_deviation)
+    for (double& value : m2) value = std::sqrt(value + options.eps);
+  host::update_running(running.mean, std::span<double const>{saved.mean}, weight);
+  host::update_running(running.var, std::span<double const>{m2}, weight);
+  if (running.num_batches_tracked != nullptr) ++*running.num_batches_tracked;
+}
+
+/// What a forward pass reads and writes: K micro-batches that share one statistic, and the state of the layer.
+template <class T, class P>
+struct forward_operands {
+  std::span<tensor_view<T const> const> x;
+  std::span<tensor_view<T> const> y;
+  affine_parameters<P> affine;
+  running_statistics<P> running;
+  statistics_scope scope = statistics_scope::all_ranks; ///< or this_rank, which exchanges nothing
+};
+
+/// The steps of a forward pass in training.
+template <class T, class P, host::executor E>
+class forward_steps final : public pass_steps {
+public:
+  static constexpr std::string_view name = "batch_norm forward";
+
+  /// Everything is borrowed, and checked.
+  forward_steps(E const& exec, std::int64_t channels, forward_operands<T, P> const& operands,
+                batch_norm_options const& options, batch_norm_saved& saved, pass_buffers& buffers,
+                batch_norm_caller const& caller)
+      : exec_{&exec}, channels_{channels}, in_{operands}, options_{options}, saved_{&saved}, buffers_{&buffers},
+        backward_{caller.backward} {
+    check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+    check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
+    check_.require(in_.x.size() == in_.y.size(), [&] {
+      return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", in_.x.size(), " as of x");
+    });
+    for (std::size_t k = 0; k < in_.x.size() && !check_.failed(); ++k) {
+      check_.tensor(in_.x[k], batch_name("x", k, in_.x.size()), channels);
+      check_.output(in_.y[k], batch_name("y", k, in_.x.size()), in_.x[k]);
+    }
+    check_.channel_values(in_.affine.gamma, "gamma", channels);
+    check_.channel_values(in_.affine.beta, "beta", channels);
+    check_.options(options, in_.running, channels);
+  }
+
+  [[nodiscard]] call_check& check() noexcept { return check_; }
+  [[nodiscard]] std::int64_t count() const {
+    std::int64_t all = 0;
+    for (auto const& x : in_.x) all += x.count();
+    return all;
+  }
+
+  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
+  [[nodiscard]] exchange_policy policy() const override { return options_.exchange; }
+  [[nodiscard]] std::int64_t channels() const override { return channels_; }
+  [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
+
+  [[nodiscard]] packet_header header() const override {
+    auto own = make_header<T>(name, channels_, count(), check_);
+    own.eps = options_.eps;
+    own.momentum = options_.momentum.value_or(-1);
+    own.running_variance = static_cast<std::int32_t>(options_.variance);
+    own.tracks_running_statistics = in_.running.mean.empty() ? 0 : 1;
+    own.affine = (in_.affine.gamma.empty() ? 0 : 1) + (in_.affine.beta.empty() ? 0 : 2);
+    own.backward = static_cast<std::int32_t>(backward_);
+    return own;
+  }
+
+  void local(channel_span part, std::span<double> mean, std::span<double> m2) override {
+    if (check_.failed()) return;
+    if (in_.x.size() == 1) return host::local_moments(*exec_, part_of(in_.x[0], part), mean, m2);
+    std::ranges::fill(mean, 0.0);
+    std::ranges::fill(m2, 0.0);
+    auto const length = mean.size();
+    buffers_->scratch.resize(2 * length);
+    auto const more_mean = std::span{buffers_->scratch}.first(length);
+    auto const more_m2 = std::span{buffers_->scratch}.subspan(length);
+    std::int64_t merged = 0;
+    for (auto const& x : in_.x) {
+      host::local_moments(*exec_, part_of(x, part), more_mean, more_m2);
+      for (std::size_t c = 0; c < length; ++c) {
+        auto const all =
+            merge(moments<double>{merged, mean[c], m2[c]}, moments<double>{x.count(), more_mean[c], more_m2[c]});
+        mean[c] = all.mean;
+        m2[c] = all.m2;
+      }
+      merged += x.count();
+    }
+  }
+
+  void accept(exchange_summary const& all) override {
+    if (all.count == 1)
+      throw invalid_argument_error{"batch_norm forward: training needs more than 1 value per channel over all ranks, "
+                                   "got 1"};
+    auto const length = static_cast<std::size_t>(channels_);
+    saved_->scope = in_.scope;
+    saved_->exchange = options_.exchange;
+    saved_->count = all.count;
+    saved_->backward_needed = all.backward_needed;
+    saved_->mean.assign(length, 0.0);
+    saved_->inv_std.assign(length, 0.0);
+    buffers_->first.assign(length, 0.0);
+  }
+
+  [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span part) override {
+    return {part_of(std::span{saved_->mean}, part), part_of(std::span{buffers_->first}, part)};
+  }
+
+  void apply(channel_span part) override {
+    finish(part);
+    for (auto k = in_.x.size(); k-- > 0;) // backwards: what was read last is the likeliest to be in the cache
+      host::normalize(*exec_, part_of(in_.x[k], part), part_of(in_.y[k], part),
+                      part_of(std::span<double const>{saved_->mean}, part),
+                      part_of(std::span<double const>{saved_->inv_std}, part),
+                      affine_parameters<P>{part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)},
+                      host::stores_for(in_.y[k]), next_of(in_.x, k, 1, part));
+  }
+
+  void commit(channel_span part, std::span<double const>, std::span<double const>) override {
+    // The counter counts a pass once, so the last span takes all.
+    if (part.first + part.length == channels_)
+      update_running_statistics(in_.running, options_, *saved_, buffers_->first);
+  }
+
+  void run_alone() override {
+    throw_fault(name, check_);
+    accept({count(), backward_ == backward_pass::needed});
+    channel_span const all{0, channels_};
+    if (in_.x.size() == 1) {
+      host::forward_in_blocks(*exec_, in_.x[0], in_.y[0], saved_->mean, buffers_->first, saved_->inv_std, in_.affine,
+                              [&](std::int64_t first, std::int64_t length) {
+                                finish({first, length});
+                              });
+    } else {
+      local(all, saved_->mean, buffers_->first);
+      apply(all);
+    }
+    commit(all, {}, {});
+  }
+
+private:
+  void finish(channel_span part) {
+    finish_statistics(part_of(std::span<double const>{buffers_->first}, part), saved_->count, options_.eps,
+                      part_of(std::span{saved_->inv_std}, part));
+  }
+
+  E const* exec_;
+  std::int64_t channels_;
+  forward_operands<T, P> in_;
+  batch_norm_options options_;
+  batch_norm_saved* saved_;
+  pass_buffers* buffers_;
+  backward_pass backward_;
+  call_check check_;
+};
+
+} // namespace syncnorm::detail

@@ -1,0 +1,314 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <numeric>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/any_model.hpp>
+#include <syncnorm/core/moments.hpp>
+#include <syncnorm/ops/detail/digest.hpp>
+#include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
+
+namespace syncnorm::detail {
+
+/// The exchange of the values of one or several layers in one message, by gathering or by reducing, in two phases.
+///
+/// `start` issues every collective of the exchange, and `finish` none: an exchange may be abandoned between the two, and
+/// exchanges may be finished in any order, without ranks getting out of step. What fails in `start` is thrown by `finish`.
+///
+/// It may be moved, but not copied, between `start` and the end of its work. As in `channel_exchange`, the first exchange of a shape is
+/// preceded by a head of fixed size, by which ranks come to agree on the size of what follows; one that fits into the head
+/// is done with it. Under the reduce policy ranks that turn out to disagree, or to have a fault, then gather their headers
+/// to say who and what.
+class packet_exchange {
+public:
+  /// `values` numbers for each channel of each layer. `agreed`: an earlier exchange has shown that all ranks have these.
+  packet_exchange(std::vector<std::int64_t> channels, std::size_t values, bool agreed = false)
+      : channels_{std::move(channels)}, values_{values}, agreed_{agreed} {}
+
+  [[nodiscard]] std::vector<std::int64_t> const& channels() const noexcept { return channels_; }
+  [[nodiscard]] bool agreed() const noexcept { return agreed_; }
+  void agree() noexcept { agreed_ = true; }
+
+  /// Makes room for an exchange among `ranks` ranks, in which `header` and `own` are written next.
+  void prepare(int ranks) {
+    ranks_ = static_cast<std::size_t>(ranks);
+    if (offsets_.empty()) {
+      offsets_.push_back(0);
+      for (auto const each : channels_) offsets_.push_back(offsets_.back() + header_room + values_ * extent(each));
+    }
+    own_.assign(offsets_.back(), 0.0);
+    headers_.assign(channels_.size(), {});
+    summaries_.assign(channels_.size(), {});
+    failure_ = nullptr;
+    gathered_ = reduced_ = false;
+  }
+
+  [[nodiscard]] packet_header& header(std::size_t layer) { return headers_[layer]; }
+  /// `[channels]` values `row` of this rank.
+  [[nodiscard]] std::span<double> own(std::size_t layer, std::size_t row) {
+    return row_of(std::span{own_}, layer, row);
+  }
+
+  /// Starts the exchange; `policy` is resolved. Null: it is complete. `split`: the work is to be awaited by and by, so that
+  /// nothing but what can be is waited for here. Collective.
+  template <communicator C>
+  [[nodiscard]] std::unique_ptr<erased_work> start(C const& comm, merge_rule rule, exchange_policy policy, bool split) {
+    rule_ = rule;
+    auto const shape = shape_digest(channels_);
+    for (std::size_t l = 0; l < headers_.size(); ++l) {
+      headers_[l].policy = static_cast<std::int32_t>(policy);
+      headers_[l].layers = static_cast<std::int32_t>(headers_.size());
+      headers_[l].shape = shape;
+      std::memcpy(own_.data() + offsets_[l], &headers_[l], sizeof(packet_header));
+    }
+    try {
+      if (ranks_ == 1) {
+        received_ = own_;
+        gathered_ = true;
+        return nullptr;
+      }
+      if (!agreed_ && exchange_head(comm, policy)) return nullptr;
+      if constexpr (allreduces<C, double>)
+        if (policy == exchange_policy::reduce) return start_reduce(comm, split);
+      return start_gather(comm, split);
+    } catch (...) {
+      failure_ = std::current_exception();
+      return nullptr;
+    }
+  }
+
+  /// Makes the summaries and the totals, once the work has completed. Throws what `start` met; and, the same on every rank,
+  /// where ranks disagree or have a fault.
+  void finish() {
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+    if (!gathered_) return;
+    std::vector<packet_header> of_ranks(ranks_);
+    for (std::size_t l = 0; l < channels_.size(); ++l) {
+      for (std::size_t r = 0; r < ranks_; ++r) of_ranks[r] = header_at(rank_values(r).data() + offsets_[l]);
+      require_agreement(of_ranks, layer_name(l));
+      summaries_[l] = summarize(of_ranks);
+    }
+    agreed_ = true;
+  }
+
+  [[nodiscard]] exchange_summary const& summary(std::size_t layer) const { return summaries_[layer]; }
+
+  /// The values of all ranks together; under `merge_rule::moments` rows 0 and 1 are mean and m2. In rank order where they
+  /// were gathered, so that every rank gets the same bits, as it does from an allreduce by the communicator's contract.
+  void total(std::size_t layer, std::span<std::span<double> const> rows) const {
+    if (reduced_) {
+      for (std::size_t v = 0; v < rows.size(); ++v) {
+        bool const is_m2 = rule_ == merge_rule::moments && v == 1;
+        auto const from =
+            is_m2 ? std::span{m2_}.subspan(channels_before(layer)) : std::span{sums_}.subspan(sum_at(layer, v));
+        std::ranges::copy(from.first(rows[v].size()), rows[v].begin());
+      }
+      return;
+    }
+    for (auto const& row : rows) std::ranges::fill(row, 0.0);
+    std::int64_t merged = 0;
+    for (std::size_t r = 0; r < ranks_; ++r) {
+      auto const from = rank_values(r);
+      if (rule_ == merge_rule::sums) {
+        for (std::size_t v = 0; v < rows.size(); ++v) {
+          auto const part = row_of(from, layer, v);
+          for (std::size_t c = 0; c < part.size(); ++c) rows[v][c] += part[c];
+        }
+        continue;
+      }
+      auto const header = header_at(from.data() + offsets_[layer]);
+      auto const mean = row_of(from, layer, 0), m2 = row_of(from, layer, 1);
+      for (std::size_t c = 0; c < mean.size(); ++c) {
+        auto const all =
+            merge(moments<double>{merged, rows[0][c], rows[1][c]}, moments<double>{header.count, mean[c], m2[c]});
+        rows[0][c] = all.mean;
+        rows[1][c] = all.m2;
+      }
+      merged += header.count;
+    }
+  }
+
+private:
+  static constexpr std::size_t header_room = sizeof(packet_header) / sizeof(double);
+  static constexpr std::size_t head_values = 256; // as many as the head of channel_exchange has
+
+  [[nodiscard]] static std::size_t extent(std::int64_t channels) {
+    return static_cast<std::size_t>(std::max<std::int64_t>(channels, 0));
+  }
+  [[nodiscard]] std::string layer_name(std::size_t layer) const {
+    return channels_.size() == 1 ? std::string{} : " of layer " + std::to_string(layer);
+  }
+  template <class D>
+  [[nodiscard]] std::span<D> row_of(std::span<D> values, std::size_t layer, std::size_t row) const {
+    auto const length = extent(channels_[layer]);
+    return values.subspan(offsets_[layer] + header_room + row * length, length);
+  }
+  [[nodiscard]] static packet_header header_at(double const* from) {
+    packet_header header;
+    std::memcpy(&header, reinterpret_cast<std::byte const*>(from), sizeof header);
+    return header;
+  }
+  [[nodiscard]] std::span<double const> rank_values(std::size_t rank) const {
+    return std::span{received_}.subspan(rank * own_.size(), own_.size());
+  }
+
+  [[nodiscard]] std::size_t channels_before(std::size_t layer) const {
+    return (offsets_[layer] - layer * header_room) / values_;
+  }
+  /// Where the sums of a row begin, which travel without the headers; of the moments there is one row, of means.
+  [[nodiscard]] std::size_t sum_at(std::size_t layer, std::size_t row) const {
+    auto const before = channels_before(layer) * (rule_ == merge_rule::moments ? 1 : values_);
+    return prefix() + before + row * extent(channels_[layer]);
+  }
+  /// Numbers by which the ranks agree, before the sums: of `summed_agreement`, and of each layer its count and how many
+  /// ranks need a backward pass, or cannot join one.
+  [[nodiscard]] std::size_t prefix() const { return summed_agreement::size + 3 * channels_.size(); }
+
+  /// Exchanges heads. Returns whether that was all. Throws where the heads disagree.
+  template <class C>
+  bool exchange_head(C const& comm, exchange_policy policy) {
+    constexpr std::size_t room = header_room + head_values;
+    std::vector<double> head(room), heads(room * ranks_);
+    packet_header all = headers_.front();
+    all.channels = std::accumulate(channels_.begin(), channels_.end(), std::int64_t{0});
+    std::memcpy(head.data(), &all, sizeof all);
+    std::copy_n(own_.begin(), std::min(own_.size(), head_values), head.begin() + header_room);
+    allgather(comm, std::as_bytes(std::span{head}), std::as_writable_bytes(std::span{heads}));
+    std::vector<packet_header> of_ranks(ranks_);
+    for (std::size_t r = 0; r < ranks_; ++r) of_ranks[r] = header_at(heads.data() + r * room);
+    require_agreement(of_ranks);
+    agreed_ = true;
+    if (policy == exchange_policy::reduce || own_.size() > head_values) return false;
+    received_.resize(own_.size() * ranks_);
+    for (std::size_t r = 0; r < ranks_; ++r)
+      std::copy_n(heads.data() + r * room + header_room, own_.size(), received_.data() + r * own_.size());
+    gathered_ = true;
+    return true;
+  }
+
+  template <class C>
+  std::unique_ptr<erased_work> start_gather(C const& comm, bool split) {
+    received_.resize(own_.size() * ranks_);
+    gathered_ = true;
+    auto const in = std::as_bytes(std::span{own_});
+    auto const out = std::as_writable_bytes(std::span{received_});
+    if constexpr (allgathers_async<C, std::byte>)
+      if (split) return keep(allgather_async(comm, in, out));
+    allgather(comm, in, out);
+    return nullptr;
+  }
+
+  template <class C>
+  std::unique_ptr<erased_work> start_reduce(C const& comm, bool split) {
+    received_.clear();
+    received_.shrink_to_fit();
+    sums_.assign(prefix() + channels_before(channels_.size()) * (rule_ == merge_rule::moments ? 1 : values_), 0.0);
+    summed_agreement::write(headers_, std::span{sums_}.first<summed_agreement::size>());
+    for (std::size_t l = 0; l < channels_.size(); ++l) {
+      auto* const of_layer = sums_.data() + summed_agreement::size + 3 * l;
+      of_layer[0] = static_cast<double>(headers_[l].count);
+      of_layer[1] = headers_[l].backward == static_cast<std::int32_t>(backward_pass::needed) ? 1 : 0;
+      of_layer[2] = headers_[l].backward == static_cast<std::int32_t>(backward_pass::impossible) ? 1 : 0;
+    }
+    return rule_ == merge_rule::moments ? reduce_moments(comm, split) : reduce_sums(comm, split);
+  }
+
+  /// First the counts and Σ n·mean, then m2 about the mean of all ranks, which loses nothing however far the mean is from 0.
+  template <class C>
+  std::unique_ptr<erased_work> reduce_moments(C const& comm, bool split) {
+    for (std::size_t l = 0; l < channels_.size(); ++l) {
+      auto const mean = own(l, 0);
+      for (std::size_t c = 0; c < mean.size(); ++c)
+        sums_[sum_at(l, 0) + c] = static_cast<double>(headers_[l].count) * mean[c];
+    }
+    allreduce(comm, std::span<double const>{sums_}, std::span{sums_});
+    accept_sums(comm, sums_);
+    m2_.resize(channels_before(channels_.size()));
+    for (std::size_t l = 0; l < channels_.size(); ++l) {
+      auto const mean = own(l, 0), own_m2 = own(l, 1), of_all = std::span{sums_}.subspan(sum_at(l, 0), mean.size());
+      auto const m2 = std::span{m2_}.subspan(channels_before(l), mean.size());
+      auto const count = static_cast<double>(headers_[l].count);
+      for (std::size_t c = 0; c < mean.size(); ++c) {
+        of_all[c] = summaries_[l].count > 0 ? of_all[c] / static_cast<double>(summaries_[l].count) : 0;
+        double const shift = mean[c] - of_all[c];
+        m2[c] = count > 0 ? own_m2[c] + count * shift * shift : 0;
+      }
+    }
+    reduced_ = true;
+    return reduce(comm, std::span{m2_}, split);
+  }
+
+  template <class C>
+  std::unique_ptr<erased_work> reduce_sums(C const& comm, bool split) {
+    for (std::size_t l = 0; l < channels_.size(); ++l)
+      for (std::size_t v = 0; v < values_; ++v)
+        std::ranges::copy(own(l, v), sums_.begin() + static_cast<std::ptrdiff_t>(sum_at(l, v)));
+    auto const agreement = std::span{sums_}.first(prefix());
+    reduced_ = true;
+    if (!split) {
+      allreduce(comm, std::span<double const>{sums_}, std::span{sums_});
+      accept_sums(comm, agreement);
+      return nullptr;
+    }
+    // What ranks do where they disagree is collective, so it has to come to light before the call returns.
+    allreduce(comm, std::span<double const>{agreement}, agreement);
+    accept_sums(comm, agreement);
+    return reduce(comm, std::span{sums_}.subspan(prefix()), split);
+  }
+
+  template <class C>
+  static std::unique_ptr<erased_work> reduce(C const& comm, std::span<double> values, bool split) {
+    if constexpr (allreduces_async<C, double>)
+      if (split) return keep(allreduce_async(comm, std::span<double const>{values}, values));
+    allreduce(comm, std::span<double const>{values}, values);
+    return nullptr;
+  }
+
+  /// Takes in the sums by which ranks agree. Where they do not, gathers the headers, and throws.
+  template <class C>
+  void accept_sums(C const& comm, std::span<double const> sums) {
+    bool agree = summed_agreement::holds(sums.first<summed_agreement::size>(), static_cast<int>(ranks_));
+    for (std::size_t l = 0; l < channels_.size(); ++l) {
+      auto const of_layer = sums.subspan(summed_agreement::size + 3 * l, 3);
+      summaries_[l] = {static_cast<std::int64_t>(of_layer[0]), of_layer[1] > 0};
+      agree = agree && (of_layer[1] == 0 || of_layer[2] == 0);
+    }
+    if (agree) return;
+    std::vector<packet_header> all(headers_.size() * ranks_), of_ranks(ranks_);
+    allgather(comm, std::as_bytes(std::span{headers_}), std::as_writable_bytes(std::span{all}));
+    for (std::size_t l = 0; l < headers_.size(); ++l) {
+      for (std::size_t r = 0; r < ranks_; ++r) of_ranks[r] = all[r * headers_.size() + l];
+      require_agreement(of_ranks, layer_name(l));
+    }
+    throw communicator_error{"exchange", "the allreduce gave a wrong sum: no rank reports a fault, and all agree"};
+  }
+
+  template <async_work W>
+  static std::unique_ptr<erased_work> keep(W work) {
+    return std::make_unique<work_model<W>>(std::move(work));
+  }
+
+  std::vector<std::int64_t> channels_;
+  std::size_t values_, ranks_ = 0;
+  bool agreed_;
+  merge_rule rule_ = merge_rule::moments;
+  bool gathered_ = false, reduced_ = false;
+  std::vector<std::size_t> offsets_; // where each layer's header begins in what a rank sends
+  std::vector<double> own_, received_, sums_, m2_;
+  std::vector<packet_header> headers_;
+  std::vector<exchange_summary> summaries_;
+  std::exception_ptr failure_;
+};
+
+} // namespace syncnorm::detail

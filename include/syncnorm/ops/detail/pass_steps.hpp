@@ -1,0 +1,47 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <syncnorm/ops/detail/exchange.hpp>
+#include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
+
+namespace syncnorm::detail {
+
+/// One layer's pass in the steps between which ranks exchange. However the exchange is done, the steps are these:
+///
+///     header, local        this rank's part of the exchange; throw nothing
+///     accept               what is wrong on all ranks alike is thrown here; prepares `totals`
+///     totals, apply        for disjoint spans of channels: where the values of all ranks go, and what is made of them
+///     commit               for the same spans: changes what outlives the pass
+class pass_steps {
+public:
+  virtual ~pass_steps() = default;
+
+  [[nodiscard]] virtual merge_rule rule() const = 0;
+  /// Of the user, who may leave it to the cost model.
+  [[nodiscard]] virtual exchange_policy policy() const = 0;
+  [[nodiscard]] virtual std::int64_t channels() const = 0;
+  /// Whether the pass involves other ranks, where there are any.
+  [[nodiscard]] virtual bool collective() const = 0;
+  [[nodiscard]] virtual packet_header header() const = 0;
+  virtual void local(channel_span part, std::span<double> first, std::span<double> second) = 0;
+  virtual void accept(exchange_summary const& all) = 0;
+  [[nodiscard]] virtual std::array<std::span<double>, 2> totals(channel_span part) = 0;
+  virtual void apply(channel_span part) = 0;
+  virtual void commit(channel_span part, std::span<double const> first, std::span<double const> second) = 0;
+  /// All of it on this rank alone.
+  virtual void run_alone() = 0;
+};
+
+/// The K micro-batches of a pass, `name[k]` in messages, or plainly `name` where there is one.
+[[nodiscard]] inline std::string batch_name(std::string_view name, std::size_t k, std::size_t batches) {
+  return batches == 1 ? std::string{name} : std::string{name} + "[" + std::to_string(k) + "]";
+}
+
+} // namespace syncnorm::detail

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/ops/detail/parts.hpp>
+#include <syncnorm/ops/detail/pass_steps.hpp>
+
+namespace syncnorm::detail {
+
+/// Runs the steps of one layer's pass to the end. Collective unless there is one rank,
+/// or the pass is of this rank alone.
+template <class Steps, communicator C>
+void run_pass(C const& comm, Steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
+              part_choice const& parts) {
+  if (size(comm) == 1 || !steps.collective()) return steps.run_alone();
+  channel_span const all{0, steps.channels()};
+  auto own = steps.header();
+  auto const policy = resolve(steps.policy(), comm, steps.rule(), steps.channels());
+  if (policy == exchange_policy::reduce) {
+    auto& packets = workspace.packets;
+    if (workspace.exchange.agreed()) packets.agree();
+    packets.prepare(size(comm));
+    packets.header(0) = own;
+    steps.local(all, packets.own(0, 0), packets.own(0, 1));
+    auto const work = packets.start(comm, steps.rule(), policy, false);
+    packets.finish();
+    workspace.exchange.agree();
+    steps.accept(packets.summary(0));
+    packets.total(0, steps.totals(all));
+    steps.apply(all);
+    steps.commit(all, packets.own(0, 0), packets.own(0, 1));
+    return;
+  }
+  own.policy = static_cast<std::int32_t>(policy);
+  own.shape = shape_digest(std::array{steps.channels()});
+  own.part_channels = parts.channels;
+  plan.ahead = parts.ahead;
+  auto& exchange = workspace.exchange;
+  exchange.run(
+      comm, own, plan, [&](exchange_part const& part) { steps.local(part.channels, part.first, part.second); },
+      [&] { steps.accept(summarize(exchange.headers())); },
+      [&](exchange_part const& part) {
+        auto const [first, second] = steps.totals(part.channels);
+        if (steps.rule() == merge_rule::moments)
+          merge_ranks(exchange, part, first, second);
+        else
+          sum_ranks(exchange, part, first, second);
+        steps.apply(part.channels);
+      });
+  for (auto const& part : exchange.parts()) steps.commit(part.channels, part.first, part.second);
+}
+
+/// The parts in which this rank would exchange a pass over K micro-batches that reads `tensors` tensors like x twice.
+template <communicator C, class T>
+[[nodiscard]] part_choice choose_parts(C const& comm, std::span<tensor_view<T const> const> x, int tensors,
+                                       bool failed) {
+  if (failed) return {1, false};
+  if (x.size() == 1) return choose_parts(comm, x[0], tensors);
+  // Parts of several micro-batches do not fit the cache; but who has none has no say.
+  return {x.empty() ? 1 : std::numeric_limits<std::int64_t>::max(), false};
+}
+
+} // namespace syncnorm::detail

@@ -1,0 +1,135 @@
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/any_model.hpp>
+#include <syncnorm/ops/batch_norm_pass.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/packet_exchange.hpp>
+
+namespace syncnorm {
+
+/// Passes whose exchange is under way. Whatever it borrows, the layers above all, has to stay where it is until then.
+///
+/// `begin` has started every collective, `finish` starts none: so any number of them may be pending over a communicator,
+/// and each rank may finish them in an order of its own. Destruction without `finish`, by an exception for instance, waits
+/// for the exchange and drops what came: the other ranks and the communicator do not notice, and on this rank nothing has
+/// changed but what `saved` and the outputs hold.
+class pending_passes {
+public:
+  pending_passes(pending_passes&& other) noexcept
+      : passes_{std::move(other.passes_)}, exchange_{std::move(other.exchange_)}, home_{other.home_},
+        failure_{std::move(other.failure_)}, done_{std::exchange(other.done_, true)},
+        exchanges_{other.exchanges_}, work_{std::move(other.work_)} {}
+  pending_passes& operator=(pending_passes&& other) noexcept {
+    if (this == &other) return *this;
+    work_.reset(); // waits, before the buffers go
+    passes_ = std::move(other.passes_);
+    exchange_ = std::move(other.exchange_);
+    home_ = other.home_;
+    failure_ = std::move(other.failure_);
+    done_ = std::exchange(other.done_, true);
+    exchanges_ = other.exchanges_;
+    work_ = std::move(other.work_);
+    return *this;
+  }
+  ~pending_passes() = default; // the work, declared last, waits
+
+  /// Whether `finish` would not have to wait. Some communicators move data only while they are called; this does.
+  [[nodiscard]] bool ready() {
+    if (work_ == nullptr) return true;
+    try {
+      return work_->test();
+    } catch (...) {
+      failure_ = std::current_exception();
+      work_.reset();
+      return true;
+    }
+  }
+
+  /// Waits for the exchange and completes the passes. Not collective. Throws what the passes throw, the same on every rank,
+  /// and then leaves running statistics, gradients and counters of all layers as they were. Once.
+  void finish() {
+    if (done_) throw invalid_argument_error{"finish: these passes are finished already"};
+    done_ = true;
+    if (auto const work = std::move(work_)) work->wait();
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+    if (exchanges_) exchange_.finish();
+    for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
+      if (takes_part(steps)) steps.accept(exchange_.summary(l));
+    });
+    for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
+      detail::channel_span const all{0, steps.channels()};
+      if (!takes_part(steps)) return steps.run_alone();
+      exchange_.total(l, steps.totals(all));
+      steps.apply(all);
+      steps.commit(all, exchange_.own(l, 0), exchange_.own(l, 1));
+    });
+    *home_ = std::move(exchange_);
+  }
+
+  /// Begins passes of one kind, forward or backward, over `comm`: one collective for all of them once `home`, which keeps
+  /// the buffers, has been used for layers of these channels. Blocks where the communicator is not asynchronous; the first
+  /// time for the ranks to agree on the channels; and under the reduce policy for the first of two allreduces. Throws
+  /// nothing that the other ranks do not know of: errors come from `finish`.
+  template <communicator C>
+  [[nodiscard]] static pending_passes begin(C const& comm, std::vector<batch_norm_pass> passes,
+                                            detail::packet_exchange& home) {
+    pending_passes pending{std::move(passes), home};
+    pending.start(comm);
+    return pending;
+  }
+
+private:
+  pending_passes(std::vector<batch_norm_pass> passes, detail::packet_exchange& home)
+      : passes_{std::move(passes)}, exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home} {}
+
+  template <class F>
+  void for_each_layer(F const& f) const {
+    for (std::size_t l = 0; l < passes_.size(); ++l) f(l, passes_[l].steps());
+  }
+  [[nodiscard]] bool takes_part(detail::pass_steps const& steps) const { return exchanges_ && steps.collective(); }
+
+  template <class C>
+  void start(C const& comm) {
+    exchanges_ = false;
+    for_each_layer([&](std::size_t, detail::pass_steps const& steps) { exchanges_ |= steps.collective(); });
+    if (!exchanges_) return;
+    auto const& first = passes_.front().steps();
+    std::int64_t channels = 0;
+    exchange_.prepare(size(comm));
+    for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
+      channels += steps.channels();
+      auto& header = exchange_.header(l) = steps.header();
+      auto const report = [&](char const* what) {
+        detail::set_text(header.fault, what);
+        header.count = 0;
+      };
+      if (steps.rule() != first.rule()) report("a forward and a backward pass cannot travel together");
+      if (!steps.collective()) return;
+      try {
+        steps.local({0, steps.channels()}, exchange_.own(l, 0), exchange_.own(l, 1));
+      } catch (std::exception const& e) { // the other ranks are waiting already
+        report(e.what());
+      }
+    });
+    auto const policy = detail::resolve(first.policy(), comm, first.rule(), channels, 2, passes_.size());
+    work_ = exchange_.start(comm, first.rule(), policy, true);
+    if (exchange_.agreed()) home_->agree();
+  }
+
+  std::vector<batch_norm_pass> passes_;
+  detail::packet_exchange exchange_;
+  detail::packet_exchange* home_;
+  std::exception_ptr failure_;
+  bool done_ = false, exchanges_ = false;
+  std::unique_ptr<detail::erased_work> work_; // last, so that it goes first, and waits while there are buffers
+};
+
+} // namespace syncnorm

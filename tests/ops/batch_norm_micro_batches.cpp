@@ -1,0 +1,97 @@
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
+
+#include <ops/micro_batches.hpp>
+
+using syncnorm::thread_communicator;
+
+TEST_CASE_TEMPLATE("micro-batches by one statistic are their concatenation", T, float, double) {
+  for (auto const& shares : test::micro_batch_shares)
+    for (auto const order : test::layouts)
+      for (std::int64_t const channels : {1, 3, 130})
+        for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+          syncnorm::run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
+            for (auto const& failure : test::check_micro_batches<T>(comm, shares, order, channels, policy))
+              FAIL_CHECK(failure);
+          });
+}
+
+TEST_CASE("micro-batches need neither several ranks nor the same number on each") {
+  for (auto const& failure :
+       test::check_micro_batches<double>(syncnorm::self_communicator{}, {{2, 3, 0, 1}}, test::layout::nchw, 5))
+    FAIL_CHECK(failure);
+  for (auto const& failure :
+       test::check_micro_batches<double>(syncnorm::self_communicator{}, {{7}}, test::layout::nhwc, 5))
+    FAIL_CHECK(failure);
+}
+
+TEST_CASE("micro-batches in evaluation, with frozen statistics, and without running statistics") {
+  std::vector<double> x(2 * 3 * 4), y(x.size()), dx(x.size()), whole_y(x.size()), whole_dx(x.size());
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = test::noise(1, i);
+  auto const all = [](auto& values) { return syncnorm::nchw(values.data(), 4, 3, 2); };
+  auto const parts = [&](auto& values) {
+    using view = syncnorm::tensor_view<std::remove_reference_t<decltype(values[0])>>;
+    return std::array<view, 3>{all(values).sample_range(0, 1), all(values).sample_range(1, 0),
+                               all(values).sample_range(1, 3)};
+  };
+  std::vector<double> const& cx = x;
+  for (bool const tracks : {true, false}) {
+    syncnorm::batch_norm<double> layer{{}, 3, {.track_running_stats = tracks}};
+    layer.eval();
+    layer.forward(all(cx), all(whole_y));
+    layer.backward(all(cx), all(cx), all(whole_dx));
+    std::vector<double> const gradient(layer.gamma_grad().begin(), layer.gamma_grad().end());
+    layer.zero_grad();
+    layer.forward(parts(cx), parts(y));
+    layer.backward(parts(cx), parts(cx), parts(dx));
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      CHECK(std::abs(y[i] - whole_y[i]) < 1e-13);
+      CHECK(std::abs(dx[i] - whole_dx[i]) < 1e-12);
+    }
+    for (std::size_t c = 0; c < 3; ++c) CHECK(std::abs(layer.gamma_grad()[c] - gradient[c]) < 1e-12);
+  }
+}
+
+TEST_CASE("what is wrong with a micro-batch of one rank is an error on every rank") {
+  syncnorm::run_ranks(3, [](thread_communicator const& comm) {
+    syncnorm::batch_norm<float, thread_communicator> layer{comm, 2};
+    std::vector<float> x(2 * 2 * 4, 1.0F), y(x.size());
+    std::array<syncnorm::tensor_view<float const>, 2> xs{syncnorm::nchw(x.data(), 2, 2, 2),
+                                                         syncnorm::nchw(x.data() + 8, 2, 2, 2)};
+    std::array<syncnorm::tensor_view<float>, 2> const ys{syncnorm::nchw(y.data(), 2, 2, 2),
+                                                         syncnorm::nchw(y.data() + 8, 2, 2, 2)};
+    auto const thrown = [&](auto const& f) -> std::string {
+      try {
+        f();
+      } catch (syncnorm::invalid_argument_error const& e) {
+        return e.what();
+      }
+      return "nothing";
+    };
+    auto const good = xs[1];
+    if (comm.rank() == 1) xs[1].data = nullptr;
+    auto const null = thrown([&] { layer.forward(xs, ys); });
+    CHECK_MESSAGE(null.find("rank 1: x[1] is null") != std::string::npos, null);
+    xs[1] = good;
+    auto const few = thrown([&] { layer.forward(xs, std::span{ys}.first(comm.rank() == 2 ? 1 : 2)); });
+    CHECK_MESSAGE(few.find("rank 2: there are 1 micro-batches of y, expected 2") != std::string::npos, few);
+    CHECK(layer.num_batches_tracked() == 0);
+    layer.forward(xs, ys);
+    auto const dys = thrown([&] { layer.backward(xs, std::span{xs}.first(comm.rank() == 0 ? 1 : 2), ys); });
+    CHECK_MESSAGE(dys.find("rank 0: there are 1 micro-batches of dy") != std::string::npos, dys);
+    layer.backward(xs, xs, ys);
+    CHECK(layer.num_batches_tracked() == 1);
+  });
+}

@@ -1,0 +1,276 @@
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/comm/checked.hpp>
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
+#include <syncnorm/ops/batch_norm_group.hpp>
+
+#include <comm/bare.hpp>
+#include <ops/pending_cases.hpp>
+
+using syncnorm::exchange_policy;
+using syncnorm::thread_communicator;
+using test::layer_data;
+
+namespace {
+
+template <class Error, class F>
+std::string text_of(F const& f) {
+  try {
+    f();
+  } catch (Error const& e) {
+    return e.what();
+  }
+  return "nothing thrown";
+}
+
+bool has(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+
+/// A rank of a thread group that counts its collectives.
+class counting_communicator {
+public:
+  counting_communicator(thread_communicator comm, int& calls) : comm_{std::move(comm)}, calls_{&calls} {}
+
+  [[nodiscard]] int rank() const { return comm_.rank(); }
+  [[nodiscard]] int size() const { return comm_.size(); }
+  template <syncnorm::wire_type T>
+  void allgather(std::span<T const> in, std::span<T> out) const {
+    ++*calls_;
+    comm_.allgather(in, out);
+  }
+  template <syncnorm::reducible_type T>
+  void allreduce(std::span<T const> in, std::span<T> out, syncnorm::reduce_op op) const {
+    ++*calls_;
+    comm_.allreduce(in, out, op);
+  }
+
+private:
+  thread_communicator comm_;
+  int* calls_;
+};
+
+} // namespace
+
+TEST_CASE("two phases and groups of layers are the passes one after the other") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    for (int const ranks : {1, 2, 3}) {
+      syncnorm::run_ranks(ranks, [&](thread_communicator const& comm) {
+        for (auto const& failure : test::check_two_phases(comm, policy)) FAIL_CHECK(failure);
+        for (auto const& failure : test::check_groups(comm, policy)) FAIL_CHECK(failure);
+      });
+      syncnorm::run_ranks(ranks, [&](thread_communicator const& comm) {
+        contract::bare const blocking{comm}; // no asynchronous collectives
+        for (auto const& failure : test::check_two_phases(blocking, policy)) FAIL_CHECK(failure);
+        for (auto const& failure : test::check_groups(blocking, policy)) FAIL_CHECK(failure);
+      });
+      syncnorm::run_ranks(ranks, [&](thread_communicator const& comm) {
+        // Ranks that got out of step would be told so.
+        syncnorm::any_communicator const checked{syncnorm::checked_communicator{comm}};
+        for (auto const& failure : test::check_two_phases(checked, policy)) FAIL_CHECK(failure);
+        for (auto const& failure : test::check_groups(checked, policy)) FAIL_CHECK(failure);
+      });
+    }
+}
+
+TEST_CASE("passes may be finished in another order on each rank, or not at all") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    for (std::int64_t const channels : {3, 200})
+      syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
+        for (auto const& failure : test::check_abandoned(comm, channels, policy)) FAIL_CHECK(failure);
+      });
+}
+
+TEST_CASE("to begin waits for nobody") {
+  std::atomic<int> begun{0};
+  auto const timeout = std::chrono::seconds{30};
+  syncnorm::run_ranks(
+      2,
+      [&](thread_communicator const& comm) {
+        layer_data<float, thread_communicator> a{comm, 200, exchange_policy::gather},
+            b{comm, 200, exchange_policy::gather};
+        a.layer.forward(a.x(), a.y()); // by now the ranks have agreed on the channels
+        auto const wait_for = [&](int count) {
+          auto const deadline = std::chrono::steady_clock::now() + timeout;
+          while (begun < count && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+          CHECK(begun >= count);
+        };
+        if (comm.rank() == 1) wait_for(2); // begins when rank 0 has begun both
+        auto forward = a.layer.begin_forward(a.x(), a.y());
+        if (comm.rank() == 0) CHECK_FALSE(forward.ready());
+        ++begun;
+        auto again = a.layer.begin_forward(a.x(), a.y());
+        ++begun;
+        again.finish();
+        CHECK(forward.ready());
+        forward.finish();
+        CHECK(a.layer.num_batches_tracked() == 3);
+      },
+      timeout);
+}
+
+TEST_CASE("what is wrong on one rank is thrown by finish on every rank, and nothing has changed") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    for (bool const first_good : {true, false})
+      for (std::int64_t const channels : {3, 200})
+        syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
+          layer_data<float, thread_communicator> data{comm, channels, policy};
+          if (first_good) data.step();
+          auto const before = data.state();
+          auto x = data.x();
+          if (comm.rank() == 1) x.data = nullptr;
+          auto pending = data.layer.begin_forward(x, data.y());
+          auto text = text_of<syncnorm::invalid_argument_error>([&] { pending.finish(); });
+          CHECK_MESSAGE((has(text, "rank 1: x is null") && !has(text, "rank 0")), text);
+          CHECK(data.state() == before);
+          data.step();
+          auto const after = data.state();
+          auto dy = data.dy();
+          if (comm.rank() == 2) dy.samples = 1;
+          auto backward = data.layer.begin_backward(data.x(), dy, data.dx());
+          text = text_of<syncnorm::invalid_argument_error>([&] { backward.finish(); });
+          CHECK_MESSAGE(has(text, "rank 2: dy is [1, "), text);
+          CHECK(data.state() == after);
+          CHECK(has(text_of<syncnorm::invalid_argument_error>([&] { backward.finish(); }), "finished already"));
+          data.step();
+        });
+}
+
+TEST_CASE("ranks that disagree, in a layer of a group, all hear of it") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    for (bool const first_good : {true, false})
+      syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+        using data_type = layer_data<float, thread_communicator>;
+        data_type a{comm, 3, policy}, b{comm, 70, policy}, other{comm, 70, policy, 0.25}, wide{comm, 71, policy};
+        syncnorm::batch_norm_group group{comm};
+        auto const run = [&](data_type& second) {
+          group.run(
+              syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), second.layer.plan_forward(second.x(), second.y())));
+        };
+        if (first_good) run(b);
+        auto const before = a.state();
+        auto text = text_of<syncnorm::mismatch_error>([&] { run(comm.rank() == 1 ? other : b); });
+        CHECK_MESSAGE((has(text, "of layer 1") && has(text, "momentum") && has(text, "rank 1 has 0.25")), text);
+        auto x = a.x();
+        if (comm.rank() == 0) x.samples = -3;
+        text = text_of<syncnorm::invalid_argument_error>(
+            [&] { group.run(syncnorm::passes(a.layer.plan_forward(x, a.y()), b.layer.plan_forward(b.x(), b.y()))); });
+        CHECK_MESSAGE((has(text, "of layer 0: rank 0: x has a negative extent")), text);
+        CHECK(a.state() == before);
+        text = text_of<syncnorm::invalid_argument_error>([&] {
+          group.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), b.layer.plan_backward(b.x(), b.dy(), b.dx())));
+        });
+        CHECK_MESSAGE(has(text, "cannot travel together"), text);
+        CHECK(a.state() == before);
+        // Other channels than the group has seen: ranks that had agreed on these would send what others do not expect.
+        syncnorm::batch_norm_group fresh{comm};
+        text = text_of<syncnorm::mismatch_error>([&] {
+          auto& second = comm.rank() == 1 ? wide : b;
+          fresh.run(
+              syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), second.layer.plan_forward(second.x(), second.y())));
+        });
+        CHECK_MESSAGE(has(text, "channels"), text);
+        text = text_of<syncnorm::mismatch_error>([&] {
+          if (comm.rank() == 1)
+            fresh.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y())));
+          else
+            fresh.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), b.layer.plan_forward(b.x(), b.y())));
+        });
+        CHECK_MESSAGE(has(text, "number of layers"), text);
+        CHECK(a.state() == before);
+        run(b);
+      });
+}
+
+TEST_CASE("one value per channel over all ranks, in one layer of a group, changes none") {
+  syncnorm::run_ranks(2, [](thread_communicator const& comm) {
+    layer_data<float, thread_communicator> good{comm, 3, exchange_policy::gather},
+        bad{comm, 4, exchange_policy::gather};
+    syncnorm::batch_norm_group group{comm};
+    auto const before = good.state();
+    auto const one = [&](auto view) {
+      view.samples = comm.rank();
+      view.spatial = 1;
+      return view;
+    };
+    auto const text = text_of<syncnorm::invalid_argument_error>([&] {
+      group.run(syncnorm::passes(good.layer.plan_forward(good.x(), good.y()),
+                                 bad.layer.plan_forward(one(bad.x()), one(bad.y()))));
+    });
+    CHECK_MESSAGE(has(text, "more than 1 value per channel"), text);
+    CHECK(good.state() == before);
+  });
+}
+
+TEST_CASE("a group of layers is one collective after the first, whatever their channels") {
+  syncnorm::run_ranks(3, [](thread_communicator const& comm) {
+    int calls = 0;
+    counting_communicator const counting{comm, calls};
+    using data_type = layer_data<float, counting_communicator>;
+    data_type a{counting, 5, exchange_policy::automatic}, b{counting, 700, exchange_policy::automatic},
+        c{counting, 64, exchange_policy::automatic};
+    syncnorm::batch_norm_group group{counting};
+    std::vector<int> counts;
+    for (int step = 0; step < 2; ++step) {
+      calls = 0;
+      group.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), b.layer.plan_forward(b.x(), b.y()),
+                                 c.layer.plan_forward(c.x(), c.y())));
+      counts.push_back(std::exchange(calls, 0));
+      group.run(syncnorm::passes(c.layer.plan_backward(c.x(), c.dy(), c.dx())));
+      counts.push_back(std::exchange(calls, 0));
+    }
+    CHECK(counts == std::vector{2, 1, 1, 1}); // the first of three layers does not fit into the head
+  });
+}
+
+TEST_CASE("local passes may be among those of a group") {
+  syncnorm::run_ranks(2, [](thread_communicator const& comm) {
+    using data_type = layer_data<double, thread_communicator>;
+    data_type frozen{comm, 3, exchange_policy::gather}, trained{comm, 4, exchange_policy::gather};
+    data_type alone{comm, 4, exchange_policy::gather};
+    frozen.layer.freeze_statistics();
+    syncnorm::batch_norm_group group{comm};
+    group.run(syncnorm::passes(frozen.layer.plan_forward(frozen.x(), frozen.y()),
+                               trained.layer.plan_forward(trained.x(), trained.y())));
+    alone.layer.forward(alone.x(), alone.y());
+    CHECK(trained.outputs == alone.outputs);
+    CHECK(frozen.layer.num_batches_tracked() == 0);
+    group.run(syncnorm::passes(frozen.layer.plan_backward(frozen.x(), frozen.dy(), frozen.dx()),
+                               trained.layer.plan_backward(trained.x(), trained.dy(), trained.dx())));
+    alone.layer.backward(alone.x(), alone.dy(), alone.dx());
+    CHECK(trained.gradients == alone.gradients);
+    auto const of_frozen = frozen.gradients;
+    frozen.layer.zero_grad();
+    frozen.layer.backward(frozen.x(), frozen.dy(), frozen.dx());
+    CHECK(frozen.gradients == of_frozen);
+    // All of them local: no exchange, so rank 1 need not come.
+    trained.layer.eval();
+    if (comm.rank() == 0)
+      group.run(syncnorm::passes(frozen.layer.plan_forward(frozen.x(), frozen.y()),
+                                 trained.layer.plan_forward(trained.x(), trained.y())));
+  });
+}
+
+TEST_CASE("a peer that fails in between is an error, at finish and at its end") {
+  syncnorm::thread_group const group{2, std::chrono::milliseconds{200}};
+  layer_data<float, thread_communicator> data{group.communicator(0), 3, exchange_policy::gather};
+  auto const before = data.state();
+  {
+    auto pending = data.layer.begin_forward(data.x(), data.y()); // the agreement on channels waits for rank 1 in vain
+    CHECK_THROWS_AS(pending.finish(), syncnorm::timeout_error);
+  }
+  auto abandoned = data.layer.begin_forward(data.x(), data.y());
+  CHECK(data.state() == before);
+}
