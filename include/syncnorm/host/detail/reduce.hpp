@@ -18,10 +18,11 @@ namespace syncnorm::host::detail {
 ///     kernel(first, length, group, a, b)      the sums of channels [first, first + length) over one group of pieces
 ///     kernel.merge(before, more, a, b, a2, b2, length)   folds those of the next group in
 ///
-/// where `before` and `more` count the elements of a channel. Groups fold in order, on whatever thread.
-template <class A, executor E, class Kernel>
-void reduce_channels(E const& exec, groups const& parts, std::int64_t channels, std::int64_t chunk,
-                     Kernel const& kernel, std::span<double> out_a, std::span<double> out_b) {
+/// where `before` and `more` count the elements of a channel. Groups fold in order, on whatever thread, but for those of
+/// which no element counts. `parts` are the groups, masked ones perhaps.
+template <class A, executor E, class Parts, class Kernel>
+void reduce_channels(E const& exec, Parts const& parts, std::int64_t channels, std::int64_t chunk, Kernel const& kernel,
+                     std::span<double> out_a, std::span<double> out_b) {
   constexpr std::int64_t most = chunk_channels<A>;
   if (channels == 0) return;
   if (parts.count == 0) {
@@ -45,6 +46,7 @@ void reduce_channels(E const& exec, groups const& parts, std::int64_t channels, 
       std::int64_t before = parts.elements(0);
       for (std::int64_t g = 1; g < parts.count; ++g) {
         std::int64_t const more = parts.elements(g);
+        if (more == 0) continue;
         kernel(first, length, g, next_a.data(), next_b.data());
         kernel.merge(before, more, a, b, next_a.data(), next_b.data(), length);
         before += more;
@@ -65,6 +67,7 @@ void reduce_channels(E const& exec, groups const& parts, std::int64_t channels, 
   std::int64_t before = parts.elements(0);
   for (std::int64_t g = 1; g < parts.count; ++g) {
     std::int64_t const more = parts.elements(g);
+    if (more == 0) continue;
     double const* const a = partials.data() + g * width;
     kernel.merge(before, more, out_a.data(), out_b.data(), a, a + channels, channels);
     before += more;

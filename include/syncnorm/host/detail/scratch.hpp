@@ -27,6 +27,7 @@ public:
   scratch_lease& operator=(scratch_lease const&) = delete;
 
   [[nodiscard]] T* data() { return memory_.data(); }
+  [[nodiscard]] T const* data() const { return memory_.data(); }
 
 private:
   static std::vector<std::vector<T>>& pool() {

@@ -1,0 +1,291 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <tuple>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host::detail {
+
+/// As map_kernel, `out… = op(in…, coefficients of the channel, lanes that count)`, with several outputs and a mask, which
+/// are looked at as the kernel runs. Outputs without data are left out. `Op` has
+///
+///     static constexpr std::size_t inputs, outputs, coefficients;
+///     std::array<A, coefficients> operator()(channel)        the coefficients
+///     std::array<V, outputs> apply(std::array<V, inputs>, std::array<V, coefficients>, lanes)
+template <class T, class Op>
+class epilogue_map {
+  using A = accumulate_t<T>;
+  static constexpr std::size_t inputs = Op::inputs, outputs = Op::outputs, coefficients = Op::coefficients;
+  static constexpr std::int64_t longest_run = chunk_channels<A>;
+  using pointers = std::array<T const*, inputs>;
+  using targets = std::array<T*, outputs>;
+  template <int L>
+  using results = std::array<vector_t<A, L>, outputs>;
+
+public:
+  using views = std::array<tensor_view<T const>, inputs>;
+  using out_views = std::array<tensor_view<T>, outputs>;
+
+  /// Numbers of type `A` that the coefficients for tensors like `x` take.
+  template <class X>
+  static constexpr std::int64_t table_size(tensor_view<X> const& x) {
+    return (x.channels * (folds(x) ? x.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
+  }
+
+  /// `mask`: null where all positions count.
+  epilogue_map(Op const& op, views const& in, out_views const& out, prepared_mask const* mask, stores how, A* table)
+      : op_{op}, in_{in}, out_{out}, mask_{mask}, table_{table} {
+    std::int64_t fold = 1;
+    if (mask == nullptr && all([](auto const& x) { return folds(x); })) {
+      fold = in_[0].spatial;
+      for (auto& x : out_) x = folded(x);
+      for (auto& x : in_) x = folded(x);
+    }
+    layout_ = std::apply([](auto const&... x) { return common_layout(x...); }, std::tuple_cat(in_, out_));
+    if (how == stores::automatic) how = stores_for(in[0]);
+    for (std::size_t j = 0; j < outputs; ++j) {
+      // In place, the lines to be written are in the cache already.
+      bool const in_place = std::ranges::any_of(in, [&](auto const& x) { return x.data == out[j].data; });
+      streams_[j] = out[j].data != nullptr && how == stores::streaming && can_stream<T> && !in_place &&
+                    layout_ != layout::strided;
+    }
+    // Few channels without a gap to the next position: a run takes several positions.
+    std::int64_t const channels = in_[0].channels;
+    if (mask == nullptr && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
+      run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, channels), 1,
+                                                std::max<std::int64_t>(1, in_[0].spatial));
+    period_ = channels * run_positions_;
+    for (std::int64_t c = 0; c < channels; c += fold) {
+      auto const values = op(c / fold);
+      for (std::size_t j = 0; j < coefficients; ++j)
+        for (std::int64_t i = c; i < period_; i += channels)
+          std::fill_n(table + static_cast<std::int64_t>(j) * period_ + i, fold, values[j]);
+    }
+  }
+
+  [[nodiscard]] boxes tasks() const {
+    auto const& x = in_[0];
+    return {x.samples, x.channels, x.spatial, layout_ == layout::channels ? chunk_channels<A> : 16};
+  }
+
+  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
+  [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
+    std::array<std::int64_t, inputs> further{};
+    for (std::size_t j = 0; j < inputs; ++j) further[j] = channels_ahead * in_[j].stride_c;
+    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
+      std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(n);
+      std::int64_t const begin = box.position, end = begin + box.positions;
+      if (layout_ == layout::channels) {
+        for (std::int64_t s = begin; s < end; s += run_positions_)
+          run(from(n, box.channel, s), to(n, box.channel, s), box.channels * std::min(run_positions_, end - s),
+              per_channel{table_ + box.channel, period_, mask == nullptr || mask[s] != 0 ? A{1} : A{0}}, further,
+              false);
+        continue;
+      }
+      for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c) {
+        constant const k{table_ + c, period_, mask == nullptr ? nullptr : mask + begin};
+        if (layout_ == layout::rows) {
+          run(from(n, c, begin), to(n, c, begin), end - begin, k, further, channels_ahead != 0);
+        } else {
+          for (std::int64_t s = begin; s < end; ++s)
+            put<1>(to(n, c, s), 0, compute<1>(from(n, c, s), 0, constant{k, s - begin}), {});
+        }
+      }
+    }
+    stream_fence();
+  }
+
+private:
+  /// The coefficients of one channel, at consecutive positions.
+  struct constant {
+    std::array<A, coefficients> values;
+    std::uint8_t const* mask;
+
+    constant(A const* table, std::int64_t step, std::uint8_t const* of) : mask{of} {
+      for (std::size_t j = 0; j < coefficients; ++j) values[j] = table[static_cast<std::int64_t>(j) * step];
+    }
+    constant(constant const& other, std::int64_t position) : constant{other} {
+      if (mask != nullptr) mask += position;
+    }
+    template <int L>
+    auto get(std::int64_t) const {
+      std::array<vector_t<A, L>, coefficients> v;
+      for (std::size_t j = 0; j < coefficients; ++j) v[j] = splat<A, L>(values[j]);
+      return v;
+    }
+    template <int L>
+    auto counted(std::int64_t i) const {
+      alignas(64) static constexpr auto ones = [] {
+        std::array<std::uint8_t, 64> all{};
+        all.fill(1);
+        return all;
+      }();
+      return counted_lanes<A, L>(mask == nullptr ? ones.data() : mask + i);
+    }
+  };
+
+  /// The coefficients of consecutive channels, at one position or where all count.
+  struct per_channel {
+    A const* table;
+    std::int64_t step;
+    A counts; ///< 1 or 0
+
+    template <int L>
+    auto get(std::int64_t i) const {
+      std::array<vector_t<A, L>, coefficients> v;
+      for (std::size_t j = 0; j < coefficients; ++j) v[j] = load<L>(table + static_cast<std::int64_t>(j) * step + i);
+      return v;
+    }
+    template <int L>
+    auto counted(std::int64_t) const {
+      return splat<A, L>(counts) > vector_t<A, L>{};
+    }
+  };
+
+  template <class Holds>
+  [[nodiscard]] bool all(Holds const& holds) const {
+    return std::ranges::all_of(in_, holds) && std::ranges::all_of(out_, holds);
+  }
+
+  [[nodiscard]] pointers from(std::int64_t n, std::int64_t c, std::int64_t s) const {
+    pointers each;
+    for (std::size_t j = 0; j < inputs; ++j) each[j] = &in_[j](n, c, s);
+    return each;
+  }
+
+  [[nodiscard]] targets to(std::int64_t n, std::int64_t c, std::int64_t s) const {
+    targets each;
+    for (std::size_t j = 0; j < outputs; ++j) each[j] = out_[j].data == nullptr ? nullptr : &out_[j](n, c, s);
+    return each;
+  }
+
+  template <int L, class K>
+  [[nodiscard]] results<L> compute(pointers const& from, std::int64_t i, K const& k) const {
+    std::array<vector_t<A, L>, inputs> v;
+    for (std::size_t j = 0; j < inputs; ++j) v[j] = load<L>(from[j] + i);
+    return op_.apply(v, k.template get<L>(i), k.template counted<L>(i));
+  }
+
+  template <int L>
+  static void put(targets const& to, std::int64_t i, results<L> const& v, std::array<bool, outputs> const& streams) {
+    for (std::size_t j = 0; j < outputs; ++j)
+      if (streams[j]) {
+        stream<L>(to[j] + i, v[j]);
+      } else if (to[j] != nullptr) {
+        store<L>(to[j] + i, v[j]);
+      }
+  }
+
+  template <int L>
+  static std::int64_t misaligned(T const* to) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % (L * sizeof(T)) / sizeof(T));
+  }
+
+  /// `n` contiguous elements.
+  template <class K>
+  void run(pointers const& from, targets const& to, std::int64_t n, K const& k,
+           std::array<std::int64_t, inputs> const& further, bool fetch) const {
+    constexpr int L = native_lanes<A>;
+    // Vectors are aligned for the first output that is streamed, and others are streamed where they then are, too.
+    std::size_t first = 0;
+    while (first < outputs && !streams_[first]) ++first;
+    bool const streaming = first < outputs;
+    std::array<bool, outputs> streams{};
+    std::int64_t i = 0;
+    if (streaming) {
+      std::int64_t const off = misaligned<L>(to[first]);
+      for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && misaligned<L>(to[j]) == off;
+      std::int64_t const head = off == 0 ? 0 : std::min<std::int64_t>(n, L - off);
+      for (; i < head; ++i) put<1>(to, i, compute<1>(from, i, k), {});
+    }
+    if (streaming || n < L) {
+      vectors(from, to, i, n, k, further, fetch, streams);
+      for (; i < n; ++i) put<1>(to, i, compute<1>(from, i, k), {});
+      return;
+    }
+    // The last vector may overlap the one before it, which in place overwrites what it reads.
+    auto const last = compute<L>(from, n - L, k);
+    vectors(from, to, i, n, k, further, fetch, streams);
+    if (i < n) put<L>(to, n - L, last, {});
+  }
+
+  /// All whole vectors from `i` on.
+  template <class K>
+  void vectors(pointers const& from, targets const& to, std::int64_t& i, std::int64_t n, K const& k,
+               std::array<std::int64_t, inputs> const& further, bool fetch,
+               std::array<bool, outputs> const& streams) const {
+    constexpr int L = native_lanes<A>;
+    for (; i + 2 * L <= n; i += 2 * L) {
+      if (fetch)
+        for (std::size_t j = 0; j < inputs; ++j) prefetch<2 * L, 2>(from[j], i + further[j]);
+      auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
+      put<L>(to, i, v0, streams);
+      put<L>(to, i + L, v1, streams);
+    }
+    for (; i + L <= n; i += L) put<L>(to, i, compute<L>(from, i, k), streams);
+  }
+
+  Op op_;
+  views in_;
+  out_views out_;
+  prepared_mask const* mask_;
+  /// Coefficient j of channel c at j·period + c; of several positions one after the other.
+  A const* table_;
+  std::int64_t period_ = 0, run_positions_ = 1;
+  std::array<bool, outputs> streams_{};
+  layout layout_ = layout::strided;
+};
+
+template <class T, class Op, executor E>
+void map_epilogue(E const& exec, Op const& op, typename epilogue_map<T, Op>::views const& in,
+                  typename epilogue_map<T, Op>::out_views const& out, prepared_mask const* mask, stores how) {
+  if (in[0].size() == 0) return;
+  scratch_lease<accumulate_t<T>> table{epilogue_map<T, Op>::table_size(in[0])};
+  epilogue_map<T, Op> const kernel{op, in, out, mask, how, table.data()};
+  boxes const tasks = kernel.tasks();
+  // Backwards: what was read last is the likeliest to be in the cache still.
+  exec.for_each(tasks.count(), [&](std::int64_t i) { kernel(tasks[tasks.count() - 1 - i]); });
+}
+
+/// As reduce_and_map, with an op of an epilogue.
+template <class T, executor E, class Reduce, class MakeOp, std::size_t Inputs, std::size_t Outputs>
+void reduce_and_map_epilogue(E const& exec, std::int64_t block, std::array<tensor_view<T const>, Inputs> const& in,
+                             std::array<tensor_view<T>, Outputs> const& out, prepared_mask const* mask, stores how,
+                             Reduce const& reduce, MakeOp const& make_op) {
+  std::int64_t const channels = in[0].channels;
+  // The last block takes what is left over, so that none is too narrow for vectors.
+  std::int64_t const blocks = std::max<std::int64_t>(1, channels / block);
+  std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks, 8 * exec.concurrency());
+  exec.for_each(runs, [&](std::int64_t run) {
+    std::int64_t const begin = run * blocks / runs, end = (run + 1) * blocks / runs;
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::int64_t const first = i * block, length = (i + 1 == blocks ? channels : first + block) - first;
+      reduce(first, length);
+      auto part = in;
+      for (auto& view : part) view = view.channel_range(first, length);
+      auto part_out = out;
+      for (auto& view : part_out) view = view.channel_range(first, length);
+      auto const op = make_op(first, length);
+      using kernel_type = epilogue_map<T, std::remove_const_t<decltype(op)>>;
+      scratch_lease<accumulate_t<T>> table{kernel_type::table_size(part[0])};
+      kernel_type const kernel{op, part, part_out, mask, how, table.data()};
+      bool const fetch = i + 1 < end && has_rows(in[0]);
+      boxes const tasks = kernel.tasks();
+      for (std::int64_t task = tasks.count(); task-- > 0;) kernel(tasks[task], fetch ? length : 0);
+    }
+  });
+}
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/host/detail/channel_values.hpp>
+
+namespace syncnorm::host::detail {
+
+/// f(v) of an activation of negative slope `slope`. 0 takes all that is negative to 0, infinity, too.
+template <class V, class A>
+[[nodiscard]] inline V activate(V const& v, A slope) {
+  V const zero{};
+  V const factor = slope - zero;
+  return v < zero ? (factor != zero ? v * factor : zero) : v;
+}
+
+/// dy·f′(v).
+template <class V, class A>
+[[nodiscard]] inline V activation_gradient(V const& v, V const& dy, A slope) {
+  V const zero{};
+  V const factor = slope - zero;
+  return v > zero ? dy : dy * factor;
+}
+
+/// y = f((x − center)·scale + shift + residual), or 0 where positions do not count.
+template <class A, bool Residual>
+struct epilogue_op {
+  static constexpr std::size_t inputs = Residual ? 2 : 1, outputs = 1, coefficients = 3;
+
+  std::span<double const> mean, inv_std;
+  channel_values gamma, beta;
+  A slope;
+
+  std::array<A, coefficients> operator()(std::int64_t channel) const {
+    auto const c = static_cast<std::size_t>(channel);
+    auto const k = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma[c], beta[c]);
+    return {k.center, k.scale, k.shift};
+  }
+
+  template <class V, class Lanes>
+  std::array<V, outputs> apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k,
+                               Lanes const& counted) const {
+    V v = (in[0] - k[0]) * k[1] + k[2];
+    if constexpr (Residual) v += in[1];
+    return {counted ? activate(v, slope) : V{}};
+  }
+};
+
+/// dv = dy·f′(v), where v is what the forward pass activated, and dx = dv·dy_scale + (x − center)·x_scale + shift, of
+/// which the positions that do not count have the first term alone. Outputs dx, and dv as the gradient of a residual.
+template <class A, bool Residual>
+struct epilogue_gradient_op {
+  static constexpr std::size_t inputs = Residual ? 3 : 2, outputs = Residual ? 2 : 1, coefficients = 6;
+
+  std::span<double const> mean, inv_std;
+  channel_values gamma, beta;
+  std::span<double const> sum_dy, sum_dy_xmu;
+  std::int64_t count;
+  A slope;
+  A uncounted; ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
+
+  std::array<A, coefficients> operator()(std::int64_t channel) const {
+    auto const c = static_cast<std::size_t>(channel);
+    bool const constant = count == 0;
+    auto const v = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma[c], beta[c]);
+    auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], gamma[c], constant ? 0.0 : sum_dy[c],
+                                                 constant ? 0.0 : sum_dy_xmu[c], count);
+    return {k.dy_scale, k.center, k.x_scale, k.shift, v.scale, v.shift};
+  }
+
+  template <class V, class Lanes>
+  std::array<V, outputs> apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k,
+                               Lanes const& counted) const {
+    V const zero{};
+    V const d = in[1] - k[1];
+    V v = d * k[4] + k[5];
+    if constexpr (Residual) v += in[2];
+    V dv = activation_gradient(v, in[0], slope);
+    V const left_out = (uncounted - zero) > zero ? dv : zero;
+    dv = counted ? dv : left_out;
+    V const dx = dv * k[0] + (counted ? d * k[2] + k[3] : zero);
+    if constexpr (Residual) {
+      return {dx, dv};
+    } else {
+      return {dx};
+    }
+  }
+};
+
+} // namespace syncnorm::host::detail

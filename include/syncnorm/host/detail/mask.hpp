@@ -1,0 +1,94 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// Which lanes of a vector of `A` count, as the result of a comparison.
+template <class A, int Lanes>
+[[nodiscard]] inline auto counted_lanes(std::uint8_t const* mask) {
+  if constexpr (Lanes == 1) {
+    return *mask != 0;
+  } else {
+    using integer = std::conditional_t<sizeof(A) == 8, std::int64_t, std::int32_t>;
+    vector_t<std::uint8_t, Lanes> bytes;
+    std::memcpy(&bytes, mask, sizeof bytes);
+    return __builtin_convertvector(bytes, vector_t<integer, Lanes>) != 0;
+  }
+}
+
+/// A mask as kernels take it: rows of contiguous bytes, and what there is to count in each piece and group of pieces.
+class prepared_mask {
+public:
+  struct piece {
+    std::int32_t first, last, counted; ///< all that count are in [first, last) of the piece
+    /// Whether just these are.
+    [[nodiscard]] bool contiguous() const { return last - first == counted; }
+  };
+
+  explicit prepared_mask(mask_view const& mask)
+      : parts_{mask.samples, mask.spatial}, rows_{mask}, bytes_{is_dense(mask) ? 0 : mask.samples * mask.spatial},
+        pieces_{parts_.pieces} {
+    if (!is_dense(mask)) {
+      rows_ = mask_of(bytes_.data(), mask.samples, mask.spatial);
+      std::uint8_t* to = bytes_.data();
+      for (std::int64_t n = 0; n < mask.samples; ++n)
+        for (std::int64_t s = 0; s < mask.spatial; ++s) *to++ = mask(n, s) ? 1 : 0;
+    }
+    for (std::int64_t i = 0; i < parts_.pieces; ++i) {
+      std::int64_t const part = i % parts_.cut.pieces;
+      piece const of_piece = scan(row(i / parts_.cut.pieces) + parts_.cut.begin(part), parts_.cut.size(part));
+      pieces_.data()[i] = of_piece;
+      counted_[static_cast<std::size_t>(i / parts_.length)] += of_piece.counted;
+      total_ += of_piece.counted;
+    }
+  }
+
+  [[nodiscard]] std::uint8_t const* row(std::int64_t sample) const { return rows_.data + sample * rows_.stride_n; }
+  [[nodiscard]] piece const& at(groups::piece const& p) const {
+    return pieces_.data()[p.sample * parts_.cut.pieces + p.begin / parts_.cut.length];
+  }
+  /// Positions that count.
+  [[nodiscard]] std::int64_t count() const { return total_; }
+  /// Of these, how many are in group `g`.
+  [[nodiscard]] std::int64_t elements(std::int64_t g) const { return counted_[static_cast<std::size_t>(g)]; }
+
+private:
+  static bool is_dense(mask_view const& mask) { return mask.stride_s == 1; }
+
+  static piece scan(std::uint8_t const* mask, std::int64_t n) {
+    std::int64_t first = 0, last = n, counted = 0;
+    while (first < n && mask[first] == 0) ++first;
+    while (last > first && mask[last - 1] == 0) --last;
+    for (std::int64_t s = first; s < last; ++s) counted += mask[s] != 0;
+    return {static_cast<std::int32_t>(first), static_cast<std::int32_t>(last), static_cast<std::int32_t>(counted)};
+  }
+
+  groups parts_;
+  mask_view rows_;
+  scratch_lease<std::uint8_t> bytes_;
+  scratch_lease<piece> pieces_;
+  std::array<std::int64_t, static_cast<std::size_t>(groups::most)> counted_{};
+  std::int64_t total_ = 0;
+};
+
+/// Groups of pieces of which not all elements count.
+struct masked_groups : groups {
+  masked_groups(std::int64_t samples, std::int64_t spatial, prepared_mask const& of)
+      : groups{samples, spatial}, mask{of} {}
+
+  [[nodiscard]] std::int64_t elements(std::int64_t g) const { return mask.elements(g); }
+
+  prepared_mask const& mask;
+};
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,186 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/backward_elemt.hpp>
+#include <syncnorm/host/backward_reduce.hpp>
+#include <syncnorm/host/detail/epilogue_kernel.hpp>
+#include <syncnorm/host/detail/epilogue_map.hpp>
+#include <syncnorm/host/detail/epilogue_ops.hpp>
+#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/reduce.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/normalize.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host {
+
+namespace detail {
+
+/// The mask of an epilogue, prepared if it has one of which some position does not count.
+class epilogue_mask {
+public:
+  template <class T>
+  explicit epilogue_mask(batch_norm_epilogue<T> const& epilogue) : zeroes_{epilogue.masked == masked_outputs::zero} {
+    if (!epilogue.mask) return;
+    prepared_.emplace(epilogue.mask);
+    if (prepared_->count() == epilogue.mask.samples * epilogue.mask.spatial) prepared_.reset();
+  }
+
+  /// Null where all positions count.
+  [[nodiscard]] prepared_mask const* counted() const { return prepared_ ? &*prepared_ : nullptr; }
+  /// Null where all outputs have a value and a gradient.
+  [[nodiscard]] prepared_mask const* written() const { return zeroes_ ? counted() : nullptr; }
+
+private:
+  std::optional<prepared_mask> prepared_;
+  bool zeroes_;
+};
+
+/// Stands for an output like `x` that is not needed.
+template <class T>
+[[nodiscard]] tensor_view<T> nowhere(tensor_view<T const> const& x) {
+  return {nullptr, x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s};
+}
+
+template <class T, executor E>
+void reduce_epilogue(E const& exec, epilogue_operands<T> of, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
+  bool const has_residual = of.residual.data != nullptr;
+  std::int64_t const channels = of.x.channels, fold = of.x.spatial;
+  auto const reduce = [&](std::span<double> first, std::span<double> second) {
+    groups const parts{of.x.samples, of.x.spatial};
+    std::int64_t const chunk = std::min(reduction_chunk(of.dy), reduction_chunk(of.x));
+    reduce_channels<accumulate_t<T>>(exec, parts, of.x.channels, chunk, epilogue_kernel<T>{of, parts}, first, second);
+  };
+  if (of.mask != nullptr || !folds(of.dy) || !folds(of.x) || (has_residual && !folds(of.residual))) {
+    reduce(sum_dy, sum_dy_xmu);
+    return;
+  }
+  of.dy = folded(of.dy), of.x = folded(of.x);
+  if (has_residual) of.residual = folded(of.residual);
+  of.fold = fold;
+  auto const lanes = static_cast<std::size_t>(channels * fold);
+  scratch_lease<double> scratch{2 * channels * fold};
+  std::span<double> const first{scratch.data(), lanes}, second{scratch.data() + lanes, lanes};
+  reduce(first, second);
+  for (std::size_t c = 0; c < static_cast<std::size_t>(channels); ++c) {
+    auto const of_channel = [&](std::span<double> values) {
+      double sum = 0;
+      for (double const value : values.subspan(c * static_cast<std::size_t>(fold), static_cast<std::size_t>(fold)))
+        sum += value;
+      return sum;
+    };
+    sum_dy[c] = of_channel(first);
+    sum_dy_xmu[c] = of_channel(second);
+  }
+}
+
+} // namespace detail
+
+/// y = f(gamma·(x − mean)·inv_std + beta + residual), or 0 where the mask and `masked` say so; `batch_norm_epilogue`.
+///
+/// Shapes: x, y and the residual `[N, C, S]`, the mask `[N, S]`, the rest `[C]`. Local. y may be x or the residual. `how`:
+/// see `normalize`.
+template <class T, class P, executor E>
+requires element<T>
+void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+               std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+               batch_norm_epilogue<T> const& epilogue, stores how = stores::automatic) {
+  if (!epilogue.does_something()) {
+    normalize(exec, x, y, mean, inv_std, params, how);
+    return;
+  }
+  using A = accumulate_t<T>;
+  detail::epilogue_mask const mask{epilogue};
+  auto const slope = static_cast<A>(epilogue.activation.negative_slope);
+  if (epilogue.has_residual()) {
+    detail::epilogue_op<A, true> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, slope};
+    detail::map_epilogue<T>(exec, op, {x, epilogue.residual}, {y}, mask.written(), how);
+  } else {
+    detail::epilogue_op<A, false> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, slope};
+    detail::map_epilogue<T>(exec, op, {x}, {y}, mask.written(), how);
+  }
+}
+
+/// The sums of the backward pass, over the N·S elements of each channel:
+///
+///     sum_dy[c] = Σ dv,  sum_dy_xmu[c] = Σ dv·(x − mean[c])
+///
+/// where dv is the gradient of what was activated, dy·f′(gamma·(x − mean)·inv_std + beta + residual), and 0 where the output
+/// is 0 by the mask. Positions that do not count are part of the sums if their outputs are normalized.
+///
+/// Shapes: dy, x and the residual `[N, C, S]`, the mask `[N, S]`, the rest `[C]`. Local. The same bits whatever the executor.
+template <class T, class P, executor E>
+requires element<T>
+void backward_reduce(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+                     std::type_identity_t<tensor_view<T const>> x, std::span<double const> mean,
+                     std::span<double const> inv_std, affine_parameters<P> params,
+                     batch_norm_epilogue<T> const& epilogue, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
+  if (!epilogue.does_something()) {
+    backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);
+    return;
+  }
+  detail::epilogue_mask const mask{epilogue};
+  detail::reduce_epilogue<T>(exec,
+                             {dy,
+                              x,
+                              epilogue.residual,
+                              mask.written(),
+                              mean,
+                              inv_std,
+                              {params.gamma, 1},
+                              {params.beta, 0},
+                              static_cast<accumulate_t<T>>(epilogue.activation.negative_slope)},
+                             sum_dy, sum_dy_xmu);
+}
+
+/// The gradients of the input and of the residual,
+///
+///     dresidual = dv,  dx = gamma·inv_std·(dv − m·(sum_dy/count + (x − mean)·inv_std²·sum_dy_xmu/count))
+///
+/// where m is 1 at positions that count and 0 elsewhere, and count that of the positions that count over all ranks. count =
+/// 0 stands for constant statistics.
+///
+/// Shapes: see `backward_reduce`. Local. dx and dresidual may each be dy, x or the residual; without data they are not
+/// needed. `how`: see `normalize`.
+template <class T, class P, executor E>
+requires element<T>
+void backward_elemt(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+                    std::type_identity_t<tensor_view<T const>> x, std::type_identity_t<tensor_view<T>> dx,
+                    std::type_identity_t<tensor_view<T>> dresidual, std::span<double const> mean,
+                    std::span<double const> inv_std, affine_parameters<P> params, std::span<double const> sum_dy,
+                    std::span<double const> sum_dy_xmu, std::int64_t count, batch_norm_epilogue<T> const& epilogue,
+                    stores how = stores::automatic) {
+  if (!epilogue.does_something()) {
+    if (dx.data != nullptr)
+      backward_elemt(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
+    return;
+  }
+  using A = accumulate_t<T>;
+  detail::epilogue_mask const mask{epilogue};
+  A const uncounted = epilogue.masked == masked_outputs::normalized ? A{1} : A{0};
+  auto const slope = static_cast<A>(epilogue.activation.negative_slope);
+  if (dx.data == nullptr) dx = detail::nowhere<T>(x);
+  if (epilogue.has_residual()) {
+    if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
+    detail::epilogue_gradient_op<A, true> const op{
+        mean, inv_std, {params.gamma, 1}, {params.beta, 0}, sum_dy, sum_dy_xmu, count, slope, uncounted};
+    detail::map_epilogue<T>(exec, op, {dy, x, epilogue.residual}, {dx, dresidual}, mask.counted(), how);
+  } else {
+    detail::epilogue_gradient_op<A, false> const op{
+        mean, inv_std, {params.gamma, 1}, {params.beta, 0}, sum_dy, sum_dy_xmu, count, slope, uncounted};
+    detail::map_epilogue<T>(exec, op, {dy, x}, {dx}, mask.counted(), how);
+  }
+}
+
+} // namespace syncnorm::host

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/masked_moments_kernel.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/reduce.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/local_moments.hpp>
+
+namespace syncnorm::host {
+
+namespace detail {
+
+template <class T, executor E>
+void masked_moments(E const& exec, tensor_view<T const> const& x, prepared_mask const& mask, std::span<double> mean,
+                    std::span<double> m2) {
+  if (mask.count() == x.count()) {
+    local_moments(exec, x, mean, m2);
+    return;
+  }
+  masked_groups const parts{x.samples, x.spatial, mask};
+  masked_moments_kernel<T> const kernel{x, parts};
+  reduce_channels<accumulate_t<T>>(exec, parts, x.channels, reduction_chunk(x), kernel, mean, m2);
+}
+
+} // namespace detail
+
+/// Moments of each channel over the positions that count: mean[c] and m2[c] = Σ (x − mean[c])². Zeros where none does.
+/// Elements that do not count have no influence, even where they are no numbers. Returns how many positions count.
+///
+/// Shapes: x `[N, C, S]`, mask `[N, S]`, mean and m2 `[C]`. Local. The same bits whatever the executor, and those of
+/// `local_moments` where all positions count.
+template <class X, executor E>
+requires element<X> std::int64_t local_moments(E const& exec, tensor_view<X> x, mask_view const& mask,
+                                               std::span<double> mean, std::span<double> m2) {
+  detail::prepared_mask const prepared{mask};
+  detail::masked_moments<std::remove_const_t<X>>(exec, x, prepared, mean, m2);
+  return prepared.count();
+}
+
+/// How many positions of `mask` count.
+[[nodiscard]] inline std::int64_t count_positions(mask_view const& mask) {
+  std::int64_t count = 0;
+  for (std::int64_t n = 0; n < mask.samples; ++n)
+    for (std::int64_t s = 0; s < mask.spatial; ++s) count += mask(n, s) ? 1 : 0;
+  return count;
+}
+
+} // namespace syncnorm::host
