@@ -11,6 +11,8 @@
 #include <syncnorm/core/moments.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/group_scaling.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
 #include <syncnorm/ops/batch_norm_group.hpp>
+#include <syncnorm/ops/power_norm.hpp>
 #include <syncnorm/version.hpp>

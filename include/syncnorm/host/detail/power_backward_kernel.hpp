@@ -1,0 +1,205 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/power_kernel.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// One reading of dy and x: the sums of dy and of dy·u, and dx from du = dy·dy_scale + u·u_scale; see run_power. `Scaled`:
+/// u is x with its groups of channels scaled, and dx = r·(du − u·mean of du·u in the group), else u is x and dx is du.
+/// `Sums`, `Map`: what of it is wanted. Masked positions do not enter the sums, and their dx is 0.
+template <class T, bool Scaled, bool Sums, bool Map>
+class power_backward_kernel {
+  using A = accumulate_t<T>;
+  /// Pieces shorter than this go element by element into double.
+  static constexpr std::int64_t shortest = 8;
+
+public:
+  /// `dy_scale`, `u_scale`: `[C]`, or null.
+  power_backward_kernel(tensor_view<T const> const& dy, tensor_view<T const> const& x, tensor_view<T> const& dx,
+                        mask_view const& mask, channel_groups const& scaling, A const* dy_scale, A const* u_scale)
+      : dy_{dy}, x_{x}, dx_{dx}, mask_{mask}, scaling_{scaling}, dy_scale_{dy_scale}, u_scale_{u_scale},
+        parts_{x.samples, x.spatial}, layout_{Map ? common_layout(dy, x, dx) : common_layout(dy, x)} {}
+
+  [[nodiscard]] groups const& parts() const { return parts_; }
+  [[nodiscard]] std::int64_t chunk() const { return power_chunk(x_, layout_, scaling_); }
+
+  [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy,
+                                    double* sum_dy_u) const {
+    if (layout_ == layout::channels)
+      parts_.cut.length >= shortest ? positions<A>(first, length, group, sum_dy, sum_dy_u)
+                                    : positions<double>(first, length, group, sum_dy, sum_dy_u);
+    else
+      rows(first, length, group, sum_dy, sum_dy_u);
+  }
+
+private:
+  /// Contiguous channels, one position at a time. Sums are kept in `Sum` within a run.
+  template <class Sum>
+  void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
+    constexpr bool direct = std::is_same_v<Sum, double>;
+    scratch_lease<Sum> scratch{Sums && !direct ? 2 * length : 0};
+    for_each_run(parts_, group, [&](groups::piece const& at) {
+      Sum *of_dy = nullptr, *of_dy_u = nullptr;
+      if constexpr (Sums && direct) {
+        of_dy = sum_dy;
+        of_dy_u = sum_dy_u;
+      } else if constexpr (Sums) {
+        of_dy = scratch.data();
+        of_dy_u = of_dy + length;
+        std::fill_n(of_dy, 2 * length, Sum{0});
+      }
+      for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
+        T* const dx = Map ? &dx_(at.sample, first, s) : nullptr;
+        if (!is_masked(mask_, at.sample, s))
+          position<Sum>(&dy_(at.sample, first, s), &x_(at.sample, first, s), dx, first, length, of_dy, of_dy_u);
+        else if constexpr (Map)
+          std::fill_n(dx, length, static_cast<T>(A{0}));
+      }
+      if constexpr (Sums && !direct) {
+        add_to(sum_dy, of_dy, length);
+        add_to(sum_dy_u, of_dy_u, length);
+      }
+    });
+  }
+
+  template <class Sum>
+  void position(T const* dy, T const* x, T* dx, std::int64_t first, std::int64_t length, Sum* of_dy,
+                Sum* of_dy_u) const {
+    constexpr int lanes = native_lanes<Sum>;
+    std::int64_t const width = Scaled ? scaling_.width : length;
+    for (std::int64_t begin = 0; begin < length; begin += width) {
+      auto const gradient = [&]<int L>(std::int64_t c, vector_t<A, L> const& g, vector_t<A, L> const& u) {
+        return g * load<L>(dy_scale_ + first + c) + u * load<L>(u_scale_ + first + c);
+      };
+      A root = 1, along = 0; // the mean of du·u, through which x acts on its group's root
+      if constexpr (Scaled) {
+        lane_sum<A, native_lanes<A>> squares, products;
+        for_each_vector<native_lanes<A>>(width, [&]<int L>(std::int64_t i) {
+          auto const v = load<L>(x + begin + i);
+          squares.template add<L>(v * v);
+        });
+        root = scaling_.template inverse_root<A>(squares.total());
+        if constexpr (Map) {
+          for_each_vector<native_lanes<A>>(width, [&]<int L>(std::int64_t i) {
+            std::int64_t const c = begin + i;
+            auto const u = load<L>(x + c) * splat<A, L>(root);
+            products.template add<L>(gradient.template operator()<L>(c, load<L>(dy + c), u) * u);
+          });
+          along = products.total() / static_cast<A>(width);
+        }
+      }
+      for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+        std::int64_t const c = begin + i;
+        auto const g = load<L>(dy + c);
+        auto u = load<L>(x + c);
+        if constexpr (Scaled) u *= splat<A, L>(root);
+        if constexpr (Map) {
+          auto du = gradient.template operator()<L>(c, g, u);
+          if constexpr (Scaled) du = splat<A, L>(root) * (du - u * splat<A, L>(along));
+          store<L>(dx + c, du);
+        }
+        if constexpr (Sums && std::is_same_v<Sum, A>) {
+          store<L>(of_dy + c, load<L>(of_dy + c) + g);
+          store<L>(of_dy_u + c, load<L>(of_dy_u + c) + g * u);
+        } else if constexpr (Sums) {
+          store<L>(of_dy + c, load<L>(of_dy + c) + to_double<A, L>(g));
+          store<L>(of_dy_u + c, load<L>(of_dy_u + c) + to_double<A, L>(g) * to_double<A, L>(u));
+        }
+      });
+    }
+  }
+
+  /// Contiguous rows, or any strides: a run of one channel at a time.
+  void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
+    constexpr int lanes = native_lanes<A>;
+    run_buffer<A> root, along, keep, dy_copy, x_copy, dx_copy;
+    std::int64_t const width = Scaled ? scaling_.width : 1;
+    for_each_run(parts_, group, [&](groups::piece const& at) {
+      bool any_masked = false;
+      for (std::int64_t i = 0; mask_.data != nullptr && i < at.length; ++i) {
+        bool const hidden = is_masked(mask_, at.sample, at.begin + i);
+        any_masked = any_masked || hidden;
+        keep[static_cast<std::size_t>(i)] = hidden ? A{0} : A{1};
+      }
+      for (std::int64_t begin = first; begin < first + length; begin += width) {
+        if constexpr (Scaled) find_roots(at, begin, root.data(), along.data(), dy_copy.data(), x_copy.data());
+        for (std::int64_t c = begin; c < begin + width; ++c) {
+          A const* const dy = fetch_run(dy_, c, at, dy_copy.data());
+          A const* const x = fetch_run(x_, c, at, x_copy.data());
+          A* const dx = Map ? place_run(dx_, c, at, dx_copy.data()) : nullptr;
+          lane_sum<A, lanes> of_dy, of_dy_u;
+          for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
+            auto g = load<L>(dy + i), u = load<L>(x + i);
+            if (any_masked) {
+              g = kept<A, L>(load<L>(keep.data() + i), g);
+              u = kept<A, L>(load<L>(keep.data() + i), u);
+            }
+            if constexpr (Scaled) u *= load<L>(root.data() + i);
+            if constexpr (Map) {
+              auto du = g * splat<A, L>(dy_scale_[c]) + u * splat<A, L>(u_scale_[c]);
+              if constexpr (Scaled) du = load<L>(root.data() + i) * (du - u * load<L>(along.data() + i));
+              store<L>(dx + i, any_masked ? kept<A, L>(load<L>(keep.data() + i), du) : du);
+            }
+            if constexpr (Sums) {
+              of_dy.template add<L>(g);
+              of_dy_u.template add<L>(any_masked ? kept<A, L>(load<L>(keep.data() + i), g * u) : g * u);
+            }
+          });
+          if constexpr (Map) finish_run(dx_, c, at, dx, dx_copy.data());
+          if constexpr (Sums) {
+            sum_dy[c - first] += static_cast<double>(of_dy.total());
+            sum_dy_u[c - first] += static_cast<double>(of_dy_u.total());
+          }
+        }
+      }
+    });
+  }
+
+  /// The factor of each position of a run, for the group of channels that begins with `begin`, and the group's mean of
+  /// du·u.
+  void find_roots(groups::piece const& at, std::int64_t begin, A* root, A* along, A* dy_copy, A* x_copy) const {
+    constexpr int lanes = native_lanes<A>;
+    std::fill_n(root, at.length, A{0});
+    std::fill_n(along, at.length, A{0});
+    for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
+      A const* const x = fetch_run(x_, c, at, x_copy);
+      for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
+        auto const v = load<L>(x + i);
+        store<L>(root + i, load<L>(root + i) + v * v);
+      });
+    }
+    for (std::int64_t i = 0; i < at.length; ++i) root[i] = scaling_.template inverse_root<A>(root[i]);
+    if constexpr (!Map) return;
+    for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
+      A const* const dy = fetch_run(dy_, c, at, dy_copy);
+      A const* const x = fetch_run(x_, c, at, x_copy);
+      for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
+        auto const u = load<L>(x + i) * load<L>(root + i);
+        auto const du = load<L>(dy + i) * splat<A, L>(dy_scale_[c]) + u * splat<A, L>(u_scale_[c]);
+        store<L>(along + i, load<L>(along + i) + du * u);
+      });
+    }
+    for (std::int64_t i = 0; i < at.length; ++i) along[i] /= static_cast<A>(scaling_.width);
+  }
+
+  tensor_view<T const> dy_, x_;
+  tensor_view<T> dx_;
+  mask_view mask_;
+  channel_groups scaling_;
+  A const *dy_scale_, *u_scale_;
+  groups parts_;
+  layout layout_;
+};
+
+} // namespace syncnorm::host::detail

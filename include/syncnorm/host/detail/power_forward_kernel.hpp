@@ -1,0 +1,165 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/power_kernel.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// One reading of x: the sums of u² over positions that are not masked and over those that are, and y = u·scale + shift;
+/// see run_power. `Scaled`: u is x with its groups of channels scaled, else x. `Sums`, `Map`: what of it is wanted.
+template <class T, bool Scaled, bool Sums, bool Map>
+class power_forward_kernel {
+  using A = accumulate_t<T>;
+  /// Pieces shorter than this go element by element into double.
+  static constexpr std::int64_t shortest = 8;
+
+public:
+  /// `scale`, `shift`: `[C]`, or null.
+  power_forward_kernel(tensor_view<T const> const& x, tensor_view<T> const& y, mask_view const& mask,
+                       channel_groups const& scaling, A const* scale, A const* shift)
+      : x_{x}, y_{y}, mask_{mask}, scaling_{scaling}, scale_{scale}, shift_{shift}, parts_{x.samples, x.spatial},
+        layout_{Map ? common_layout(x, y) : common_layout(x)} {}
+
+  [[nodiscard]] groups const& parts() const { return parts_; }
+  [[nodiscard]] std::int64_t chunk() const { return power_chunk(x_, layout_, scaling_); }
+
+  [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* counted,
+                                    double* masked) const {
+    if (layout_ == layout::channels)
+      parts_.cut.length >= shortest ? positions<A>(first, length, group, counted, masked)
+                                    : positions<double>(first, length, group, counted, masked);
+    else
+      rows(first, length, group, counted, masked);
+  }
+
+private:
+  /// Contiguous channels, one position at a time. Squares are summed in `Sum` within a run.
+  template <class Sum>
+  void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
+    constexpr bool direct = std::is_same_v<Sum, double>;
+    scratch_lease<Sum> scratch{Sums && !direct ? 2 * length : 0};
+    for_each_run(parts_, group, [&](groups::piece const& at) {
+      Sum *of_counted = nullptr, *of_masked = nullptr;
+      if constexpr (Sums && direct) {
+        of_counted = counted;
+        of_masked = masked;
+      } else if constexpr (Sums) {
+        of_counted = scratch.data();
+        of_masked = of_counted + length;
+        std::fill_n(of_counted, 2 * length, Sum{0});
+      }
+      bool any_masked = false;
+      for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
+        bool const hidden = is_masked(mask_, at.sample, s);
+        any_masked = any_masked || hidden;
+        position<Sum>(&x_(at.sample, first, s), Map ? &y_(at.sample, first, s) : nullptr, first, length,
+                      hidden ? of_masked : of_counted);
+      }
+      if constexpr (Sums && !direct) {
+        add_to(counted, of_counted, length);
+        if (any_masked) add_to(masked, of_masked, length);
+      }
+    });
+  }
+
+  template <class Sum>
+  void position(T const* x, T* y, std::int64_t first, std::int64_t length, Sum* sums) const {
+    constexpr int lanes = native_lanes<Sum>;
+    std::int64_t const width = Scaled ? scaling_.width : length;
+    for (std::int64_t begin = 0; begin < length; begin += width) {
+      A root = 1;
+      if constexpr (Scaled) {
+        lane_sum<A, native_lanes<A>> squares;
+        for_each_vector<native_lanes<A>>(width, [&]<int L>(std::int64_t i) {
+          auto const v = load<L>(x + begin + i);
+          squares.template add<L>(v * v);
+        });
+        root = scaling_.template inverse_root<A>(squares.total());
+      }
+      for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+        std::int64_t const c = begin + i;
+        auto u = load<L>(x + c);
+        if constexpr (Scaled) u *= splat<A, L>(root);
+        if constexpr (Map) store<L>(y + c, u * load<L>(scale_ + first + c) + load<L>(shift_ + first + c));
+        if constexpr (Sums && std::is_same_v<Sum, A>)
+          store<L>(sums + c, load<L>(sums + c) + u * u);
+        else if constexpr (Sums) {
+          auto const wide = to_double<A, L>(u);
+          store<L>(sums + c, load<L>(sums + c) + wide * wide);
+        }
+      });
+    }
+  }
+
+  /// Contiguous rows, or any strides: a run of one channel at a time.
+  void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
+    constexpr int lanes = native_lanes<A>;
+    run_buffer<A> root, keep, x_copy, y_copy;
+    std::int64_t const width = Scaled ? scaling_.width : 1;
+    for_each_run(parts_, group, [&](groups::piece const& at) {
+      bool any_masked = false;
+      for (std::int64_t i = 0; mask_.data != nullptr && i < at.length; ++i) {
+        bool const hidden = is_masked(mask_, at.sample, at.begin + i);
+        any_masked = any_masked || hidden;
+        keep[static_cast<std::size_t>(i)] = hidden ? A{0} : A{1};
+      }
+      for (std::int64_t begin = first; begin < first + length; begin += width) {
+        if constexpr (Scaled) find_roots(at, begin, root.data(), x_copy.data());
+        for (std::int64_t c = begin; c < begin + width; ++c) {
+          A const* const x = fetch_run(x_, c, at, x_copy.data());
+          A* const y = Map ? place_run(y_, c, at, y_copy.data()) : nullptr;
+          lane_sum<A, lanes> of_counted, of_masked;
+          for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
+            auto u = load<L>(x + i);
+            if constexpr (Scaled) u *= load<L>(root.data() + i);
+            if constexpr (Map) store<L>(y + i, u * splat<A, L>(scale_[c]) + splat<A, L>(shift_[c]));
+            if constexpr (Sums) {
+              if (!any_masked) return of_counted.template add<L>(u * u);
+              auto const k = load<L>(keep.data() + i);
+              of_counted.template add<L>(kept<A, L>(k, u * u));
+              of_masked.template add<L>(kept<A, L>(A{1} - k, u * u));
+            }
+          });
+          if constexpr (Map) finish_run(y_, c, at, y, y_copy.data());
+          if constexpr (Sums) {
+            counted[c - first] += static_cast<double>(of_counted.total());
+            if (any_masked) masked[c - first] += static_cast<double>(of_masked.total());
+          }
+        }
+      }
+    });
+  }
+
+  /// The factor of each position of a run, for the group of channels that begins with `begin`.
+  void find_roots(groups::piece const& at, std::int64_t begin, A* root, A* x_copy) const {
+    std::fill_n(root, at.length, A{0});
+    for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
+      A const* const x = fetch_run(x_, c, at, x_copy);
+      for_each_vector<native_lanes<A>>(at.length, [&]<int L>(std::int64_t i) {
+        auto const v = load<L>(x + i);
+        store<L>(root + i, load<L>(root + i) + v * v);
+      });
+    }
+    for (std::int64_t i = 0; i < at.length; ++i) root[i] = scaling_.template inverse_root<A>(root[i]);
+  }
+
+  tensor_view<T const> x_;
+  tensor_view<T> y_;
+  mask_view mask_;
+  channel_groups scaling_;
+  A const *scale_, *shift_;
+  groups parts_;
+  layout layout_;
+};
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,165 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/executor.hpp>
+
+// What the kernels of power norm have in common. Each of its passes reads its tensors once, sums and writes on the way,
+// and scales groups of channels first where it has to.
+namespace syncnorm::host::detail {
+
+/// Groups of channels that are scaled, u = x·r with r = 1/√(mean of x² in the group + eps). `width` channels make a group; 0:
+/// nothing is scaled, u = x.
+struct channel_groups {
+  std::int64_t width = 0;
+  double eps = 0;
+
+  template <class A>
+  [[nodiscard]] A inverse_root(A sum_of_squares) const {
+    return A{1} / std::sqrt(sum_of_squares / static_cast<A>(width) + static_cast<A>(eps));
+  }
+};
+
+/// Whether the mask says that the position does not count.
+[[nodiscard]] inline bool is_masked(mask_view const& mask, std::int64_t n, std::int64_t s) {
+  return mask.data != nullptr && !mask(n, s);
+}
+
+/// Calls f(run) for each piece of group `g`, cut into runs that are short enough for sums of floats.
+inline constexpr std::int64_t longest_power_run = 512;
+
+template <class F>
+void for_each_run(groups const& parts, std::int64_t g, F const& f) {
+  parts.for_each_piece(g, [&](groups::piece const& at, groups::piece const&) {
+    for (std::int64_t first = 0; first < at.length; first += longest_power_run)
+      f(groups::piece{at.sample, at.begin + first, std::min(longest_power_run, at.length - first)});
+  });
+}
+
+/// One run of a row in the type of its arithmetic.
+template <class A>
+using run_buffer = std::array<A, static_cast<std::size_t>(longest_power_run)>;
+
+/// Calls f.template operator()<L>(i) for vectors of `L` lanes at i, then f.template operator()<1>(i) for what is left.
+template <int L, class F>
+inline void for_each_vector(std::int64_t n, F const& f) {
+  std::int64_t i = 0;
+  for (; i + L <= n; i += L) f.template operator()<L>(i);
+  for (; i < n; ++i) f.template operator()<1>(i);
+}
+
+/// The elements of a run of channel `c`: where they are if possible, else copied to `buffer`.
+template <class T, class A = accumulate_t<T>>
+[[nodiscard]] A const* fetch_run(tensor_view<T const> const& x, std::int64_t c, groups::piece const& at, A* buffer) {
+  T const* const from = &x(at.sample, c, at.begin);
+  if (x.stride_s == 1) {
+    if constexpr (std::is_same_v<A, T>)
+      return from;
+    else
+      for_each_vector<native_lanes<A>>(at.length,
+                                       [&]<int L>(std::int64_t i) { store<L>(buffer + i, load<L>(from + i)); });
+  } else {
+    for (std::int64_t i = 0; i < at.length; ++i) buffer[i] = static_cast<A>(from[i * x.stride_s]);
+  }
+  return buffer;
+}
+
+/// Where to write a run of channel `c`: its place if possible, else `buffer`, from which `finish_run` copies.
+template <class T, class A = accumulate_t<T>>
+[[nodiscard]] A* place_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at, A* buffer) {
+  if constexpr (std::is_same_v<A, T>)
+    if (y.stride_s == 1) return &y(at.sample, c, at.begin);
+  return buffer;
+}
+
+template <class T, class A = accumulate_t<T>>
+void finish_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at, A const* written, A const* buffer) {
+  if (written != buffer) return;
+  T* const to = &y(at.sample, c, at.begin);
+  if (y.stride_s == 1)
+    for_each_vector<native_lanes<A>>(at.length, [&]<int L>(std::int64_t i) { store<L>(to + i, load<L>(buffer + i)); });
+  else
+    for (std::int64_t i = 0; i < at.length; ++i) to[i * y.stride_s] = static_cast<T>(buffer[i]);
+}
+
+/// Sums over vectors of `L` lanes and over what is left.
+template <class A, int L>
+struct lane_sum {
+  vector_t<A, L> wide{};
+  A single = 0;
+
+  template <int Lanes>
+  void add(vector_t<A, Lanes> const& v) {
+    if constexpr (Lanes == L && L > 1)
+      wide += v;
+    else
+      single += v;
+  }
+  [[nodiscard]] A total() const { return sum_lanes<A, L>(wide) + single; }
+};
+
+/// v where `keep` is not zero, else 0; a NaN that is not kept leaves no trace.
+template <class A, int L>
+[[nodiscard]] inline vector_t<A, L> kept(vector_t<A, L> const& keep, vector_t<A, L> const& v) {
+  vector_t<A, L> const zero{};
+  return keep != zero ? v : zero;
+}
+
+/// Adds A's `n` sums of a piece to those in double.
+template <class A>
+void add_to(double* sums, A const* piece, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) sums[i] += static_cast<double>(piece[i]);
+}
+
+/// Channels that a task of power norm takes: whole groups, and a page of contiguous channels or some rows.
+template <class T>
+[[nodiscard]] std::int64_t power_chunk(tensor_view<T> const& x, layout order, channel_groups const& scaling) {
+  auto const unit = std::max<std::int64_t>(1, scaling.width);
+  auto const wanted =
+      order == layout::channels ? chunk_channels<accumulate_t<std::remove_const_t<T>>> : reduction_chunk(x);
+  return std::max<std::int64_t>(1, wanted / unit) * unit;
+}
+
+/// Runs kernel(first, length, group, a, b) for every chunk of channels and group of pieces, and sums a and b over the
+/// groups, in order. `Sums`: whether there are any.
+template <bool Sums, executor E, class Kernel>
+void run_power(E const& exec, groups const& parts, std::int64_t channels, std::int64_t chunk, Kernel const& kernel,
+               std::span<double> out_a, std::span<double> out_b) {
+  if constexpr (Sums) {
+    std::ranges::fill(out_a, 0.0);
+    std::ranges::fill(out_b, 0.0);
+  }
+  if (channels == 0 || parts.count == 0) return;
+  std::int64_t const chunks = ceil_div(channels, chunk), width = 2 * channels;
+  scratch_lease<double> partials{Sums ? parts.count * width : 0};
+  double* const all = partials.data();
+  exec.for_each(chunks * parts.count, [&](std::int64_t i) {
+    std::int64_t const g = i / chunks, first = i % chunks * chunk, length = std::min(chunk, channels - first);
+    double* const a = Sums ? all + g * width + first : nullptr;
+    double* const b = Sums ? a + channels : nullptr;
+    if constexpr (Sums) {
+      std::fill_n(a, length, 0.0);
+      std::fill_n(b, length, 0.0);
+    }
+    kernel(first, length, g, a, b);
+  });
+  if constexpr (Sums)
+    for (std::int64_t g = 0; g < parts.count; ++g) {
+      add_to(out_a.data(), all + g * width, channels);
+      add_to(out_b.data(), all + g * width + channels, channels);
+    }
+}
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/power_backward.hpp>
+#include <syncnorm/host/second_moments.hpp>
+
+namespace syncnorm::host {
+
+namespace detail {
+
+template <class T, class Y>
+void require_scalable(char const* what, tensor_view<T> const& x, tensor_view<Y> const& y, char const* name,
+                      channel_scaling const& scaling) {
+  auto const fail = [&](std::string const& why) { throw invalid_argument_error{std::string{what} + ": " + why}; };
+  auto const extents = [](auto const& view) {
+    return "[" + std::to_string(view.samples) + ", " + std::to_string(view.channels) + ", " +
+           std::to_string(view.spatial) + "]";
+  };
+  if (x.samples < 0 || x.channels < 0 || x.spatial < 0) fail("x has a negative extent: " + extents(x));
+  if (scaling.groups < 1 || x.channels % scaling.groups != 0)
+    fail(std::to_string(x.channels) + " channels cannot be divided into " + std::to_string(scaling.groups) + " groups");
+  if (!(std::isfinite(scaling.eps) && scaling.eps >= 0))
+    fail("eps is " + std::to_string(scaling.eps) + ", expected a number >= 0");
+  if (y.samples != x.samples || y.channels != x.channels || y.spatial != x.spatial)
+    fail(std::string{name} + " is " + extents(y) + ", expected " + extents(x) + " as x");
+  if (x.size() > 0 && (x.data == nullptr || y.data == nullptr))
+    fail(std::string{x.data == nullptr ? "x" : name} + " is null");
+}
+
+/// `channels` ones and as many zeros.
+template <class A>
+void fill_identity(A* table, std::int64_t channels) {
+  for (std::int64_t c = 0; c < channels; ++c) {
+    table[c] = A{1};
+    table[channels + c] = A{0};
+  }
+}
+
+} // namespace detail
+
+/// Scales each group of consecutive channels to a mean square of about 1, at each position for itself:
+///
+///     y = x/√(mean of x² over the group's channels + eps)
+///
+/// x and y `[N, C, S]`, C a multiple of `scaling.groups` ≥ 1. Local; y may be x. Throws invalid_argument_error. Source: the
+/// authors' code of "PowerNorm" (Shen et al., 2020), GroupScaling1D.
+template <class T, executor E>
+requires element<T>
+void group_scaling(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+                   channel_scaling const& scaling) {
+  using A = accumulate_t<T>;
+  detail::require_scalable("group_scaling", x, y, "y", scaling);
+  detail::scratch_lease<A> table{2 * x.channels};
+  detail::fill_identity(table.data(), x.channels);
+  detail::power_forward_pass<false, true, T>(exec, x, y, {}, scaling, table.data(), table.data() + x.channels, {}, {});
+}
+
+/// The gradient of `group_scaling`, r = 1/√(mean of x² + eps) and u = x·r:
+///
+///     dx = r·(dy − u·(mean of dy·u over the group's channels))
+///
+/// dy, x and dx `[N, C, S]`. Local; dx may be dy or x. Throws invalid_argument_error.
+template <class T, executor E>
+requires element<T>
+void group_scaling_backward(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+                            std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx,
+                            channel_scaling const& scaling) {
+  using A = accumulate_t<T>;
+  detail::require_scalable("group_scaling_backward", x, dy, "dy", scaling);
+  detail::require_scalable("group_scaling_backward", x, dx, "dx", scaling);
+  detail::scratch_lease<A> table{2 * x.channels};
+  detail::fill_identity(table.data(), x.channels);
+  detail::power_backward_pass<false, true, T>(exec, dy, x, dx, {}, scaling, table.data(), table.data() + x.channels, {},
+                                              {});
+}
+
+} // namespace syncnorm::host

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/power_norm_options.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+
+namespace syncnorm::detail {
+
+inline void check_options(call_check& check, power_norm_options const& options, std::int64_t channels) {
+  check.eps(options.eps);
+  auto const alpha = [&](double value, char const* name) {
+    check.require(value >= 0 && value <= 1,
+                  [&] { return check.text(name, " is ", value, ", expected a number in [0, 1]"); });
+  };
+  alpha(options.alpha_forward, "alpha_forward");
+  alpha(options.alpha_backward, "alpha_backward");
+  check.require(options.warmup_iters >= 0,
+                [&] { return check.text("warmup_iters is ", options.warmup_iters, ", expected at least 0"); });
+  check.require(options.groups >= 0 && (options.groups == 0 || channels % options.groups == 0),
+                [&] { return check.text(channels, " channels cannot be divided into ", options.groups, " groups"); });
+  check.require(std::isfinite(options.group_eps) && options.group_eps >= 0,
+                [&] { return check.text("group_eps is ", options.group_eps, ", expected a number >= 0"); });
+}
+
+template <class P>
+void check_state(call_check& check, power_norm_state<P> const& state, std::int64_t channels) {
+  auto const expected = static_cast<std::size_t>(channels > 0 ? channels : 0);
+  auto const values = [&](std::span<P> of_state, char const* name) {
+    check.require(of_state.size() == expected,
+                  [&] { return check.text(name, " has ", of_state.size(), " elements, expected ", expected); });
+  };
+  values(state.running_phi, "running_phi");
+  values(state.ema_gz, "ema_gz");
+  check.require(state.iters != nullptr, [] { return "iters is null"; });
+  check.require(state.iters == nullptr || *state.iters >= 0,
+                [&] { return check.text("iters is ", *state.iters, ", expected at least 0"); });
+}
+
+template <class T>
+void check_mask(call_check& check, mask_view const& mask, tensor_view<T> const& x) {
+  if (!mask) return;
+  check.require(mask.samples == x.samples && mask.spatial == x.spatial, [&] {
+    return check.text("the mask is [", mask.samples, ", ", mask.spatial, "], expected [", x.samples, ", ", x.spatial,
+                      "]: a position for each sample and place of x");
+  });
+  check.require(mask.data != nullptr || x.count() == 0, [] { return "the mask is null"; });
+}
+
+} // namespace syncnorm::detail

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/power_norm_options.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
+
+namespace syncnorm::detail {
+
+/// What every rank says about itself at the head of an exchange of power norm; see packet_header.
+struct power_norm_header {
+  std::array<char, 24> pass{};    ///< the operation and its direction
+  std::array<char, 16> element{}; ///< element_traits<T>::name
+  std::int64_t channels = 0;
+  std::int64_t step = 0;  ///< the number of the forward pass
+  std::int64_t count = 0; ///< positions on this rank that the sums are over; ranks may differ
+  double eps = 0, alpha_forward = 0, alpha_backward = 0, group_eps = 0;
+  std::int64_t warmup_iters = 0, groups = 0, corrected = 0;
+  std::int64_t affine = 0;
+  std::int64_t records = 0;      ///< whether the forward pass can be differentiated
+  std::array<char, 168> fault{}; ///< what is wrong on this rank; empty where nothing is
+};
+static_assert(sizeof(power_norm_header) == 304 && std::is_trivially_copyable_v<power_norm_header>);
+
+/// The header of a pass of element type `T`; the caller adds the step, the count, and what its pass alone has.
+template <class T>
+[[nodiscard]] power_norm_header make_power_norm_header(std::string_view pass, std::int64_t channels,
+                                                       power_norm_options const& options, call_check const& check) {
+  power_norm_header own;
+  set_text(own.pass, pass);
+  set_text(own.element, element_traits<T>::name);
+  set_text(own.fault, check.fault());
+  own.channels = channels;
+  own.eps = options.eps;
+  own.alpha_forward = options.alpha_forward;
+  own.alpha_backward = options.alpha_backward;
+  own.group_eps = options.group_eps;
+  own.warmup_iters = options.warmup_iters;
+  own.groups = options.groups;
+  own.corrected = options.recursion == power_norm_recursion::corrected ? 1 : 0;
+  return own;
+}
+
+/// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.
+inline void require_agreement(std::span<power_norm_header const> ranks) {
+  auto const pass = [&] { return get_text(ranks.front().pass); };
+  std::string faults;
+  for (std::size_t r = 0; r < ranks.size(); ++r)
+    if (ranks[r].fault[0] != '\0')
+      faults += (faults.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + get_text(ranks[r].fault);
+  if (!faults.empty()) throw invalid_argument_error{pass() + ": " + faults};
+
+  auto const require_same = [&](auto power_norm_header::*field, char const* name) {
+    for (std::size_t r = 1; r < ranks.size(); ++r)
+      if (ranks[r].*field != ranks[0].*field)
+        throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
+                             ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
+  };
+  require_same(&power_norm_header::pass, "the operation");
+  require_same(&power_norm_header::element, "the element type");
+  require_same(&power_norm_header::channels, "the number of channels");
+  require_same(&power_norm_header::step, "the step");
+  require_same(&power_norm_header::eps, "eps");
+  require_same(&power_norm_header::alpha_forward, "alpha_forward");
+  require_same(&power_norm_header::alpha_backward, "alpha_backward");
+  require_same(&power_norm_header::warmup_iters, "warmup_iters");
+  require_same(&power_norm_header::groups, "the groups of channels");
+  require_same(&power_norm_header::group_eps, "group_eps");
+  require_same(&power_norm_header::corrected, "the corrected recursion");
+  require_same(&power_norm_header::affine, "affine parameters");
+  require_same(&power_norm_header::records, "whether a backward pass can follow");
+}
+
+} // namespace syncnorm::detail

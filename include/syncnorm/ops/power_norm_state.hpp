@@ -1,0 +1,212 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/power_norm_options.hpp>
+#include <syncnorm/ops/detail/sum_exchange.hpp>
+
+namespace syncnorm {
+
+/// What the caller of a pass knows and the pass cannot see. It joins the exchange.
+struct power_norm_caller {
+  std::string_view fault{}; ///< what is wrong on this rank, which every rank then throws; empty: nothing
+  bool records = true;      ///< whether a backward pass can follow; of the forward pass alone
+};
+
+namespace detail {
+
+/// What a forward pass leaves for its backward passes; complete once its exchange is.
+struct power_norm_pass {
+  bool constant = false; ///< by the running state, which has no gradient: nothing is exchanged
+  bool complete = false;
+  std::exception_ptr error; ///< why it will never be complete, on every rank
+  std::int64_t step = 0;
+  std::int64_t count = 0; ///< positions that count, over all ranks; 0: the pass leaves no trace in the state
+  std::int64_t samples = 0, spatial = 0;
+  std::vector<double> inv_z;           ///< z = u·inv_z
+  std::vector<double> inv_dx;          ///< dx is divided by this root
+  std::vector<double> counted, masked; ///< Σ u² of this rank
+  std::vector<std::uint8_t> mask;      ///< a copy, where the backward pass needs it
+};
+
+inline void require_finite(std::string_view pass, char const* what, std::span<double const> values) {
+  for (std::size_t c = 0; c < values.size(); ++c)
+    if (!std::isfinite(values[c]))
+      throw invalid_argument_error{std::string{pass} + ": " + what + " of channel " + std::to_string(c) +
+                                   " would become " + to_text(values[c]) + "; the state is unchanged"};
+}
+
+template <class P>
+void assign(std::span<P> to, std::span<double const> from) {
+  for (std::size_t c = 0; c < to.size(); ++c) to[c] = from_double<P>(from[c]);
+}
+
+} // namespace detail
+
+/// What a forward pass leaves for its backward pass, besides x. Copies share it.
+struct power_norm_saved {
+  std::shared_ptr<detail::power_norm_pass> pass;
+};
+
+/// The exchanges of one layer that are in flight, and what becomes of the state when they have arrived. Use it, with the
+/// same communicator and state, on every rank for the same calls; the state must outlive it or its last `synchronize`. Its
+/// destruction waits for what is in flight, and leaves the state as it is then.
+template <communicator C, class P>
+requires allgathers<C, std::byte>
+class power_norm_workspace {
+public:
+  explicit power_norm_workspace(std::int64_t channels) : channels_{channels} {}
+
+  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
+
+  /// Whether an exchange has been started that no call has waited for.
+  [[nodiscard]] bool in_flight() const noexcept { return forward_.pending || backward_.pending; }
+
+  /// Waits for all exchanges that are in flight, and brings the state up to date. Throws what is wrong with them, once, on
+  /// every rank; the state is then as it was before the pass that failed. Local, but what it throws, it throws on the ranks
+  /// that call it: call it on all.
+  void synchronize() {
+    std::exception_ptr error;
+    try {
+      finish_forward();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    finish_backward();
+    if (error != nullptr) std::rethrow_exception(error);
+  }
+
+  /// This rank's Σ u², to be filled before `start_forward`.
+  [[nodiscard]] std::span<double> prepare_forward(C const& comm) {
+    return forward_.exchange.prepare(comm, channels_, agreed_);
+  }
+  /// The same for Σ gh·z.
+  [[nodiscard]] std::span<double> prepare_backward(C const& comm) {
+    return backward_.exchange.prepare(comm, channels_, agreed_);
+  }
+
+  /// Starts the exchange of a forward pass. Whether it is still in flight then: else it has finished, well or badly.
+  void start_forward(C const& comm, detail::power_norm_header const& own, power_norm_options const& options,
+                     power_norm_state<P> const& state, std::shared_ptr<detail::power_norm_pass> pass,
+                     bool may_overlap) {
+    start(forward_, comm, own, options, state, std::move(pass));
+    if (!may_overlap || !overlaps(comm)) finish_forward();
+  }
+  void start_backward(C const& comm, detail::power_norm_header const& own, power_norm_options const& options,
+                      power_norm_state<P> const& state, std::shared_ptr<detail::power_norm_pass> pass) {
+    start(backward_, comm, own, options, state, std::move(pass));
+    if (!overlaps(comm)) finish_backward();
+  }
+
+  /// Completes the forward pass in flight: running_phi, the number of steps, and what the backward pass needs.
+  void finish_forward() {
+    if (!std::exchange(forward_.pending, false)) return;
+    auto const pass = std::exchange(forward_.pass, nullptr);
+    try {
+      sums_.resize(pass->inv_z.size());
+      forward_.exchange.finish(*forward_.comm, sums_);
+      agreed_ = true;
+      commit_forward(*pass);
+    } catch (...) {
+      pass->error = std::current_exception();
+      throw;
+    }
+    pass->complete = true;
+  }
+
+  /// Completes the backward pass in flight: ema_gz.
+  void finish_backward() {
+    if (!std::exchange(backward_.pending, false)) return;
+    auto const pass = std::exchange(backward_.pass, nullptr);
+    sums_.resize(static_cast<std::size_t>(channels_ > 0 ? channels_ : 0));
+    backward_.exchange.finish(*backward_.comm, sums_);
+    agreed_ = true;
+    auto const count = count_of(backward_);
+    if (pass->count == 0 || count == 0) return;
+    auto const ema_gz = backward_.state.ema_gz;
+    for (std::size_t c = 0; c < sums_.size(); ++c)
+      sums_[c] = as_double(from_double<P>(as_double(ema_gz[c]) + sums_[c] / static_cast<double>(count)));
+    detail::require_finite("power_norm backward", "ema_gz", sums_);
+    detail::assign(ema_gz, sums_);
+  }
+
+private:
+  struct flight {
+    bool pending = false;
+    std::optional<C> comm;
+    power_norm_options options;
+    power_norm_state<P> state;
+    std::shared_ptr<detail::power_norm_pass> pass;
+    detail::sum_exchange<C> exchange;
+  };
+
+  [[nodiscard]] bool overlaps(C const& comm) const {
+    return agreed_ && size(comm) > 1 && detail::sum_exchange<C>::can_overlap();
+  }
+
+  void start(flight& each, C const& comm, detail::power_norm_header const& own, power_norm_options const& options,
+             power_norm_state<P> const& state, std::shared_ptr<detail::power_norm_pass> pass) {
+    each.comm.emplace(comm);
+    each.options = options;
+    each.state = state;
+    each.exchange.start(comm, own);
+    each.pass = std::move(pass);
+    each.pending = true;
+  }
+
+  [[nodiscard]] static std::int64_t count_of(flight const& each) {
+    std::int64_t count = 0;
+    for (auto const& header : each.exchange.headers()) count += header.count;
+    return count;
+  }
+
+  void commit_forward(detail::power_norm_pass& pass) {
+    auto const& options = forward_.options;
+    auto const& state = forward_.state;
+    bool const corrected = options.recursion == power_norm_recursion::corrected;
+    auto const t = static_cast<double>(pass.step), warmup = static_cast<double>(options.warmup_iters);
+    bool const by_batch = pass.step <= options.warmup_iters;
+    pass.count = count_of(forward_);
+    auto& phi = sums_; // becomes the batch's second moment, then running_phi
+    auto const inverse_root = [&](double value) { return 1.0 / std::sqrt(value + options.eps); };
+    if (pass.count == 0) {
+      for (std::size_t c = 0; c < phi.size(); ++c)
+        pass.inv_z[c] = pass.inv_dx[c] = inverse_root(as_double(state.running_phi[c]));
+      return;
+    }
+    for (std::size_t c = 0; c < phi.size(); ++c) {
+      double const of_batch = phi[c] / static_cast<double>(pass.count);
+      double running = as_double(state.running_phi[c]);
+      // In the reference, the cumulative average ends one step before the warm-up, and the moving one goes on top of it.
+      bool const averages = corrected ? by_batch : t < warmup;
+      if (averages) running = running * ((t - 1) / t) + of_batch / t;
+      if (!corrected || !averages) running = options.alpha_forward * running + (1 - options.alpha_forward) * of_batch;
+      if (by_batch) pass.inv_z[c] = inverse_root(of_batch);
+      pass.inv_dx[c] = corrected ? pass.inv_z[c] : inverse_root(of_batch);
+      phi[c] = as_double(from_double<P>(running));
+    }
+    detail::require_finite("power_norm forward", "running_phi", phi);
+    detail::assign(state.running_phi, std::span<double const>{phi});
+    ++*state.iters;
+  }
+
+  std::int64_t channels_;
+  bool agreed_ = false;
+  std::vector<double> sums_;
+  flight forward_, backward_;
+};
+
+} // namespace syncnorm

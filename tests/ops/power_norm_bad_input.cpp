@@ -1,0 +1,414 @@
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/ops/power_norm.hpp>
+
+#include <ops/grid_case.hpp>
+
+namespace {
+
+constexpr int ranks = 3;
+constexpr float inf = std::numeric_limits<float>::infinity();
+constexpr double no_number = std::numeric_limits<double>::quiet_NaN();
+
+using layer_type = syncnorm::power_norm<float, syncnorm::thread_communicator>;
+
+/// The inputs of a step of [4, C, 5], which a case spoils on one rank.
+struct step_inputs {
+  std::vector<float> x, y, dy, dx;
+  std::vector<std::uint8_t> mask_values;
+  syncnorm::tensor_view<float> x_view, y_view, dy_view, dx_view;
+  syncnorm::mask_view mask;
+
+  explicit step_inputs(std::int64_t channels)
+      : x(static_cast<std::size_t>(4 * channels * 5)), y(x.size()), dy(x.size()), dx(x.size()),
+        mask_values(20, 1), x_view{syncnorm::nchw(x.data(), 4, channels, 5)},
+        y_view{syncnorm::nchw(y.data(), 4, channels, 5)}, dy_view{syncnorm::nchw(dy.data(), 4, channels, 5)},
+        dx_view{syncnorm::nchw(dx.data(), 4, channels, 5)}, mask{syncnorm::mask_of(mask_values.data(), 4, 5)} {
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      x[i] = static_cast<float>(test::noise(1, i)) + 1;
+      dy[i] = static_cast<float>(test::noise(2, i));
+    }
+    mask_values[3] = 0;
+  }
+  void forward(layer_type& layer) { layer.forward(x_view, y_view, mask); }
+  void backward(layer_type& layer) { layer.backward(x_view, dy_view, dx_view); }
+};
+
+/// A layer that knows its state without synchronizing.
+struct watched_layer {
+  layer_type layer;
+  explicit watched_layer(syncnorm::thread_communicator const& comm, std::int64_t channels,
+                         syncnorm::power_norm_options const& options = {})
+      : layer{comm, channels, {.norm = options}} {}
+  std::vector<float> state() {
+    std::vector<float> all{static_cast<float>(layer.iters())};
+    for (auto const values : {layer.running_phi(), layer.ema_gz()}) all.insert(all.end(), values.begin(), values.end());
+    return all;
+  }
+};
+
+/// `f()` throws an `Error` whose message has all of `parts`.
+template <class Error, class F>
+void check_throws(F const& f, std::vector<std::string> const& parts) {
+  try {
+    f();
+    FAIL_CHECK("nothing thrown, expected: " << parts.front());
+  } catch (Error const& error) {
+    std::string const message = error.what();
+    for (auto const& part : parts)
+      CHECK_MESSAGE(message.find(part) != std::string::npos, "no \"" << part << "\" in: " << message);
+    CHECK(error.where().line() > 0);
+  }
+}
+
+/// Which call tells a rank of a forward pass that failed on another: that pass itself in the warm-up; afterwards the first
+/// that needs its result.
+enum class teller { itself, backward, next_forward, synchronize, state, evaluation };
+/// The same of a backward pass, whose exchange is always in flight, once ranks have agreed on their channels.
+enum class backward_teller { next_backward, synchronize, state };
+
+/// Takes good steps, then a forward pass that `spoil(inputs)` spoils on rank 1, then good steps again. Every rank must throw
+/// the same, keep its state, and be able to go on.
+void check_spoiled_forward(std::function<void(step_inputs&)> const& spoil, std::vector<std::string> parts,
+                           bool on_rank_1 = true) {
+  parts.emplace_back("power_norm forward: ");
+  if (on_rank_1) parts.emplace_back("rank 1: ");
+  for (std::int64_t const channels : {4, 200})
+    for (auto const how : {teller::itself, teller::backward, teller::next_forward, teller::synchronize, teller::state,
+                           teller::evaluation})
+      for (int const good_steps : {0, 2}) {
+        if (how != teller::itself && good_steps == 0) continue; // the first pass of all waits
+        syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+          watched_layer watched{comm, channels, {.warmup_iters = how == teller::itself ? 100 : 1}};
+          auto& layer = watched.layer;
+          step_inputs good{channels}, bad{channels};
+          auto const good_step = [&] { good.forward(layer), good.backward(layer); };
+          for (int step = 0; step < good_steps; ++step) good_step();
+          auto const before = watched.state();
+          if (comm.rank() == 1) spoil(bad);
+          check_throws<syncnorm::invalid_argument_error>(
+              [&] {
+                bad.forward(layer);
+                CHECK(how != teller::itself);
+                if (how == teller::backward) bad.backward(layer);
+                if (how == teller::next_forward) good.forward(layer);
+                if (how == teller::synchronize) layer.synchronize();
+                if (how == teller::state) (void)layer.running_phi();
+                if (how != teller::evaluation) return;
+                layer.eval();
+                good.forward(layer);
+              },
+              parts);
+          layer.train();
+          CHECK(watched.state() == before);
+          // The backward pass of a pass that failed fails, and no rank is left alone in it.
+          CHECK_THROWS_AS(bad.backward(layer), syncnorm::invalid_argument_error);
+          CHECK(watched.state() == before);
+          good_step();
+          good_step();
+          CHECK(layer.iters() == good_steps + 2);
+        });
+      }
+}
+
+void check_spoiled_backward(std::function<void(step_inputs&)> const& spoil, std::vector<std::string> parts,
+                            bool on_rank_1 = true) {
+  parts.emplace_back("power_norm backward: ");
+  if (on_rank_1) parts.emplace_back("rank 1: ");
+  for (std::int64_t const channels : {4, 200})
+    for (auto const how : {backward_teller::next_backward, backward_teller::synchronize, backward_teller::state})
+      syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+        watched_layer watched{comm, channels, {.warmup_iters = 1}};
+        auto& layer = watched.layer;
+        step_inputs good{channels}, bad{channels};
+        for (int step = 0; step < 2; ++step) good.forward(layer), good.backward(layer);
+        bad.forward(layer);
+        auto const before = watched.state();
+        if (comm.rank() == 1) spoil(bad);
+        check_throws<syncnorm::invalid_argument_error>(
+            [&] {
+              bad.backward(layer);
+              if (how == backward_teller::synchronize) layer.synchronize();
+              if (how == backward_teller::state) (void)layer.iters();
+              good.forward(layer); // does not need ema_gz
+              good.backward(layer);
+            },
+            parts);
+        layer.synchronize();
+        auto now = watched.state();
+        if (how == backward_teller::next_backward) {
+          CHECK(now[0] == before[0] + 1); // that of the forward pass in between
+          CHECK(std::equal(now.end() - channels, now.end(), before.end() - channels));
+        } else {
+          CHECK(now == before);
+        }
+        auto const iters = layer.iters();
+        good.forward(layer), good.backward(layer);
+        CHECK(layer.iters() == iters + 1);
+        CHECK_FALSE(std::equal(before.end() - channels, before.end(), layer.ema_gz().begin()));
+      });
+}
+
+} // namespace
+
+TEST_CASE("what is wrong with a forward pass on one rank is an error on every rank") {
+  check_spoiled_forward([](step_inputs& in) { in.x_view.data = nullptr; }, {"x is null"});
+  check_spoiled_forward([](step_inputs& in) { in.y_view.data = nullptr; }, {"y is null"});
+  check_spoiled_forward([](step_inputs& in) { in.x_view.channels = 2; }, {"x has 2 channels"});
+  check_spoiled_forward([](step_inputs& in) { in.x_view.samples = -1; }, {"negative extent", "[-1, "});
+  check_spoiled_forward([](step_inputs& in) { in.y_view.samples = 3; }, {"y is [3, ", "expected [4, "});
+  check_spoiled_forward([](step_inputs& in) { in.y_view.stride_s = 0; }, {"y has a zero stride"});
+  check_spoiled_forward([](step_inputs& in) { in.mask.samples = 5; }, {"the mask is [5, 5], expected [4, 5]"});
+  check_spoiled_forward([](step_inputs& in) { in.mask.spatial = 4; }, {"the mask is [4, 4], expected [4, 5]"});
+  check_spoiled_forward([](step_inputs& in) { in.mask.data = nullptr; }, {"the mask is null"});
+}
+
+TEST_CASE("a second moment that is no number is an error on every rank") {
+  std::vector<std::string> const parts{"running_phi of channel 1 would become", "the state is unchanged"};
+  auto const set = [](float value) { return [value](step_inputs& in) { in.x_view(2, 1, 1) = value; }; };
+  check_spoiled_forward(set(inf), parts, false);
+  check_spoiled_forward(set(static_cast<float>(no_number)), parts, false);
+  check_spoiled_forward(set(1e30F), parts, false); // its square
+  // In padding it does not matter to the second moment.
+  syncnorm::run_ranks(ranks, [](syncnorm::thread_communicator const& comm) {
+    watched_layer watched{comm, 4};
+    step_inputs in{4};
+    in.x_view(0, 1, 3) = inf;
+    in.forward(watched.layer);
+    CHECK(watched.layer.iters() == 1);
+  });
+}
+
+TEST_CASE("what is wrong with a backward pass on one rank is an error on every rank") {
+  check_spoiled_backward([](step_inputs& in) { in.dy_view.data = nullptr; }, {"dy is null"});
+  check_spoiled_backward([](step_inputs& in) { in.dy_view.samples = 3; }, {"dy is [3, "});
+  check_spoiled_backward([](step_inputs& in) { in.dx_view.data = nullptr; }, {"dx is null"});
+  check_spoiled_backward([](step_inputs& in) { in.dx_view.stride_n = 0; }, {"dx has a zero stride"});
+  check_spoiled_backward([](step_inputs& in) { in.x_view.data = nullptr; }, {"x is null"});
+  check_spoiled_backward([](step_inputs& in) { in.x_view.spatial = 4; }, {"x has 4 samples of 4"});
+  check_spoiled_backward([](step_inputs& in) { in.dy_view(1, 2, 3) = inf; }, {"ema_gz of channel 2 would become"},
+                         false);
+}
+
+TEST_CASE("a single rank throws at once, in the warm-up and after it") {
+  for (std::int64_t const warmup : {0, 100}) {
+    syncnorm::power_norm<float> layer{syncnorm::self_communicator{}, 4, {.norm = {.warmup_iters = warmup}}};
+    step_inputs in{4};
+    auto const forward = [&] { layer.forward(in.x_view, in.y_view, in.mask); };
+    auto const backward = [&] { layer.backward(in.x_view, in.dy_view, in.dx_view); };
+    forward();
+    backward();
+    in.mask.samples = 3;
+    check_throws<syncnorm::invalid_argument_error>(forward, {"power_norm forward: the mask is [3, 5]"});
+    check_throws<syncnorm::invalid_argument_error>(backward, {"there was no forward pass"});
+    in.mask.samples = 4;
+    forward();
+    in.x_view(0, 0, 0) = inf;
+    check_throws<syncnorm::invalid_argument_error>(forward, {"running_phi of channel 0 would become inf"});
+    CHECK(layer.iters() == 2);
+    in.x_view(0, 0, 0) = 1;
+    in.dy_view.data = nullptr;
+    check_throws<syncnorm::invalid_argument_error>(backward, {"running_phi of channel 0"});
+    forward();
+    check_throws<syncnorm::invalid_argument_error>(backward, {"power_norm backward: dy is null"});
+    CHECK_FALSE(layer.in_flight());
+    CHECK(layer.iters() == 3);
+  }
+}
+
+TEST_CASE("options out of range on one rank are an error on every rank") {
+  struct bad_options {
+    syncnorm::power_norm_options norm;
+    char const* part;
+  };
+  for (auto const& bad : std::initializer_list<bad_options>{{{.eps = -1e-5}, "eps is"},
+                                                            {{.eps = no_number}, "eps is"},
+                                                            {{.alpha_forward = -0.1}, "alpha_forward is -0.1"},
+                                                            {{.alpha_forward = no_number}, "alpha_forward is"},
+                                                            {{.alpha_backward = 1.5}, "alpha_backward is 1.5"},
+                                                            {{.warmup_iters = -1}, "warmup_iters is -1"},
+                                                            {{.groups = 4}, "6 channels cannot be divided into 4"},
+                                                            {{.groups = -2}, "6 channels cannot be divided into -2"},
+                                                            {{.groups = 2, .group_eps = -1}, "group_eps is -1"}})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      watched_layer watched{comm, 6, comm.rank() == 2 ? bad.norm : syncnorm::power_norm_options{}};
+      step_inputs in{6};
+      check_throws<syncnorm::invalid_argument_error>([&] { in.forward(watched.layer); }, {"rank 2", bad.part});
+      CHECK(watched.layer.iters() == 0);
+    });
+}
+
+TEST_CASE("ranks that disagree on the number of channels, the element type, or the options are told so") {
+  for (auto const& pair : {std::pair<std::int64_t, std::int64_t>{3, 4}, {200, 3}, {300, 200}, {128, 129}})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      auto const channels = comm.rank() == 1 ? pair.second : pair.first;
+      watched_layer watched{comm, channels};
+      step_inputs in{channels};
+      check_throws<syncnorm::mismatch_error>([&] { in.forward(watched.layer); },
+                                             {"number of channels", "rank 0 has " + std::to_string(pair.first),
+                                              "rank 1 has " + std::to_string(pair.second)});
+      CHECK(watched.layer.iters() == 0);
+    });
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    auto const forward = [&]<class T>(T) {
+      std::vector<T> x{1, 2, 3, 4}, y(4);
+      syncnorm::power_norm<T, syncnorm::thread_communicator> layer{comm, 2};
+      layer.forward(syncnorm::nc(x.data(), 2, 2), syncnorm::nc(y.data(), 2, 2));
+    };
+    check_throws<syncnorm::mismatch_error>([&] { comm.rank() == 0 ? forward(float{}) : forward(double{}); },
+                                           {"element type", "rank 0 has float", "rank 1 has double"});
+  });
+  struct other_options {
+    syncnorm::power_norm_layer_options layer;
+    char const* part;
+  };
+  for (auto const& other : std::initializer_list<other_options>{
+           {{.norm = {.eps = 1e-3}}, "eps"},
+           {{.norm = {.alpha_forward = 0.5}}, "alpha_forward"},
+           {{.norm = {.alpha_backward = 0.5}}, "alpha_backward"},
+           {{.norm = {.warmup_iters = 7}}, "warmup_iters"},
+           {{.norm = {.warmup_iters = 0}}, "warmup_iters"},
+           {{.norm = {.groups = 2}}, "groups"},
+           {{.norm = {.group_eps = 1}}, "group_eps"},
+           {{.norm = {.recursion = syncnorm::power_norm_recursion::corrected}}, "corrected"},
+           {{.affine = false}, "affine"}})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      layer_type layer{comm, 4, comm.rank() == 2 ? other.layer : syncnorm::power_norm_layer_options{}};
+      step_inputs in{4};
+      check_throws<syncnorm::mismatch_error>([&] { in.forward(layer); }, {"disagree", "rank 2", "rank 0", other.part});
+      CHECK(layer.iters() == 0);
+    });
+}
+
+TEST_CASE("ranks in different steps or passes are told so, in the warm-up and after it") {
+  for (std::int64_t const other_step : {2, 60}) // with rank 0 in the warm-up: beside it, and behind it
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      watched_layer watched{comm, 4, {.warmup_iters = 50}};
+      step_inputs in{4};
+      in.forward(watched.layer), in.backward(watched.layer);
+      if (comm.rank() == 1) watched.layer.iters() = other_step;
+      auto const before = watched.state();
+      auto const step = [&] {
+        in.forward(watched.layer);
+        in.backward(watched.layer);
+      };
+      check_throws<syncnorm::mismatch_error>(
+          step, {"the step", "rank 0 has 2", "rank 1 has " + std::to_string(other_step + 1)});
+      CHECK(watched.state() == before);
+      watched.layer.iters() = 60;
+      step();
+      watched.layer.synchronize();
+      CHECK(watched.layer.iters() == 61);
+    });
+  for (std::int64_t const warmup : {0, 100})
+    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+      watched_layer watched{comm, 4, {.warmup_iters = warmup}};
+      step_inputs in{4};
+      in.forward(watched.layer), in.backward(watched.layer);
+      in.forward(watched.layer);
+      watched.layer.synchronize();
+      check_throws<syncnorm::mismatch_error>(
+          [&] {
+            comm.rank() == 0 ? in.forward(watched.layer) : in.backward(watched.layer);
+            watched.layer.synchronize();
+          },
+          {"the operation", "power_norm forward", "power_norm backward"});
+      CHECK(watched.layer.iters() == 2);
+    });
+}
+
+TEST_CASE("where no position of any rank counts, the state is unchanged and running_phi normalizes") {
+  for (bool const corrected : {false, true})
+    for (std::int64_t const warmup : {2, 100})
+      for (bool const empty : {false, true})
+        syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+          syncnorm::power_norm_options const options{.warmup_iters = warmup,
+                                                     .recursion = corrected
+                                                                      ? syncnorm::power_norm_recursion::corrected
+                                                                      : syncnorm::power_norm_recursion::reference};
+          watched_layer watched{comm, 4, options};
+          auto& layer = watched.layer;
+          step_inputs in{4}, hidden{4};
+          for (int step = 0; step < 3; ++step) in.forward(layer), in.backward(layer);
+          auto const before = watched.state();
+          std::ranges::fill(hidden.mask_values, std::uint8_t{0});
+          if (empty) {
+            for (auto* const view : {&hidden.x_view, &hidden.y_view, &hidden.dy_view, &hidden.dx_view})
+              view->samples = 0;
+            hidden.mask.samples = 0;
+          }
+          for (int again = 0; again < 2; ++again) {
+            hidden.forward(layer);
+            hidden.backward(layer);
+          }
+          CHECK(watched.state() == before);
+          if (empty) return;
+          auto const phi = [&](std::int64_t c) { return static_cast<double>(layer.running_phi()[std::size_t(c)]); };
+          auto const ema = [&](std::int64_t c) { return static_cast<double>(layer.ema_gz()[std::size_t(c)]); };
+          for (std::int64_t c = 0; c < 4; ++c) {
+            double const root = std::sqrt(phi(c) + 1e-5), z = hidden.x_view(1, c, 2) / root;
+            CHECK(hidden.y_view(1, c, 2) == doctest::Approx(z).epsilon(1e-5));
+            double const gh = hidden.dy_view(1, c, 2) - 0.1 * ema(c) * z;
+            CHECK(hidden.dx_view(1, c, 2) == doctest::Approx(corrected ? 0 : gh / root).epsilon(1e-4));
+          }
+          in.forward(layer), in.backward(layer);
+          CHECK(layer.iters() == 4);
+        });
+}
+
+TEST_CASE("a backward pass needs a forward pass, on every rank") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    watched_layer watched{comm, 4};
+    step_inputs in{4};
+    check_throws<syncnorm::invalid_argument_error>([&] { in.backward(watched.layer); },
+                                                   {"rank 0: there was no forward pass"});
+    in.forward(watched.layer), in.backward(watched.layer);
+    // Rank 1 hands in a pass that is none; both hear of it.
+    check_throws<syncnorm::invalid_argument_error>(
+        [&] {
+          auto const saved = comm.rank() == 0 ? watched.layer.saved() : syncnorm::power_norm_saved{};
+          watched.layer.backward(saved, in.x_view, in.dy_view, in.dx_view);
+          watched.layer.synchronize();
+        },
+        {"rank 1: there was no forward pass"});
+  });
+}
+
+TEST_CASE("parameters and states of a wrong size on one rank are an error on every rank") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    step_inputs in{4};
+    std::vector<float> const gamma(comm.rank() == 0 ? 4 : 3, 1.0F);
+    std::vector<float> phi(4, 1), ema(4), small(comm.rank() == 0 ? 4 : 2);
+    std::int64_t iters = 0;
+    syncnorm::power_norm_workspace<syncnorm::thread_communicator, float> workspace{4};
+    syncnorm::power_norm_saved saved;
+    auto const forward = [&](std::span<float const> weights, std::span<float> of_ema, std::int64_t* steps) {
+      syncnorm::power_norm_forward<float, float>(syncnorm::host::serial_executor{}, comm, in.x_view, in.y_view, {},
+                                                 {weights, {}}, {phi, of_ema, steps}, {}, saved, workspace);
+    };
+    check_throws<syncnorm::invalid_argument_error>([&] { forward(gamma, ema, &iters); },
+                                                   {"rank 1: gamma has 3 elements, expected 4"});
+    check_throws<syncnorm::invalid_argument_error>([&] { forward({}, small, &iters); },
+                                                   {"rank 1: ema_gz has 2 elements, expected 4"});
+    check_throws<syncnorm::invalid_argument_error>([&] { forward({}, ema, comm.rank() == 0 ? &iters : nullptr); },
+                                                   {"rank 1: iters is null"});
+    forward({}, ema, &iters);
+    CHECK(iters == 1);
+  });
+}
