@@ -9,6 +9,7 @@
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/half.hpp>
 
+#include <ops/double_backward_cases.hpp>
 #include <ops/grid.hpp>
 #include <ops/micro_batches.hpp>
 #include <ops/pending_cases.hpp>
@@ -43,6 +44,9 @@ void check_batch_norm_over_processes(C const& world) {
       for (auto const& failure : check_two_phases(comm, policy)) FAIL_CHECK(failure);
       for (auto const& failure : check_groups(comm, policy)) FAIL_CHECK(failure);
       for (auto const& failure : check_abandoned(comm, 200, policy)) FAIL_CHECK(failure);
+      std::vector<std::int64_t> const shares =
+          ranks == 2 ? std::vector<std::int64_t>{3, 2} : std::vector<std::int64_t>{0, 3, 1};
+      for (auto const& failure : check_double_backward(comm, second_order_case{shares}, policy)) FAIL_CHECK(failure);
     }
   }
   syncnorm::barrier(world);

@@ -13,6 +13,7 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/ops/batch_norm_backward.hpp>
+#include <syncnorm/ops/batch_norm_double_backward.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/pending_passes.hpp>
@@ -85,6 +86,14 @@ public:
                 std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {}) {
     batch_norm_backward_batches<T, P>(exec_, comm_, dy, x, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
                                       options, workspace_);
+  }
+
+  /// The gradients of the latest backward pass, whose x and dy these have to be; adds to the gradient of gamma. As
+  /// `batch_norm_double_backward`.
+  void double_backward(batch_norm_second_order<T, P> const& second, tensor_view<T const> x, tensor_view<T const> dy,
+                       tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_backward_options const& options = {}) {
+    batch_norm_double_backward<T, P>(exec_, comm_, second, dy, x, gamma_, saved_, to_dy, to_x, gamma_grad_, options,
+                                     workspace_);
   }
 
   /// `forward` up to the exchange, which goes on while the caller does something else; `finish` of what is returned

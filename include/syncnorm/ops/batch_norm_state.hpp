@@ -46,11 +46,12 @@ struct batch_norm_saved {
 /// and a forward pass of more than 128 channels is two collectives.
 struct batch_norm_workspace {
   explicit batch_norm_workspace(std::int64_t channels, bool agreed = false)
-      : exchange{channels, agreed}, packets{{channels}, 2, agreed} {}
+      : exchange{channels, agreed}, packets{{channels}, 2, agreed}, double_packets{{channels}, 7, agreed} {}
 
   detail::channel_exchange exchange;
   detail::exchange_plan forward_plan, backward_plan;
-  detail::packet_exchange packets; // under the reduce policy, and of passes in two phases
+  detail::packet_exchange packets;        // under the reduce policy, and of passes in two phases
+  detail::packet_exchange double_packets; // of double backward passes
   detail::pass_buffers buffers;
 };
 

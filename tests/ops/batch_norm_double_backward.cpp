@@ -1,0 +1,141 @@
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
+
+#include <ops/double_backward_cases.hpp>
+#include <ops/pending_cases.hpp>
+
+using syncnorm::exchange_policy;
+using syncnorm::thread_communicator;
+
+TEST_CASE("double backward agrees with differences of the backward pass, over uneven and empty ranks") {
+  for (auto const& shares : std::vector<std::vector<std::int64_t>>{{3}, {2, 3}, {0, 3, 1}, {1, 0, 2, 0}})
+    for (int what = 0; what < 4; ++what) {
+      test::second_order_case problem{shares};
+      problem.has_gamma = what != 1;
+      problem.has_u = what != 2;
+      problem.has_ab = what != 3;
+      for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+        syncnorm::run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
+          for (auto const& failure : test::check_double_backward(comm, problem, policy)) FAIL_CHECK(failure);
+        });
+    }
+  for (auto const order : test::layouts) {
+    test::second_order_case problem{{2, 1}};
+    if (order == test::layout::nc)
+      problem = [] {
+        test::second_order_case flat{{6, 3}};
+        flat.spatial = 1;
+        return flat;
+      }();
+    syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+      for (auto const& failure : test::check_double_backward(comm, problem, exchange_policy::automatic, order))
+        FAIL_CHECK(failure);
+    });
+  }
+}
+
+TEST_CASE("double backward in floats is that in doubles, rounded") {
+  test::second_order_case const problem{{2, 3}};
+  auto const narrow = [](std::vector<double> const& values) {
+    return std::vector<float>(values.begin(), values.end());
+  };
+  auto const x = narrow(problem.x), dy = narrow(problem.dy), u = narrow(problem.u), gamma = narrow(problem.gamma);
+  syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+    auto const run = [&]<class T>(T) {
+      auto const share = [&]<class V>(std::vector<V>& values) {
+        return syncnorm::nchw(values.data(), 5, 2, 3).sample_range(comm.rank() * 2, 2 + comm.rank());
+      };
+      std::vector<T> own_x(x.begin(), x.end()), own_dy(dy.begin(), dy.end()), own_u(u.begin(), u.end());
+      std::vector<T> y(x.size()), to_dy(x.size()), to_x(x.size());
+      syncnorm::batch_norm<T, thread_communicator> layer{comm, 2};
+      std::ranges::copy(gamma, layer.gamma().begin());
+      layer.forward(share(own_x), share(y));
+      layer.double_backward({.dx = share(own_u)}, share(own_x), share(own_dy), share(to_dy), share(to_x));
+      std::vector<double> all(to_dy.begin(), to_dy.end());
+      all.insert(all.end(), to_x.begin(), to_x.end());
+      all.insert(all.end(), layer.gamma_grad().begin(), layer.gamma_grad().end());
+      return all;
+    };
+    auto const got = run(float{}), expected = run(double{});
+    for (std::size_t i = 0; i < got.size(); ++i) CHECK(std::abs(got[i] - expected[i]) < 2e-5);
+  });
+}
+
+TEST_CASE("double backward by constant statistics, and of this rank alone") {
+  auto const make = [](std::uint64_t stream) {
+    std::vector<double> values(12);
+    for (std::size_t i = 0; i < 12; ++i) values[i] = test::noise(stream, i);
+    return values;
+  };
+  auto x = make(1), dy = make(2), u = make(3), dx = make(4), to_dy = make(5), to_x = make(6);
+  std::vector<double> const a{0.5, -1}, b{2, 3};
+  auto const view = [](auto& values) { return syncnorm::nchw(values.data(), 2, 2, 3); };
+  for (bool const tracks : {true, false}) {
+    syncnorm::batch_norm<double> layer{{}, 2, {.norm = {.eps = 0.1}, .track_running_stats = tracks}};
+    layer.eval();
+    layer.gamma()[0] = 2, layer.gamma()[1] = -1.5;
+    if (tracks) layer.running_mean()[1] = 0.3, layer.running_var()[1] = 2;
+    auto const loss = [&] {
+      layer.zero_grad();
+      layer.forward(view(x), view(dx));
+      layer.backward(view(x), view(dy), view(dx));
+      double sum = 0;
+      for (std::size_t i = 0; i < 12; ++i) sum += u[i] * dx[i];
+      for (std::size_t c = 0; c < 2; ++c) sum += a[c] * layer.gamma_grad()[c] + b[c] * layer.beta_grad()[c];
+      return sum;
+    };
+    loss();
+    layer.zero_grad();
+    layer.double_backward({view(u), a, b}, view(x), view(dy), view(to_dy), view(to_x));
+    std::vector<double> const to_gamma(layer.gamma_grad().begin(), layer.gamma_grad().end());
+    auto const slope = [&](double& value) {
+      double const kept = value, h = 1e-4;
+      value = kept + h;
+      double const up = loss();
+      value = kept - h;
+      double const down = loss();
+      value = kept;
+      return (up - down) / (2 * h);
+    };
+    for (std::size_t i = 0; i < 12; ++i) {
+      CHECK(std::abs(to_dy[i] - slope(dy[i])) < 1e-6);
+      CHECK(std::abs(to_x[i] - slope(x[i])) < 1e-6);
+    }
+    for (std::size_t c = 0; c < 2; ++c) CHECK(std::abs(to_gamma[c] - slope(layer.gamma()[c])) < 1e-6);
+  }
+}
+
+TEST_CASE("what is wrong with a double backward pass on one rank is an error on every rank") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
+      test::layer_data<float, thread_communicator> data{comm, 130, policy};
+      data.step();
+      auto const before = data.state();
+      std::vector<float> to_x(data.inputs.size());
+      auto const out = syncnorm::nchw(to_x.data(), data.samples, data.channels, data.spatial);
+      for (bool const good : {false, true}) {
+        syncnorm::batch_norm_second_order<float, float> second{.dx = data.dx()};
+        if (comm.rank() == 1 && !good) second.dx.samples = 1;
+        std::string text;
+        try {
+          data.layer.double_backward(second, data.x(), data.dy(), {}, out);
+        } catch (syncnorm::invalid_argument_error const& e) {
+          text = e.what();
+        }
+        if (good) {
+          CHECK(text.empty());
+          continue;
+        }
+        CHECK_MESSAGE(text.find("rank 1: the gradient with respect to dx is [1, ") != std::string::npos, text);
+        CHECK(data.state() == before);
+      }
+    });
+}
