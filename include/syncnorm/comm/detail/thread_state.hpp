@@ -42,7 +42,11 @@ struct alignas(64) thread_deposit {
 /// One operation. A rank writes its deposit, then counts itself in `arrived`; once all have, all read the
 /// deposits, and count themselves in `consumed`; the last one recycles the slot.
 struct alignas(64) thread_slot {
-  explicit thread_slot(int size) : deposits(static_cast<std::size_t>(size)) {}
+  static constexpr std::size_t common_bytes = 4096; // which no operation has to allocate
+
+  explicit thread_slot(int size) : deposits(static_cast<std::size_t>(size)) {
+    for (auto& deposit : deposits) deposit.data.reserve(common_bytes);
+  }
 
   std::atomic<int> arrived{0}, consumed{0};
   std::atomic<thread_slot*> next{nullptr};
@@ -75,6 +79,11 @@ public:
       : family_{std::move(family)}, size_{size},
         timeout_{std::min(timeout, std::chrono::milliseconds{std::chrono::hours{24 * 365}})}, spin_{spin},
         upcoming_(static_cast<std::size_t>(size)) {
+    // Those that ranks need who are never more than one operation apart.
+    constexpr std::size_t common = 3;
+    for (std::size_t k = 0; k < common; ++k) slots_.push_back(std::make_unique<thread_slot>(size_));
+    free_.reserve(common);
+    for (auto const& slot : slots_) free_.push_back(slot.get());
     auto* const first = take();
     for (auto& each : upcoming_) each.slot = first;
   }

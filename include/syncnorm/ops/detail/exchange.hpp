@@ -66,6 +66,21 @@ public:
   void run(C const& comm, packet_header const& own, exchange_plan& plan, Local const& local, Accept const& accept_all,
            Consume const& consume) {
     prepare(size(comm), plan.part_channels);
+    exchange_all(comm, own, plan, local, accept_all, consume);
+    auto const parts = std::max<std::int64_t>(channels_, 1) / plan.part_channels + 1;
+    parts_.reserve(static_cast<std::size_t>(parts)); // those of the next pass
+  }
+
+  /// The headers of all ranks, once part 0 has been exchanged.
+  [[nodiscard]] std::span<packet_header const> headers() const { return headers_; }
+
+  /// The parts of the last exchange.
+  [[nodiscard]] std::span<exchange_part const> parts() const { return parts_; }
+
+private:
+  template <class C, class Local, class Accept, class Consume>
+  void exchange_all(C const& comm, packet_header const& own, exchange_plan& plan, Local const& local,
+                    Accept const& accept_all, Consume const& consume) {
     std::memcpy(parts_.front().send.data(), &own, sizeof own);
     auto const accept = [&] {
       accept_headers();
@@ -88,13 +103,6 @@ public:
     }
   }
 
-  /// The headers of all ranks, once part 0 has been exchanged.
-  [[nodiscard]] std::span<packet_header const> headers() const { return headers_; }
-
-  /// The parts of the last exchange.
-  [[nodiscard]] std::span<exchange_part const> parts() const { return parts_; }
-
-private:
   template <class C, class Local, class Accept, class Consume>
   void run_async(C const& comm, bool ahead, Local const& local, Accept const& accept, Consume const& consume) {
     auto const start = [&](exchange_part const& part) {
@@ -124,36 +132,41 @@ private:
     auto const next = agreed_ ? first : legal - first;
     if (!parts_.empty() && ranks_ == ranks && laid_out_agreed_ == agreed_ && parts_.front().channels.length == first)
       return;
-    std::vector<channel_span> spans{{0, first}};
-    for (auto begin = first; begin < legal; begin += next) spans.push_back({begin, std::min(next, legal - begin)});
-    lay_out(spans, static_cast<std::size_t>(ranks));
     ranks_ = ranks;
     laid_out_agreed_ = agreed_;
+    lay_out(legal, first, next);
   }
 
-  void lay_out(std::span<channel_span const> spans, std::size_t ranks) {
-    std::size_t total = 0;
-    auto const message_bytes = [&](std::size_t k) {
-      // An agreed message is exact; the head has room for head_channels whatever this rank's channels are.
-      auto const room = !agreed_ && k == 0 ? head_channels : spans[k].length;
-      return (k == 0 ? sizeof(packet_header) : 0) + 2 * sizeof(double) * static_cast<std::size_t>(room);
-    };
-    for (std::size_t k = 0; k < spans.size(); ++k) total += (1 + ranks) * message_bytes(k);
-    storage_.assign(total / sizeof(double), 0.0);
+  /// A part of `first` channels and then parts of `next`, of `channels` in all.
+  void lay_out(std::int64_t channels, std::int64_t first, std::int64_t next) {
+    // An agreed message is exact; the head has room for head_channels whatever this rank's channels are.
+    std::size_t const head_room = static_cast<std::size_t>(agreed_ ? first : head_channels);
+    std::size_t const blocks = 1 + static_cast<std::size_t>(ranks_);
+    // Room for any later layout, too, so that a pass after the first allocates nothing.
+    auto const most = static_cast<std::size_t>(channels + head_channels);
+    storage_.reserve(blocks * (sizeof(packet_header) / sizeof(double) + 2 * most));
+    storage_.assign(blocks * (sizeof(packet_header) / sizeof(double) +
+                              2 * (head_room + static_cast<std::size_t>(channels - first))),
+                    0.0);
     parts_.clear();
     auto* free = reinterpret_cast<std::byte*>(storage_.data());
-    for (std::size_t k = 0; k < spans.size(); ++k) {
+    for (channel_span span{0, first};;) {
+      bool const head = parts_.empty();
+      auto const length = static_cast<std::size_t>(span.length);
       exchange_part part;
-      part.channels = spans[k];
-      part.values_offset = k == 0 ? sizeof(packet_header) : 0;
-      part.send = {free, message_bytes(k)};
-      part.receive = {free + message_bytes(k), ranks * message_bytes(k)};
+      part.channels = span;
+      part.values_offset = head ? sizeof(packet_header) : 0;
+      std::size_t const bytes = part.values_offset + 2 * sizeof(double) * (head ? head_room : length);
+      part.send = {free, bytes};
+      part.receive = {free + bytes, bytes * static_cast<std::size_t>(ranks_)};
       auto* values = reinterpret_cast<double*>(free + part.values_offset);
-      auto const length = static_cast<std::size_t>(spans[k].length);
       part.first = {values, length};
       part.second = {values + length, length};
-      free += (1 + ranks) * message_bytes(k);
+      free += blocks * bytes;
       parts_.push_back(part);
+      span.first += span.length;
+      span.length = std::min(next, channels - span.first);
+      if (span.length <= 0) break;
     }
   }
 

@@ -79,14 +79,15 @@ void for_each_agreed_field(F const& f) {
   f(&packet_header::policy, "the exchange policy (1: gather, 2: reduce)");
 }
 
-/// Throws where a rank needs a backward pass that another one cannot join.
-inline void require_backward_agreement(std::span<packet_header const> ranks, std::string const& pass) {
+/// Throws where a rank needs a backward pass that another one cannot join. `pass()` names the pass.
+template <class Pass>
+void require_backward_agreement(std::span<packet_header const> ranks, Pass const& pass) {
   auto const first = [&](backward_pass what) {
     return std::ranges::find(ranks, static_cast<std::int32_t>(what), &packet_header::backward) - ranks.begin();
   };
   auto const needs = first(backward_pass::needed), lacks = first(backward_pass::impossible);
   if (needs == std::ssize(ranks) || lacks == std::ssize(ranks)) return;
-  throw mismatch_error{pass + ": ranks disagree on whether a backward pass follows: rank " + std::to_string(needs) +
+  throw mismatch_error{pass() + ": ranks disagree on whether a backward pass follows: rank " + std::to_string(needs) +
                        " needs one, rank " + std::to_string(lacks) + " records no gradients"};
 }
 
@@ -106,7 +107,7 @@ inline void require_agreement(std::span<packet_header const> ranks, std::string 
         throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
                              ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
   });
-  require_backward_agreement(ranks, pass());
+  require_backward_agreement(ranks, pass);
 }
 
 /// What the ranks together say of a pass of one layer.
