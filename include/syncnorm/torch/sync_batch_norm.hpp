@@ -29,7 +29,7 @@ namespace syncnorm::torch {
 ///
 /// What is wrong on one rank is thrown on every rank, as invalid_argument_error or mismatch_error, and leaves the
 /// running statistics as they were. Gradients of weight and bias are sums over this rank, as of any other parameter.
-/// They cannot be differentiated again.
+/// With `create_graph`, on every rank, they can be differentiated once more, which is collective, too.
 class SyncBatchNormImpl : public ::torch::nn::Cloneable<SyncBatchNormImpl> {
 public:
   /// `revert_dimension` is which of BatchNorm1d, 2d and 3d `revert_sync_batchnorm` makes of the module. `parts` says

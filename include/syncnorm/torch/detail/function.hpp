@@ -18,50 +18,12 @@
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_backward.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/torch/detail/double_backward.hpp>
+#include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/executor.hpp>
 
 namespace syncnorm::torch::detail {
-
-/// What the passes of a module have in common. A pass that is recorded keeps it, whatever becomes of the module.
-struct exchange_state {
-  any_communicator comm;
-  batch_norm_workspace workspace;
-  bool exchange_backward = true;
-};
-
-/// What a recorded forward pass leaves for its backward pass, besides tensors.
-struct recorded_pass : ::torch::CustomClassHolder {
-  std::shared_ptr<exchange_state> state;
-  batch_norm_saved saved;
-};
-
-/// The `[C]` values of `tensor`, which has to be contiguous; none where it is undefined.
-template <class T>
-[[nodiscard]] std::span<T> values_of(at::Tensor const& tensor) {
-  if (!tensor.defined()) return {};
-  return {tensor.data_ptr<T>(), static_cast<std::size_t>(tensor.numel())};
-}
-
-/// What an exception says, without libtorch's backtrace.
-[[nodiscard]] inline std::string text_of(std::exception const& thrown) {
-  if (auto const* error = dynamic_cast<c10::Error const*>(&thrown)) return error->what_without_backtrace();
-  return thrown.what();
-}
-
-/// Gives gradients that refuse to be differentiated again.
-class once_differentiable : public ::torch::autograd::Function<once_differentiable> {
-public:
-  /// `inputs` are what the gradients depend on.
-  static ::torch::autograd::variable_list forward(::torch::autograd::AutogradContext*, at::TensorList /*inputs*/,
-                                                  ::torch::autograd::variable_list* gradients) {
-    return *gradients;
-  }
-  static ::torch::autograd::variable_list backward(::torch::autograd::AutogradContext*,
-                                                   ::torch::autograd::variable_list const&) {
-    throw error{"syncnorm::torch::SyncBatchNorm: its gradients cannot be differentiated (double backward)"};
-  }
-};
 
 /// Records a forward pass that has been computed already, and runs its backward pass.
 class batch_norm_function : public ::torch::autograd::Function<batch_norm_function> {
@@ -96,7 +58,7 @@ public:
     bool const is_double = fault.empty() && x.scalar_type() == at::kDouble;
     auto gradients = is_double ? run<double>(*recorded, *pass, x, weight, dy.at(0), std::move(fault))
                                : run<float>(*recorded, *pass, x, weight, dy.at(0), std::move(fault));
-    if (at::GradMode::is_enabled()) refuse_double_backward(gradients, {dy.at(0), x, weight});
+    if (at::GradMode::is_enabled()) record_backward(gradients, dy.at(0), x, weight, pass);
     return gradients;
   }
 
@@ -104,6 +66,7 @@ private:
   template <class T>
   static tensors run(context const& recorded, recorded_pass const& pass, at::Tensor const& x, at::Tensor const& weight,
                      at::Tensor dy, std::string fault) {
+    bool const create_graph = at::GradMode::is_enabled();
     at::AutoGradMode const no_recording{false};
     bool const has_weight = recorded.saved_data.at("weight").toBool(),
                has_bias = recorded.saved_data.at("bias").toBool();
@@ -111,6 +74,8 @@ private:
     bool const wants_x = recorded.needs_input_grad(0);
     bool const wants_weight = has_weight && recorded.needs_input_grad(1);
     bool const wants_bias = has_bias && recorded.needs_input_grad(has_weight ? 2 : 1);
+    auto const differentiable =
+        create_graph && (wants_x || wants_weight || wants_bias) ? backward_pass::needed : backward_pass::impossible;
 
     operands<T> of_x;
     tensor_view<T const> dy_view;
@@ -137,17 +102,20 @@ private:
                           ? state.workspace
                           : own.emplace(static_cast<std::int64_t>(pass.saved.mean.size()), true);
     batch_norm_backward<T const, T>(at_executor{}, state.comm, dy_view, of_x.x_view, dx_view, affine, pass.saved,
-                                    gradients, {state.exchange_backward}, workspace, {.fault = fault});
+                                    gradients, {state.exchange_backward}, workspace, {fault, differentiable});
     return {dx, dgamma, dbeta, {}, {}, {}};
   }
 
-  static void refuse_double_backward(tensors& gradients, tensors const& inputs) {
-    tensors defined;
-    std::ranges::copy_if(gradients, std::back_inserter(defined), &at::Tensor::defined);
-    tensors sources;
-    std::ranges::copy_if(inputs, std::back_inserter(sources), &at::Tensor::defined);
-    auto const refusing = once_differentiable::apply(at::TensorList{sources}, &defined);
-    auto next = refusing.begin();
+  /// Records gradients as functions of what they were made of, to be differentiated in turn.
+  static void record_backward(tensors& gradients, at::Tensor const& dy, at::Tensor const& x, at::Tensor const& weight,
+                              c10::intrusive_ptr<recorded_pass> const& pass) {
+    backward_results results;
+    for (std::size_t i = 0; i < results.present.size(); ++i)
+      if ((results.present[i] = gradients[i].defined())) results.defined.push_back(gradients[i]);
+    if (results.defined.empty()) return;
+    auto const recorded = batch_norm_backward_function::apply(
+        dy, x, weight.defined() ? c10::optional<at::Tensor>{weight} : c10::nullopt, pass, &results);
+    auto next = recorded.begin();
     for (auto& gradient : gradients)
       if (gradient.defined()) gradient = *next++;
   }

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <span>
+#include <string>
+
+#include <torch/custom_class.h>
+#include <torch/types.h>
+
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// What the passes of a module have in common. A pass that is recorded keeps it, whatever becomes of the module.
+struct exchange_state {
+  any_communicator comm;
+  batch_norm_workspace workspace;
+  bool exchange_backward = true;
+};
+
+/// What a recorded forward pass leaves for its backward pass, besides tensors.
+struct recorded_pass : ::torch::CustomClassHolder {
+  std::shared_ptr<exchange_state> state;
+  batch_norm_saved saved;
+};
+
+/// The `[C]` values of `tensor`, which has to be contiguous; none where it is undefined.
+template <class T>
+[[nodiscard]] std::span<T> values_of(at::Tensor const& tensor) {
+  if (!tensor.defined()) return {};
+  return {tensor.data_ptr<T>(), static_cast<std::size_t>(tensor.numel())};
+}
+
+/// What an exception says, without libtorch's backtrace.
+[[nodiscard]] inline std::string text_of(std::exception const& thrown) {
+  if (auto const* error = dynamic_cast<c10::Error const*>(&thrown)) return error->what_without_backtrace();
+  return thrown.what();
+}
+
+} // namespace syncnorm::torch::detail
