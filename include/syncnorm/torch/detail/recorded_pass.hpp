@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-#include <torch/custom_class.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 
 #include <syncnorm/comm/any.hpp>
