@@ -2,50 +2,29 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
-#include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/detail/epilogue_kernel.hpp>
 #include <syncnorm/host/detail/epilogue_map.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
-#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/reduce.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/masked_moments.hpp>
 #include <syncnorm/host/normalize.hpp>
+#include <syncnorm/host/prepared_epilogue.hpp>
 #include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host {
 
 namespace detail {
-
-/// The mask of an epilogue, prepared if it has one of which some position does not count.
-class epilogue_mask {
-public:
-  template <class T>
-  explicit epilogue_mask(batch_norm_epilogue<T> const& epilogue) : zeroes_{epilogue.masked == masked_outputs::zero} {
-    if (!epilogue.mask) return;
-    prepared_.emplace(epilogue.mask);
-    if (prepared_->count() == epilogue.mask.samples * epilogue.mask.spatial) prepared_.reset();
-  }
-
-  /// Null where all positions count.
-  [[nodiscard]] prepared_mask const* counted() const { return prepared_ ? &*prepared_ : nullptr; }
-  /// Null where all outputs have a value and a gradient.
-  [[nodiscard]] prepared_mask const* written() const { return zeroes_ ? counted() : nullptr; }
-
-private:
-  std::optional<prepared_mask> prepared_;
-  bool zeroes_;
-};
 
 /// Stands for an output like `x` that is not needed.
 template <class T>
@@ -87,6 +66,17 @@ void reduce_epilogue(E const& exec, epilogue_operands<T> of, std::span<double> s
 
 } // namespace detail
 
+/// Moments of the positions that count; `masked_moments.hpp`.
+template <class X, executor E>
+requires element<X>
+void local_moments(E const& exec, tensor_view<X> x, prepared_epilogue<std::remove_const_t<X>> const& epilogue,
+                   std::span<double> mean, std::span<double> m2) {
+  if (epilogue.counted() == nullptr)
+    local_moments(exec, x, mean, m2);
+  else
+    detail::masked_moments<std::remove_const_t<X>>(exec, x, *epilogue.counted(), mean, m2);
+}
+
 /// y = f(gamma·(x − mean)·inv_std + beta + residual), or 0 where the mask and `masked` say so; `batch_norm_epilogue`.
 ///
 /// Shapes: x, y and the residual `[N, C, S]`, the mask `[N, S]`, the rest `[C]`. Local. y may be x or the residual. `how`:
@@ -95,20 +85,18 @@ template <class T, class P, executor E>
 requires element<T>
 void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
-               batch_norm_epilogue<T> const& epilogue, stores how = stores::automatic) {
+               std::type_identity_t<prepared_epilogue<T>> const& epilogue, stores how = stores::automatic) {
   if (!epilogue.does_something()) {
     normalize(exec, x, y, mean, inv_std, params, how);
     return;
   }
   using A = accumulate_t<T>;
-  detail::epilogue_mask const mask{epilogue};
-  auto const slope = static_cast<A>(epilogue.activation.negative_slope);
   if (epilogue.has_residual()) {
-    detail::epilogue_op<A, true> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, slope};
-    detail::map_epilogue<T>(exec, op, {x, epilogue.residual}, {y}, mask.written(), how);
+    detail::epilogue_op<A, true> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, epilogue.slope()};
+    detail::map_epilogue<T>(exec, op, {x, epilogue.residual()}, {y}, epilogue.written(), how);
   } else {
-    detail::epilogue_op<A, false> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, slope};
-    detail::map_epilogue<T>(exec, op, {x}, {y}, mask.written(), how);
+    detail::epilogue_op<A, false> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, epilogue.slope()};
+    detail::map_epilogue<T>(exec, op, {x}, {y}, epilogue.written(), how);
   }
 }
 
@@ -120,27 +108,27 @@ void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tens
 /// is 0 by the mask. Positions that do not count are part of the sums if their outputs are normalized.
 ///
 /// Shapes: dy, x and the residual `[N, C, S]`, the mask `[N, S]`, the rest `[C]`. Local. The same bits whatever the executor.
-template <class T, class P, executor E>
-requires element<T>
-void backward_reduce(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
-                     std::type_identity_t<tensor_view<T const>> x, std::span<double const> mean,
-                     std::span<double const> inv_std, affine_parameters<P> params,
-                     batch_norm_epilogue<T> const& epilogue, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
+template <class X, class P, executor E>
+requires element<X>
+void backward_reduce(E const& exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+                     std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+                     prepared_epilogue<std::remove_const_t<X>> const& epilogue, std::span<double> sum_dy,
+                     std::span<double> sum_dy_xmu) {
+  using T = std::remove_const_t<X>;
   if (!epilogue.does_something()) {
     backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);
     return;
   }
-  detail::epilogue_mask const mask{epilogue};
   detail::reduce_epilogue<T>(exec,
                              {dy,
                               x,
-                              epilogue.residual,
-                              mask.written(),
+                              epilogue.residual(),
+                              epilogue.written(),
                               mean,
                               inv_std,
                               {params.gamma, 1},
                               {params.beta, 0},
-                              static_cast<accumulate_t<T>>(epilogue.activation.negative_slope)},
+                              epilogue.slope()},
                              sum_dy, sum_dy_xmu);
 }
 
@@ -153,33 +141,32 @@ void backward_reduce(E const& exec, std::type_identity_t<tensor_view<T const>> d
 ///
 /// Shapes: see `backward_reduce`. Local. dx and dresidual may each be dy, x or the residual; without data they are not
 /// needed. `how`: see `normalize`.
-template <class T, class P, executor E>
-requires element<T>
-void backward_elemt(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
-                    std::type_identity_t<tensor_view<T const>> x, std::type_identity_t<tensor_view<T>> dx,
-                    std::type_identity_t<tensor_view<T>> dresidual, std::span<double const> mean,
+template <class X, class P, executor E>
+requires element<X>
+void backward_elemt(E const& exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+                    std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx,
+                    std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual, std::span<double const> mean,
                     std::span<double const> inv_std, affine_parameters<P> params, std::span<double const> sum_dy,
-                    std::span<double const> sum_dy_xmu, std::int64_t count, batch_norm_epilogue<T> const& epilogue,
-                    stores how = stores::automatic) {
+                    std::span<double const> sum_dy_xmu, std::int64_t count,
+                    prepared_epilogue<std::remove_const_t<X>> const& epilogue, stores how = stores::automatic) {
+  using T = std::remove_const_t<X>;
   if (!epilogue.does_something()) {
     if (dx.data != nullptr)
-      backward_elemt(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
+      backward_elemt<T>(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
     return;
   }
   using A = accumulate_t<T>;
-  detail::epilogue_mask const mask{epilogue};
-  A const uncounted = epilogue.masked == masked_outputs::normalized ? A{1} : A{0};
-  auto const slope = static_cast<A>(epilogue.activation.negative_slope);
+  A const uncounted = epilogue.written() == nullptr ? A{1} : A{0};
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (epilogue.has_residual()) {
     if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-    detail::epilogue_gradient_op<A, true> const op{
-        mean, inv_std, {params.gamma, 1}, {params.beta, 0}, sum_dy, sum_dy_xmu, count, slope, uncounted};
-    detail::map_epilogue<T>(exec, op, {dy, x, epilogue.residual}, {dx, dresidual}, mask.counted(), how);
+    detail::epilogue_gradient_op<A, true> const op{mean,       inv_std, {params.gamma, 1}, {params.beta, 0}, sum_dy,
+                                                   sum_dy_xmu, count,   epilogue.slope(),  uncounted};
+    detail::map_epilogue<T>(exec, op, {dy, x, epilogue.residual()}, {dx, dresidual}, epilogue.counted(), how);
   } else {
-    detail::epilogue_gradient_op<A, false> const op{
-        mean, inv_std, {params.gamma, 1}, {params.beta, 0}, sum_dy, sum_dy_xmu, count, slope, uncounted};
-    detail::map_epilogue<T>(exec, op, {dy, x}, {dx}, mask.counted(), how);
+    detail::epilogue_gradient_op<A, false> const op{mean,       inv_std, {params.gamma, 1}, {params.beta, 0}, sum_dy,
+                                                    sum_dy_xmu, count,   epilogue.slope(),  uncounted};
+    detail::map_epilogue<T>(exec, op, {dy, x}, {dx}, epilogue.counted(), how);
   }
 }
 

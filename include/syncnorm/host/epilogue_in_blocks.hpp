@@ -8,7 +8,6 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
-#include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_in_blocks.hpp>
 #include <syncnorm/host/channel_block.hpp>
@@ -16,7 +15,7 @@
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/forward_in_blocks.hpp>
-#include <syncnorm/host/masked_moments.hpp>
+#include <syncnorm/host/prepared_epilogue.hpp>
 #include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host {
@@ -29,16 +28,6 @@ template <class P>
   return {channels_of(params.gamma, first, length), channels_of(params.beta, first, length)};
 }
 
-/// Moments of the positions that count, by a mask that is null where all do.
-template <class T, executor E>
-void moments_of_counted(E const& exec, tensor_view<T const> const& x, prepared_mask const* mask, std::span<double> mean,
-                        std::span<double> m2) {
-  if (mask == nullptr)
-    local_moments(exec, x, mean, m2);
-  else
-    masked_moments<T>(exec, x, *mask, mean, m2);
-}
-
 } // namespace detail
 
 /// `forward_in_blocks` with an epilogue, of whose statistics only the positions that count are part. Every tensor is read
@@ -47,53 +36,53 @@ template <class T, class P, executor E, class Finish>
 requires element<T>
 void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                        std::span<double> mean, std::span<double> m2, std::span<double const> inv_std,
-                       affine_parameters<P> params, Finish const& finish, batch_norm_epilogue<T> const& epilogue,
-                       stores how = stores::automatic) {
+                       affine_parameters<P> params, Finish const& finish,
+                       std::type_identity_t<prepared_epilogue<T>> const& epilogue, stores how = stores::automatic) {
   if (!epilogue.does_something()) {
     forward_in_blocks(exec, x, y, mean, m2, inv_std, params, finish, how);
     return;
   }
   if (how == stores::automatic) how = stores_for(y);
-  detail::epilogue_mask const mask{epilogue};
   std::int64_t const block = channel_block(x);
   if (!detail::worth_blocking(exec, x, block)) {
-    detail::moments_of_counted<T>(exec, x, mask.counted(), mean, m2);
+    local_moments(exec, x, epilogue, mean, m2);
     finish(std::int64_t{0}, x.channels);
     normalize(exec, x, y, mean, inv_std, params, epilogue, how);
     return;
   }
   auto const reduce = [&](std::int64_t first, std::int64_t length) {
-    detail::moments_of_counted<T>(serial_executor{}, x.channel_range(first, length), mask.counted(),
-                                  detail::channels_of(mean, first, length), detail::channels_of(m2, first, length));
+    local_moments(serial_executor{}, x.channel_range(first, length), epilogue, detail::channels_of(mean, first, length),
+                  detail::channels_of(m2, first, length));
     finish(first, length);
   };
   auto const map = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in) {
     detail::reduce_and_map_epilogue<T>(
-        exec, block, in, std::array{y}, mask.written(), how, reduce, [&](std::int64_t first, std::int64_t length) {
+        exec, block, in, std::array{y}, epilogue.written(), how, reduce, [&](std::int64_t first, std::int64_t length) {
           auto const of_block = detail::channels_of(params, first, length);
           using A = accumulate_t<T>;
           return detail::epilogue_op<A, Residual>{detail::channels_of(std::span<double const>{mean}, first, length),
                                                   detail::channels_of(inv_std, first, length),
                                                   {of_block.gamma, 1},
                                                   {of_block.beta, 0},
-                                                  static_cast<A>(epilogue.activation.negative_slope)};
+                                                  epilogue.slope()};
         });
   };
   if (epilogue.has_residual())
-    map(std::true_type{}, std::array<tensor_view<T const>, 2>{x, epilogue.residual});
+    map(std::true_type{}, std::array<tensor_view<T const>, 2>{x, epilogue.residual()});
   else
     map(std::false_type{}, std::array<tensor_view<T const>, 1>{x});
 }
 
 /// `backward_in_blocks` with an epilogue; dx and dresidual as for `backward_elemt`.
-template <class T, class P, executor E>
-requires element<T>
-void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
-                        std::type_identity_t<tensor_view<T const>> x, std::type_identity_t<tensor_view<T>> dx,
-                        std::type_identity_t<tensor_view<T>> dresidual, std::span<double const> mean,
-                        std::span<double const> inv_std, affine_parameters<P> params, std::span<double> sum_dy,
-                        std::span<double> sum_dy_xmu, std::int64_t count, batch_norm_epilogue<T> const& epilogue,
-                        stores how = stores::automatic) {
+template <class X, class P, executor E>
+requires element<X>
+void backward_in_blocks(E const& exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+                        std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx,
+                        std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual,
+                        std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+                        std::span<double> sum_dy, std::span<double> sum_dy_xmu, std::int64_t count,
+                        prepared_epilogue<std::remove_const_t<X>> const& epilogue, stores how = stores::automatic) {
+  using T = std::remove_const_t<X>;
   bool const residual = epilogue.has_residual();
   if (!epilogue.does_something() && dx.data != nullptr) {
     backward_in_blocks(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
@@ -103,30 +92,28 @@ void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>
   std::int64_t const inputs = residual ? 3 : 2;
   std::int64_t const block = std::min(channel_block(x, inputs), channel_block(dy, inputs));
   if (!epilogue.does_something() || !detail::worth_blocking(exec, x, block)) {
-    backward_reduce<T>(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
-    backward_elemt<T>(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);
+    backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
+    backward_elemt(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);
     return;
   }
   using A = accumulate_t<T>;
-  detail::epilogue_mask const mask{epilogue};
-  auto const slope = static_cast<A>(epilogue.activation.negative_slope);
   auto const reduce = [&](std::int64_t first, std::int64_t length) {
     auto const of_block = detail::channels_of(params, first, length);
     detail::reduce_epilogue<T>(serial_executor{},
                                {dy.channel_range(first, length),
                                 x.channel_range(first, length),
-                                epilogue.residual.channel_range(first, length),
-                                mask.written(),
+                                epilogue.residual().channel_range(first, length),
+                                epilogue.written(),
                                 detail::channels_of(mean, first, length),
                                 detail::channels_of(inv_std, first, length),
                                 {of_block.gamma, 1},
                                 {of_block.beta, 0},
-                                slope},
+                                epilogue.slope()},
                                detail::channels_of(sum_dy, first, length),
                                detail::channels_of(sum_dy_xmu, first, length));
   };
   auto const map = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in, auto const& out) {
-    detail::reduce_and_map_epilogue<T>(exec, block, in, out, mask.counted(), how, reduce,
+    detail::reduce_and_map_epilogue<T>(exec, block, in, out, epilogue.counted(), how, reduce,
                                        [&](std::int64_t first, std::int64_t length) {
                                          auto const of_block = detail::channels_of(params, first, length);
                                          return detail::epilogue_gradient_op<A, Residual>{
@@ -137,14 +124,14 @@ void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>
                                              detail::channels_of(std::span<double const>{sum_dy}, first, length),
                                              detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
                                              count,
-                                             slope,
-                                             epilogue.masked == masked_outputs::normalized ? A{1} : A{0}};
+                                             epilogue.slope(),
+                                             epilogue.written() == nullptr ? A{1} : A{0}};
                                        });
   };
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
   if (residual)
-    map(std::true_type{}, std::array<tensor_view<T const>, 3>{dy, x, epilogue.residual},
+    map(std::true_type{}, std::array<tensor_view<T const>, 3>{dy, x, epilogue.residual()},
         std::array<tensor_view<T>, 2>{dx, dresidual});
   else
     map(std::false_type{}, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});

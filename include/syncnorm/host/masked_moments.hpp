@@ -46,12 +46,4 @@ requires element<X> std::int64_t local_moments(E const& exec, tensor_view<X> x, 
   return prepared.count();
 }
 
-/// How many positions of `mask` count.
-[[nodiscard]] inline std::int64_t count_positions(mask_view const& mask) {
-  std::int64_t count = 0;
-  for (std::int64_t n = 0; n < mask.samples; ++n)
-    for (std::int64_t s = 0; s < mask.spatial; ++s) count += mask(n, s) ? 1 : 0;
-  return count;
-}
-
 } // namespace syncnorm::host

@@ -26,6 +26,21 @@ template <class A, int Lanes>
   }
 }
 
+/// How many of the bytes are not 0.
+[[nodiscard]] inline std::int64_t count_nonzero(std::uint8_t const* bytes, std::int64_t n) {
+  constexpr std::uint64_t low = 0x7f7f7f7f7f7f7f7f, ones = 0x0101010101010101;
+  std::int64_t count = 0, i = 0;
+  for (; i + 8 <= n; i += 8) {
+    std::uint64_t word;
+    std::memcpy(&word, bytes + i, sizeof word);
+    // The upper bit of each byte is set where the byte is not 0; the product adds these up.
+    std::uint64_t const some = (((word & low) + low) | word) & ~low;
+    count += static_cast<std::int64_t>(((some >> 7) * ones) >> 56);
+  }
+  for (; i < n; ++i) count += bytes[i] != 0;
+  return count;
+}
+
 /// A mask as kernels take it: rows of contiguous bytes, and what there is to count in each piece and group of pieces.
 class prepared_mask {
 public:
@@ -66,11 +81,11 @@ private:
   static bool is_dense(mask_view const& mask) { return mask.stride_s == 1; }
 
   static piece scan(std::uint8_t const* mask, std::int64_t n) {
-    std::int64_t first = 0, last = n, counted = 0;
+    std::int64_t first = 0, last = n;
     while (first < n && mask[first] == 0) ++first;
     while (last > first && mask[last - 1] == 0) --last;
-    for (std::int64_t s = first; s < last; ++s) counted += mask[s] != 0;
-    return {static_cast<std::int32_t>(first), static_cast<std::int32_t>(last), static_cast<std::int32_t>(counted)};
+    return {static_cast<std::int32_t>(first), static_cast<std::int32_t>(last),
+            static_cast<std::int32_t>(count_nonzero(mask + first, last - first))};
   }
 
   groups parts_;

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/mask.hpp>
+
+namespace syncnorm::host {
+
+/// An epilogue made ready for the primitives of a pass: its mask, if some position does not count, is read once.
+template <class T>
+class prepared_epilogue {
+public:
+  prepared_epilogue() = default;
+  prepared_epilogue(batch_norm_epilogue<T> const& epilogue)
+      : slope_{static_cast<accumulate_t<T>>(epilogue.activation.negative_slope)}, residual_{epilogue.residual},
+        has_residual_{epilogue.has_residual()}, zeroes_{epilogue.masked == masked_outputs::zero} {
+    if (!epilogue.mask) return;
+    auto const mask = std::make_shared<detail::prepared_mask const>(epilogue.mask);
+    if (mask->count() != epilogue.mask.samples * epilogue.mask.spatial) mask_ = mask;
+  }
+
+  /// Whether outputs are anything but normalized inputs of positions that all count.
+  [[nodiscard]] bool does_something() const { return slope_ != 1 || has_residual_ || mask_ != nullptr; }
+  /// How many positions of `x` count.
+  template <class X>
+  [[nodiscard]] std::int64_t count(tensor_view<X> const& x) const {
+    return mask_ == nullptr ? x.count() : mask_->count();
+  }
+  /// Of channels [first, first + length).
+  [[nodiscard]] prepared_epilogue channel_range(std::int64_t first, std::int64_t length) const {
+    auto part = *this;
+    part.residual_ = residual_.channel_range(first, length);
+    return part;
+  }
+
+  [[nodiscard]] accumulate_t<T> slope() const { return slope_; }
+  [[nodiscard]] bool has_residual() const { return has_residual_; }
+  [[nodiscard]] tensor_view<T const> const& residual() const { return residual_; }
+  /// Null where all positions count.
+  [[nodiscard]] detail::prepared_mask const* counted() const { return mask_.get(); }
+  /// Null where all outputs have a value and a gradient.
+  [[nodiscard]] detail::prepared_mask const* written() const { return zeroes_ ? mask_.get() : nullptr; }
+
+private:
+  accumulate_t<T> slope_ = 1;
+  tensor_view<T const> residual_{};
+  bool has_residual_ = false, zeroes_ = false;
+  std::shared_ptr<detail::prepared_mask const> mask_;
+};
+
+} // namespace syncnorm::host
