@@ -12,6 +12,7 @@
 
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/ops/batch_norm_backward.hpp>
 #include <syncnorm/ops/batch_norm_double_backward.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
@@ -56,19 +57,20 @@ public:
 
   /// y = batch_norm(x). `[N, C, S]`, y may be x unless a backward pass follows, which needs x. In training mode
   /// collective and as `batch_norm_forward`; in evaluation mode, and while the statistics are frozen, local, by the
-  /// running statistics.
-  void forward(tensor_view<T const> x, tensor_view<T> y) {
-    forward(std::array<tensor_view<T const>, 1>{x}, std::array{y});
+  /// running statistics. `epilogue` activates, adds a residual and masks.
+  void forward(tensor_view<T const> x, tensor_view<T> y, batch_norm_epilogue<T> const& epilogue = {}) {
+    forward(std::array<tensor_view<T const>, 1>{x}, std::array{y}, std::span{&epilogue, 1});
   }
 
   /// The same of K micro-batches by one statistic, with one exchange: as `batch_norm_forward_batches`.
-  void forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y) {
+  void forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
+               std::span<batch_norm_epilogue<T> const> epilogues = {}) {
     if (by_batch())
-      run_forward(comm_, x, y, running());
+      run_forward(comm_, x, y, epilogues, running());
     else if (options_.track_running_stats)
-      infer(x, y);
+      infer(x, y, epilogues);
     else {
-      run_forward(self_communicator{}, x, y, {});
+      run_forward(self_communicator{}, x, y, epilogues, {});
       saved_.scope = statistics_scope::this_rank;
     }
   }
@@ -77,15 +79,25 @@ public:
   /// `batch_norm_backward`; a default `dx`: not needed.
   void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
                 batch_norm_backward_options const& options = {}) {
+    backward(x, dy, dx, {}, {}, options);
+  }
+
+  /// The same after a forward pass with an epilogue, which this has to be. `dresidual` is the gradient of its residual; a
+  /// default one: not needed.
+  void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
+                batch_norm_backward_options const& options = {}) {
     batch_norm_backward<T const, P>(exec_, comm_, dy, x, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
-                                    options, workspace_);
+                                    options, workspace_, {}, epilogue, dresidual);
   }
 
   /// The same of the K micro-batches of the latest forward pass. No dx: not needed.
   void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
-                std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {}) {
+                std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {},
+                std::span<batch_norm_epilogue<T> const> epilogues = {},
+                std::span<tensor_view<T> const> dresidual = {}) {
     batch_norm_backward_batches<T, P>(exec_, comm_, dy, x, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
-                                      options, workspace_);
+                                      options, workspace_, {}, epilogues, dresidual);
   }
 
   /// The gradients of the latest backward pass, whose x and dy these have to be; adds to the gradient of gamma. As
@@ -98,22 +110,26 @@ public:
 
   /// `forward` up to the exchange, which goes on while the caller does something else; `finish` of what is returned
   /// completes it. Collective where `forward` is, and sharing no exchange with it: the two may be mixed.
-  [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y) {
-    return begin(plan_forward(x, y));
+  [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y,
+                                             batch_norm_epilogue<T> const& epilogue = {}) {
+    return begin(plan_forward(x, y, epilogue));
   }
   /// `backward` in two phases.
   [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
-                                              batch_norm_backward_options const& options = {}) {
-    return begin(plan_backward(x, dy, dx, options));
+                                              batch_norm_backward_options const& options = {},
+                                              batch_norm_epilogue<T> const& epilogue = {},
+                                              tensor_view<T> dresidual = {}) {
+    return begin(plan_backward(x, dy, dx, options, epilogue, dresidual));
   }
 
   /// `forward`, described for a `batch_norm_group`. The layer must stay where it is until the pass is finished.
-  [[nodiscard]] batch_norm_pass plan_forward(tensor_view<T const> x, tensor_view<T> y) {
-    return plan_forward(std::array<tensor_view<T const>, 1>{x}, std::array{y});
+  [[nodiscard]] batch_norm_pass plan_forward(tensor_view<T const> x, tensor_view<T> y,
+                                             batch_norm_epilogue<T> const& epilogue = {}) {
+    return plan_forward(std::array<tensor_view<T const>, 1>{x}, std::array{y}, std::span{&epilogue, 1});
   }
-  [[nodiscard]] batch_norm_pass plan_forward(std::span<tensor_view<T const> const> x,
-                                             std::span<tensor_view<T> const> y) {
-    detail::forward_operands<T, P> in{x, y, {gamma_, beta_}, running()};
+  [[nodiscard]] batch_norm_pass plan_forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
+                                             std::span<batch_norm_epilogue<T> const> epilogues = {}) {
+    detail::forward_operands<T, P> in{x, y, {gamma_, beta_}, running(), statistics_scope::all_ranks, epilogues};
     if (!by_batch() && options_.track_running_stats)
       return batch_norm_pass{
           std::make_unique<detail::planned_inference<T, P, E>>(exec_, channels_, in, options_.norm, saved_)};
@@ -123,17 +139,22 @@ public:
   }
   /// `backward`, described for a `batch_norm_group`.
   [[nodiscard]] batch_norm_pass plan_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
-                                              batch_norm_backward_options const& options = {}) {
+                                              batch_norm_backward_options const& options = {},
+                                              batch_norm_epilogue<T> const& epilogue = {},
+                                              tensor_view<T> dresidual = {}) {
     bool const wants_dx = dx.data != nullptr || dx.samples != 0 || dx.channels != 0 || dx.spatial != 0;
     std::array const dxs{dx};
-    return plan_backward(std::array{x}, std::array{dy}, std::span{dxs}.first(wants_dx ? 1 : 0), options);
+    return plan_backward(std::array{x}, std::array{dy}, std::span{dxs}.first(wants_dx ? 1 : 0), options,
+                         std::span{&epilogue, 1}, std::span{&dresidual, 1});
   }
   [[nodiscard]] batch_norm_pass plan_backward(std::span<tensor_view<T const> const> x,
                                               std::span<tensor_view<T const> const> dy,
                                               std::span<tensor_view<T> const> dx,
-                                              batch_norm_backward_options const& options = {}) {
+                                              batch_norm_backward_options const& options = {},
+                                              std::span<batch_norm_epilogue<T> const> epilogues = {},
+                                              std::span<tensor_view<T> const> dresidual = {}) {
     return plan_batch_norm_backward<T, P>(exec_, channels_, dy, x, dx, {gamma_, beta_}, saved_,
-                                          {gamma_grad_, beta_grad_}, options);
+                                          {gamma_grad_, beta_grad_}, options, {}, epilogues, dresidual);
   }
 
   void train(bool on = true) noexcept { training_ = on; }
@@ -186,17 +207,23 @@ private:
 
   template <communicator Over>
   void run_forward(Over const& comm, std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
-                   running_statistics<P> running) {
-    batch_norm_forward_batches<T, P>(exec_, comm, x, y, {gamma_, beta_}, running, options_.norm, saved_, workspace_);
+                   std::span<batch_norm_epilogue<T> const> epilogues, running_statistics<P> running) {
+    batch_norm_forward_batches<T, P>(exec_, comm, x, y, {gamma_, beta_}, running, options_.norm, saved_, workspace_, {},
+                                     epilogues);
   }
 
-  void infer(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y) {
+  void infer(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
+             std::span<batch_norm_epilogue<T> const> epilogues) {
     if (x.size() != y.size())
       throw invalid_argument_error{"batch_norm inference: there are " + std::to_string(y.size()) +
                                    " micro-batches of y, expected " + std::to_string(x.size()) + " as of x"};
+    if (!epilogues.empty() && epilogues.size() != x.size())
+      throw invalid_argument_error{"batch_norm inference: there are " + std::to_string(epilogues.size()) +
+                                   " epilogues, expected " + std::to_string(x.size()) + " as micro-batches of x"};
     for (std::size_t k = 0; k < x.size(); ++k)
       batch_norm_inference<T, P>(exec_, x[k], y[k], {gamma_, beta_}, running_mean_, running_var_, options_.norm.eps,
-                                 saved_, options_.norm.variance);
+                                 saved_, options_.norm.variance,
+                                 epilogues.empty() ? batch_norm_epilogue<T>{} : epilogues[k]);
   }
 
   C comm_;

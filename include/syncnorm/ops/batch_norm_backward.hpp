@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_micro_batches.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
@@ -21,19 +22,23 @@ namespace syncnorm {
 /// dy, x, dx `[N, C, S]`; dx may be dy or x. A default `tensor_view` for dx and empty spans for the gradients of gamma
 /// and beta: not needed. Collective, one allgather, whatever gradients this rank needs; unless there is one rank, the
 /// statistics are not of all ranks, or the options switch the exchange off. On an error, which every rank throws, the
-/// gradients of gamma and beta are unchanged. Throws invalid_argument_error, mismatch_error, communicator_error.
+/// gradients of gamma and beta are unchanged. The epilogue, gamma and beta are those of the forward pass, and `dresidual`,
+/// `[N, C, S]` or a default view, is where the gradient of its residual goes; it may be dy, x or the residual. Throws invalid_argument_error, mismatch_error, communicator_error.
 template <class X, class P = accumulate_t<X>, host::executor E, communicator C>
 void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx, affine_parameters<P> affine,
                          batch_norm_saved const& saved, affine_gradients<P> gradients,
                          batch_norm_backward_options const& options, batch_norm_workspace& workspace,
-                         batch_norm_caller const& caller = {}) {
+                         batch_norm_caller const& caller = {},
+                         batch_norm_epilogue<std::remove_const_t<X>> const& epilogue = {},
+                         std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual = {}) {
   using T = std::remove_const_t<X>;
   bool const wants_dx = dx.data != nullptr || dx.samples != 0 || dx.channels != 0 || dx.spatial != 0;
   std::array const dxs{dx};
   batch_norm_backward_batches<T, P>(exec, comm, std::array<tensor_view<T const>, 1>{dy},
                                     std::array<tensor_view<T const>, 1>{x}, std::span{dxs}.first(wants_dx ? 1 : 0),
-                                    affine, saved, gradients, options, workspace, caller);
+                                    affine, saved, gradients, options, workspace, caller, std::span{&epilogue, 1},
+                                    std::span<tensor_view<T> const>{&dresidual, 1});
 }
 
 /// The same with a workspace of its own.
@@ -41,9 +46,12 @@ template <class X, class P = accumulate_t<X>, host::executor E, communicator C>
 void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx, affine_parameters<P> affine,
                          batch_norm_saved const& saved, affine_gradients<P> gradients = {},
-                         batch_norm_backward_options const& options = {}) {
+                         batch_norm_backward_options const& options = {},
+                         batch_norm_epilogue<std::remove_const_t<X>> const& epilogue = {},
+                         std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual = {}) {
   batch_norm_workspace workspace{static_cast<std::int64_t>(saved.mean.size()), true};
-  batch_norm_backward<X, P>(exec, comm, dy, x, dx, affine, saved, gradients, options, workspace);
+  batch_norm_backward<X, P>(exec, comm, dy, x, dx, affine, saved, gradients, options, workspace, {}, epilogue,
+                            dresidual);
 }
 
 } // namespace syncnorm

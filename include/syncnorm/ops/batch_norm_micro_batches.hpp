@@ -1,8 +1,10 @@
 #pragma once
 
 #include <span>
+#include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/backward_steps.hpp>
@@ -15,30 +17,35 @@ namespace syncnorm {
 /// concatenation. Their moments are merged before the one exchange.
 ///
 /// x and y are `[N_k, C, S_k]` for each k < K; N_k and S_k may differ and be zero, and K may differ between ranks and be
-/// zero. y[k] may be x[k]. Everything else, and what it throws, is as for one batch.
+/// zero. y[k] may be x[k]. `epilogues`: none, or one for each k. Everything else, and what it throws, is as for one batch.
 template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
 void batch_norm_forward_batches(E const& exec, C const& comm, std::span<tensor_view<T const> const> x,
                                 std::span<tensor_view<T> const> y, affine_parameters<P> affine,
                                 running_statistics<P> running, batch_norm_options const& options,
                                 batch_norm_saved& saved, batch_norm_workspace& workspace,
-                                batch_norm_caller const& caller = {}) {
+                                batch_norm_caller const& caller = {},
+                                std::type_identity_t<std::span<batch_norm_epilogue<T> const>> epilogues = {}) {
+  detail::forward_operands<T, P> const operands{x, y, affine, running, statistics_scope::all_ranks, epilogues};
   detail::forward_steps<T, P, E> steps{
-      exec, workspace.exchange.channels(), {x, y, affine, running}, options, saved, workspace.buffers, caller};
+      exec, workspace.exchange.channels(), operands, options, saved, workspace.buffers, caller};
   auto const parts = detail::choose_parts<C, T>(comm, x, 1, steps.check().failed());
   detail::run_pass(comm, steps, workspace, workspace.forward_plan, parts);
 }
 
 /// Gradients of `batch_norm_forward_batches`, in one exchange: those of `batch_norm_backward` of the concatenation. dx may
-/// be empty: not needed; dx[k] may be dy[k] or x[k].
+/// be empty: not needed; dx[k] may be dy[k] or x[k]. `epilogues` are those of the forward pass, `dresidual` the gradients of
+/// their residuals, none or one for each k.
 template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
 void batch_norm_backward_batches(E const& exec, C const& comm, std::span<tensor_view<T const> const> dy,
                                  std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> dx,
                                  affine_parameters<P> affine, batch_norm_saved const& saved,
                                  affine_gradients<P> gradients, batch_norm_backward_options const& options,
-                                 batch_norm_workspace& workspace, batch_norm_caller const& caller = {}) {
+                                 batch_norm_workspace& workspace, batch_norm_caller const& caller = {},
+                                 std::type_identity_t<std::span<batch_norm_epilogue<T> const>> epilogues = {},
+                                 std::type_identity_t<std::span<tensor_view<T> const>> dresidual = {}) {
+  detail::backward_operands<T, P> const operands{dy, x, dx, affine, gradients, epilogues, dresidual};
   detail::backward_steps<T, P, E> steps{
-      exec,  workspace.exchange.channels(), {dy, x, dx, affine, gradients}, saved, options.exchange, workspace.buffers,
-      caller};
+      exec, workspace.exchange.channels(), operands, saved, options.exchange, workspace.buffers, caller};
   auto const parts = detail::choose_parts<C, T>(comm, x, 2, steps.check().failed());
   detail::run_pass(comm, steps, workspace, workspace.backward_plan, parts);
 }

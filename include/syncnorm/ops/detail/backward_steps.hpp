@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <type_traits>
@@ -9,14 +10,15 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
-#include <syncnorm/host/backward_elemt.hpp>
-#include <syncnorm/host/backward_in_blocks.hpp>
-#include <syncnorm/host/backward_reduce.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/host/epilogue.hpp>
+#include <syncnorm/host/epilogue_in_blocks.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
+#include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm::detail {
@@ -37,6 +39,8 @@ struct backward_operands {
   std::span<tensor_view<T> const> dx;
   affine_parameters<P> affine;
   affine_gradients<P> gradients;
+  std::span<batch_norm_epilogue<T> const> epilogues{}; ///< those of the forward pass: none, or K
+  std::span<tensor_view<T> const> dresidual{};         ///< none, or K, of which default views: not needed
 };
 
 /// The steps of a backward pass.
@@ -66,7 +70,21 @@ public:
       check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
       if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
     }
+    epilogues_.emplace(check_, in_.epilogues, in_.x);
+    check_.require(in_.dresidual.empty() || in_.dresidual.size() == batches, [&] {
+      return check_.text("there are ", in_.dresidual.size(), " micro-batches of dresidual, expected ", batches,
+                         " as of x");
+    });
+    for (std::size_t k = 0; k < in_.dresidual.size() && !check_.failed(); ++k) {
+      if (!is_wanted(in_.dresidual[k])) continue;
+      check_.require((*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
+                     [&] { return "the gradient of a residual is asked for, but there is no residual"; });
+      check_.output(in_.dresidual[k], batch_name("dresidual", k, batches), in_.x[k]);
+      check_.require(in_.dx.empty() || in_.dx[k].data != in_.dresidual[k].data || in_.x[k].size() == 0,
+                     [&] { return "dx and dresidual are the same memory"; });
+    }
     check_.channel_values(in_.affine.gamma, "gamma", channels);
+    check_.channel_values(in_.affine.beta, "beta", channels);
     check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
     check_.channel_values(in_.gradients.beta, "the gradient of beta", channels);
   }
@@ -90,7 +108,12 @@ public:
     if (check_.failed()) return;
     auto const mean = part_of(std::span<double const>{saved_->mean}, part);
     auto const reduce = [&](std::size_t k, std::span<double> first, std::span<double> second) {
-      host::backward_reduce(*exec_, part_of(in_.dy[k], part), part_of(in_.x[k], part), mean, first, second);
+      auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
+      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something())
+        host::backward_reduce(*exec_, dy, x, mean, part_of(std::span<double const>{saved_->inv_std}, part),
+                              affine_of(part), epilogue.channel_range(part.first, part.length), first, second);
+      else
+        host::backward_reduce(*exec_, dy, x, mean, first, second);
     };
     if (in_.x.size() == 1) return reduce(0, sum_dy, sum_dy_xmu);
     std::ranges::fill(sum_dy, 0.0);
@@ -117,13 +140,23 @@ public:
   }
 
   void apply(channel_span part) override {
-    for (auto k = in_.dx.size(); k-- > 0;)
-      host::backward_elemt(*exec_, part_of(in_.dy[k], part), part_of(in_.x[k], part), part_of(in_.dx[k], part),
-                           part_of(std::span<double const>{saved_->mean}, part),
-                           part_of(std::span<double const>{saved_->inv_std}, part), part_of(in_.affine.gamma, part),
-                           part_of(std::span<double const>{buffers_->first}, part),
-                           part_of(std::span<double const>{buffers_->second}, part), saved_->count,
-                           host::stores_for(in_.dx[k]), next_of(in_.x, k, 2, part));
+    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
+    auto const inv_std = part_of(std::span<double const>{saved_->inv_std}, part);
+    auto const sum_dy = part_of(std::span<double const>{buffers_->first}, part);
+    auto const sum_dy_xmu = part_of(std::span<double const>{buffers_->second}, part);
+    for (auto k = in_.x.size(); k-- > 0;) {
+      auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
+      auto const stores = host::stores_for(in_.x[k]);
+      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something()) {
+        if (in_.dx.empty() && !is_wanted(dresidual(k))) continue;
+        host::backward_elemt(*exec_, dy, x, part_of(in_.dx.empty() ? tensor_view<T>{} : in_.dx[k], part),
+                             part_of(dresidual(k), part), mean, inv_std, affine_of(part), sum_dy, sum_dy_xmu,
+                             saved_->count, epilogue.channel_range(part.first, part.length), stores);
+      } else if (!in_.dx.empty()) {
+        host::backward_elemt(*exec_, dy, x, part_of(in_.dx[k], part), mean, inv_std, part_of(in_.affine.gamma, part),
+                             sum_dy, sum_dy_xmu, saved_->count, stores, next_of(in_.x, k, 2, part));
+      }
+    }
   }
 
   void commit(channel_span part, std::span<double const> sum_dy, std::span<double const> sum_dy_xmu) override {
@@ -136,10 +169,10 @@ public:
     accept({});
     channel_span const all{0, channels_};
     std::span const sum_dy{buffers_->first}, sum_dy_xmu{buffers_->second};
-    if (in_.x.size() == 1 && !in_.dx.empty()) {
-      host::backward_in_blocks(*exec_, in_.dy[0], in_.x[0], in_.dx[0], std::span<double const>{saved_->mean},
-                               std::span<double const>{saved_->inv_std}, in_.affine.gamma, sum_dy, sum_dy_xmu,
-                               saved_->count);
+    if (in_.x.size() == 1 && (!in_.dx.empty() || is_wanted(dresidual(0)))) {
+      host::backward_in_blocks(*exec_, in_.dy[0], in_.x[0], in_.dx.empty() ? tensor_view<T>{} : in_.dx[0], dresidual(0),
+                               std::span<double const>{saved_->mean}, std::span<double const>{saved_->inv_std},
+                               in_.affine, sum_dy, sum_dy_xmu, saved_->count, (*epilogues_)[0]);
     } else {
       local(all, sum_dy, sum_dy_xmu);
       apply(all);
@@ -148,6 +181,16 @@ public:
   }
 
 private:
+  [[nodiscard]] static bool is_wanted(tensor_view<T> const& gradient) {
+    return gradient.data != nullptr || gradient.samples != 0 || gradient.channels != 0 || gradient.spatial != 0;
+  }
+  [[nodiscard]] tensor_view<T> dresidual(std::size_t k) const {
+    return in_.dresidual.empty() ? tensor_view<T>{} : in_.dresidual[k];
+  }
+  [[nodiscard]] affine_parameters<P> affine_of(channel_span part) const {
+    return {part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)};
+  }
+
   E const* exec_;
   std::int64_t channels_;
   backward_operands<T, P> in_;
@@ -156,6 +199,7 @@ private:
   bool exchanges_;
   backward_pass backward_;
   call_check check_;
+  std::optional<pass_epilogues<T>> epilogues_;
 };
 
 } // namespace syncnorm::detail

@@ -3,21 +3,24 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/host/epilogue.hpp>
+#include <syncnorm/host/epilogue_in_blocks.hpp>
 #include <syncnorm/host/executor.hpp>
-#include <syncnorm/host/forward_in_blocks.hpp>
-#include <syncnorm/host/local_moments.hpp>
 #include <syncnorm/host/normalize.hpp>
 #include <syncnorm/host/running_statistics.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
+#include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm::detail {
@@ -52,6 +55,7 @@ struct forward_operands {
   affine_parameters<P> affine;
   running_statistics<P> running;
   statistics_scope scope = statistics_scope::all_ranks; ///< or this_rank, which exchanges nothing
+  std::span<batch_norm_epilogue<T> const> epilogues{};  ///< none, or K
 };
 
 /// The steps of a forward pass in training.
@@ -78,12 +82,14 @@ public:
     check_.channel_values(in_.affine.gamma, "gamma", channels);
     check_.channel_values(in_.affine.beta, "beta", channels);
     check_.options(options, in_.running, channels);
+    epilogues_.emplace(check_, in_.epilogues, in_.x);
   }
 
   [[nodiscard]] call_check& check() noexcept { return check_; }
   [[nodiscard]] std::int64_t count() const {
     std::int64_t all = 0;
-    for (auto const& x : in_.x) all += x.count();
+    if (check_.failed()) return all;
+    for (std::size_t k = 0; k < in_.x.size(); ++k) all += counted(k);
     return all;
   }
 
@@ -105,7 +111,7 @@ public:
 
   void local(channel_span part, std::span<double> mean, std::span<double> m2) override {
     if (check_.failed()) return;
-    if (in_.x.size() == 1) return host::local_moments(*exec_, part_of(in_.x[0], part), mean, m2);
+    if (in_.x.size() == 1) return moments_of(0, part, mean, m2);
     std::ranges::fill(mean, 0.0);
     std::ranges::fill(m2, 0.0);
     auto const length = mean.size();
@@ -113,15 +119,16 @@ public:
     auto const more_mean = std::span{buffers_->scratch}.first(length);
     auto const more_m2 = std::span{buffers_->scratch}.subspan(length);
     std::int64_t merged = 0;
-    for (auto const& x : in_.x) {
-      host::local_moments(*exec_, part_of(x, part), more_mean, more_m2);
+    for (std::size_t k = 0; k < in_.x.size(); ++k) {
+      auto const more = counted(k);
+      moments_of(k, part, more_mean, more_m2);
       for (std::size_t c = 0; c < length; ++c) {
         auto const all =
-            merge(moments<double>{merged, mean[c], m2[c]}, moments<double>{x.count(), more_mean[c], more_m2[c]});
+            merge(moments<double>{merged, mean[c], m2[c]}, moments<double>{more, more_mean[c], more_m2[c]});
         mean[c] = all.mean;
         m2[c] = all.m2;
       }
-      merged += x.count();
+      merged += more;
     }
   }
 
@@ -145,12 +152,18 @@ public:
 
   void apply(channel_span part) override {
     finish(part);
-    for (auto k = in_.x.size(); k-- > 0;) // backwards: what was read last is the likeliest to be in the cache
-      host::normalize(*exec_, part_of(in_.x[k], part), part_of(in_.y[k], part),
-                      part_of(std::span<double const>{saved_->mean}, part),
-                      part_of(std::span<double const>{saved_->inv_std}, part),
-                      affine_parameters<P>{part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)},
-                      host::stores_for(in_.y[k]), next_of(in_.x, k, 1, part));
+    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
+    auto const inv_std = part_of(std::span<double const>{saved_->inv_std}, part);
+    affine_parameters<P> const affine{part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)};
+    for (auto k = in_.x.size(); k-- > 0;) { // backwards: what was read last is the likeliest to be in the cache
+      auto const x = part_of(in_.x[k], part);
+      auto const y = part_of(in_.y[k], part);
+      auto const stores = host::stores_for(in_.y[k]);
+      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something())
+        host::normalize(*exec_, x, y, mean, inv_std, affine, epilogue.channel_range(part.first, part.length), stores);
+      else
+        host::normalize(*exec_, x, y, mean, inv_std, affine, stores, next_of(in_.x, k, 1, part));
+    }
   }
 
   void commit(channel_span part, std::span<double const>, std::span<double const>) override {
@@ -164,10 +177,12 @@ public:
     accept({count(), backward_ == backward_pass::needed});
     channel_span const all{0, channels_};
     if (in_.x.size() == 1) {
-      host::forward_in_blocks(*exec_, in_.x[0], in_.y[0], saved_->mean, buffers_->first, saved_->inv_std, in_.affine,
-                              [&](std::int64_t first, std::int64_t length) {
-                                finish({first, length});
-                              });
+      host::forward_in_blocks(
+          *exec_, in_.x[0], in_.y[0], saved_->mean, buffers_->first, saved_->inv_std, in_.affine,
+          [&](std::int64_t first, std::int64_t length) {
+            finish({first, length});
+          },
+          (*epilogues_)[0]);
     } else {
       local(all, saved_->mean, buffers_->first);
       apply(all);
@@ -176,6 +191,13 @@ public:
   }
 
 private:
+  /// Elements of a channel of micro-batch k that count.
+  [[nodiscard]] std::int64_t counted(std::size_t k) const { return (*epilogues_)[k].count(in_.x[k]); }
+
+  void moments_of(std::size_t k, channel_span part, std::span<double> mean, std::span<double> m2) const {
+    host::local_moments(*exec_, part_of(in_.x[k], part), (*epilogues_)[k], mean, m2);
+  }
+
   void finish(channel_span part) {
     finish_statistics(part_of(std::span<double const>{buffers_->first}, part), saved_->count, options_.eps,
                       part_of(std::span{saved_->inv_std}, part));
@@ -189,6 +211,7 @@ private:
   pass_buffers* buffers_;
   backward_pass backward_;
   call_check check_;
+  std::optional<pass_epilogues<T>> epilogues_;
 };
 
 } // namespace syncnorm::detail
