@@ -10,6 +10,7 @@
 #include <syncnorm/core/half.hpp>
 
 #include <ops/double_backward_cases.hpp>
+#include <ops/epilogue_cases.hpp>
 #include <ops/grid.hpp>
 #include <ops/micro_batches.hpp>
 #include <ops/pending_cases.hpp>
@@ -40,6 +41,11 @@ void check_batch_norm_over_processes(C const& world) {
           for (auto const& failure : check_micro_batches<float>(comm, shares, layout::nhwc, 150, policy))
             FAIL_CHECK(failure);
     if (ranks > 3) continue;
+    for (std::size_t k = 0; k < epilogue_choices.size(); ++k) {
+      epilogue_case<float> const data{{ranks, 140, 5, 9, partitions[k % 3], k % 2 == 0 ? layout::nhwc : layout::nchw},
+                                      epilogue_choices[k]};
+      for (auto const& failure : run_epilogue_case(data, comm)) FAIL_CHECK(failure);
+    }
     for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce}) {
       for (auto const& failure : check_two_phases(comm, policy)) FAIL_CHECK(failure);
       for (auto const& failure : check_groups(comm, policy)) FAIL_CHECK(failure);

@@ -19,6 +19,7 @@ struct epilogue_oracle {
   long double slope = 1, eps = 1e-3L;
 
   std::int64_t count = 0;
+  bool constant = false;
   std::vector<long double> mean{}, m2{}, inv_std{}, y{};
 
   /// Computes the statistics and y.
@@ -36,11 +37,13 @@ struct epilogue_oracle {
     });
     for (std::size_t c = 0; c < c_count; ++c)
       inv_std[c] = count == 0 ? 0 : 1 / std::sqrt(m2[c] / static_cast<long double>(count) + eps);
-    y.assign(x.size(), 0);
-    each([&](std::size_t c, std::size_t i, bool counts) {
-      long double const v = before(c, i);
-      y[i] = zeroes && !counts ? 0 : v < 0 ? v * slope : v;
-    });
+    write();
+  }
+
+  /// Takes mean and inv_std as they are for constants, and computes y.
+  void constant_statistics() {
+    constant = true;
+    write();
   }
 
   /// What is activated.
@@ -81,13 +84,22 @@ struct epilogue_oracle {
     each([&](std::size_t c, std::size_t i, bool counts) {
       if (zeroes && !counts) return;
       long double const through =
-          counts ? g.sum_dy[c] / all + (x[i] - mean[c]) * inv_std[c] * inv_std[c] * g.sum_dy_xmu[c] / all : 0;
+          counts && !constant ? g.sum_dy[c] / all + (x[i] - mean[c]) * inv_std[c] * inv_std[c] * g.sum_dy_xmu[c] / all
+                              : 0;
       g.dx[i] = gamma[c] * inv_std[c] * (g.dresidual[i] - through);
     });
     return g;
   }
 
 private:
+  void write() {
+    y.assign(x.size(), 0);
+    each([&](std::size_t c, std::size_t i, bool counts) {
+      long double const v = before(c, i);
+      y[i] = zeroes && !counts ? 0 : v < 0 ? v * slope : v;
+    });
+  }
+
   template <class F>
   void each(F const& f) const {
     std::size_t i = 0;
