@@ -156,7 +156,9 @@ TEST_CASE("what is wrong with an epilogue on one rank is thrown on every rank, a
       {[&](auto& e) { e.activation = activation::leaky_relu(std::numeric_limits<double>::quiet_NaN()); },
        "rank 1: the negative slope of the activation is nan"},
   };
-  for (auto const& [make, text] : faults) {
+  for (auto const& each : faults) {
+    auto const& make = each.make;
+    auto const& text = each.text;
     CAPTURE(text);
     run_ranks(2, [&](thread_communicator const& comm) {
       std::vector<double> own(values.size());
