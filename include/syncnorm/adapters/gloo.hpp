@@ -21,6 +21,7 @@
 #include <syncnorm/adapters/detail/gloo_collectives.hpp>
 #include <syncnorm/adapters/detail/gloo_mesh.hpp>
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/comm/wire.hpp>
 
@@ -58,6 +59,7 @@ public:
   [[nodiscard]] int rank() const noexcept { return channel_->rank(); }
   [[nodiscard]] int size() const noexcept { return channel_->size(); }
   [[nodiscard]] double exchange_overhead() const noexcept { return 5e-5; }
+  [[nodiscard]] exchange_cost cost_of_exchange() const noexcept { return {.latency = 3e-5, .bandwidth = 1e9}; }
   [[nodiscard]] std::shared_ptr<gloo::Context> const& context() const noexcept { return channel_->context(); }
   /// Up to so many bytes per rank travel in one trip. More take three, and an allreduce four.
   [[nodiscard]] std::size_t eager_bytes() const noexcept { return channel_->capacity(); }

@@ -18,6 +18,7 @@
 #include <syncnorm/adapters/detail/mpi_include.hpp>
 #include <syncnorm/adapters/mpi_error.hpp>
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/comm/wire.hpp>
 
@@ -52,6 +53,7 @@ public:
   [[nodiscard]] int rank() const noexcept { return channel_->rank(); }
   [[nodiscard]] int size() const noexcept { return channel_->size(); }
   [[nodiscard]] double exchange_overhead() const noexcept { return 3e-6; }
+  [[nodiscard]] exchange_cost cost_of_exchange() const noexcept { return {.latency = 2e-6, .bandwidth = 5e9}; }
   [[nodiscard]] MPI_Comm native_handle() const noexcept { return channel_->comm(); }
 
   template <wire_type T>

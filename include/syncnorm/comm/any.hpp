@@ -10,6 +10,7 @@
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/any_model.hpp>
+#include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/self.hpp>
 
 namespace syncnorm {
@@ -80,6 +81,7 @@ public:
   }
   void barrier() const { model_->barrier(); }
   [[nodiscard]] double exchange_overhead() const { return model_->exchange_overhead(); }
+  [[nodiscard]] exchange_cost cost_of_exchange() const { return model_->cost_of_exchange(); }
 
   /// Whether `split` works: whether the wrapped communicator has it, and gives a blocking communicator.
   [[nodiscard]] bool can_split() const noexcept { return model_->can_split(); }

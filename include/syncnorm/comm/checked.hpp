@@ -11,6 +11,7 @@
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/signature.hpp>
+#include <syncnorm/comm/exchange_cost.hpp>
 
 namespace syncnorm {
 
@@ -77,6 +78,7 @@ public:
     auto part = syncnorm::split(inner_, color, key);
     return checked_communicator<decltype(part)>{std::move(part)};
   }
+  [[nodiscard]] exchange_cost cost_of_exchange() const { return syncnorm::cost_of_exchange(inner_); }
   void abort() const requires aborts<C> { inner_.abort(); }
 
 private:

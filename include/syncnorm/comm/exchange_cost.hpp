@@ -9,9 +9,11 @@ namespace syncnorm {
 
 /// What moving data costs a communicator, for choosing between collectives; not for predicting times.
 struct exchange_cost {
-  double latency = 2e-5;    ///< seconds of one trip between two ranks
-  double bandwidth = 1e9;   ///< bytes per second into one rank
-  double handling = 1.5e-9; ///< seconds in which a rank merges two received numbers into its own
+  double latency = 1e-5;   ///< seconds of one trip between two ranks
+  double bandwidth = 1e10; ///< bytes per second into one rank
+  double handling = 6e-10; ///< seconds in which a rank merges two received numbers into its own
+  /// Whether an allreduce moves less than an allgather of the same; else nothing is ever reduced unless the user says so.
+  bool reduction_scales = true;
 };
 
 /// What `comm` says by a member of this name, which has to be the same on every rank; else that of a usual network. Local.

@@ -113,6 +113,9 @@ public:
   void set_running_variance(running_variance kind) noexcept { running_variance_ = kind; }
   [[nodiscard]] running_variance running_variance_kind() const noexcept { return running_variance_; }
 
+  /// How ranks put their statistics together: by the cost model unless set. The same on every rank.
+  void set_exchange_policy(exchange_policy policy) noexcept { policy_ = policy; }
+
   [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
 
   ::torch::nn::BatchNormOptions options;
@@ -171,7 +174,7 @@ private:
                running_statistics<T> const& running, detail::recorded_pass& pass, batch_norm_caller const& caller) {
     auto const& x = of_input.x_view;
     auto const& y = of_input.y_view;
-    batch_norm_options norm{.eps = options.eps(), .variance = running_variance_};
+    batch_norm_options norm{.eps = options.eps(), .variance = running_variance_, .exchange = policy_};
     norm.momentum.reset();
     if (options.momentum()) norm.momentum = *options.momentum();
     at_executor const exec;
@@ -201,6 +204,7 @@ private:
   affine_parts parts_;
   bool frozen_ = false;
   running_variance running_variance_ = running_variance::unbiased;
+  exchange_policy policy_ = exchange_policy::automatic;
   std::shared_ptr<detail::exchange_state> state_;
 };
 

@@ -8,6 +8,7 @@
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/signature.hpp>
+#include <syncnorm/comm/exchange_cost.hpp>
 
 namespace syncnorm::detail {
 
@@ -66,6 +67,7 @@ public:
   [[nodiscard]] virtual std::unique_ptr<erased_work> start(erased_call const& call) const = 0;
   virtual void barrier() const = 0;
   [[nodiscard]] virtual double exchange_overhead() const = 0;
+  [[nodiscard]] virtual exchange_cost cost_of_exchange() const = 0;
   [[nodiscard]] virtual bool can_split() const noexcept = 0;
   [[nodiscard]] virtual std::shared_ptr<erased_communicator const> split(int color, int key) const = 0;
   [[nodiscard]] virtual bool can_abort() const noexcept = 0;
@@ -96,6 +98,7 @@ public:
 
   void barrier() const override { syncnorm::barrier(comm); }
   [[nodiscard]] double exchange_overhead() const override { return syncnorm::exchange_overhead(comm); }
+  [[nodiscard]] exchange_cost cost_of_exchange() const override { return syncnorm::cost_of_exchange(comm); }
 
   [[nodiscard]] bool can_split() const noexcept override { return splits_blocking<C>; }
   [[nodiscard]] std::shared_ptr<erased_communicator const> split(int color, int key) const override {

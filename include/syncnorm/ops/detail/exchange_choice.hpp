@@ -20,6 +20,7 @@ enum class merge_rule : std::uint8_t {
 /// moments takes two allreduces, since m2 is taken about the mean of all ranks.
 [[nodiscard]] constexpr exchange_policy cheaper_policy(exchange_cost const& cost, int ranks, merge_rule rule,
                                                        std::int64_t channels, std::size_t values, std::size_t layers) {
+  if (!cost.reduction_scales) return exchange_policy::gather;
   double const numbers = 8.0 * static_cast<double>(channels), all = numbers * static_cast<double>(values);
   double const agreement = 8.0 * static_cast<double>(9 + 3 * layers);
   double const gather = seconds_of_gather(cost, ranks, static_cast<double>(sizeof(packet_header) * layers) + all);
