@@ -97,6 +97,7 @@ void power_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
   own.step = pass->step;
   own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
   own.records = caller.records ? 1 : 0;
+  pass->faulty = check.failed();
   if (!check.failed()) {
     pass->samples = x.samples;
     pass->spatial = x.spatial;

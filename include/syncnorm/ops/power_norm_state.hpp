@@ -32,6 +32,7 @@ namespace detail {
 struct power_norm_pass {
   bool constant = false; ///< by the running state, which has no gradient: nothing is exchanged
   bool complete = false;
+  bool faulty = false;      ///< this rank reported a fault, and its y was not written
   std::exception_ptr error; ///< why it will never be complete, on every rank
   std::int64_t step = 0;
   std::int64_t count = 0; ///< positions that count, over all ranks; 0: the pass leaves no trace in the state

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/torch/detail/replace.hpp>
+#include <syncnorm/torch/power_norm.hpp>
+
+namespace syncnorm::torch {
+
+namespace detail {
+
+template <class To, class From, class... Arguments>
+[[nodiscard]] replacement make_power_norm(From& norm, Arguments const&... arguments) {
+  auto const made = std::make_shared<To>(norm.options, arguments...);
+  made->share_state(norm);
+  return make_replacement(made);
+}
+
+template <class Impl>
+[[nodiscard]] bool is_a(::torch::nn::Module const& module) {
+  return module.as<Impl>() != nullptr;
+}
+
+} // namespace detail
+
+/// Puts a SyncPowerNorm over `comm` in the place of every PowerNorm in `module`, and gives `comm` to every SyncPowerNorm
+/// there is; returns `module`, or what replaces it where it is a PowerNorm itself. Not collective, but for the same model on
+/// every rank. The new modules have the very tensors of the old ones, so that optimizers made before go on.
+///
+/// As with batch norms, only the elements of Sequential, ModuleList and ModuleDict are replaced. Throws
+/// invalid_argument_error, with the paths of all others, and has changed nothing then.
+inline std::shared_ptr<::torch::nn::Module> convert_sync_powernorm(std::shared_ptr<::torch::nn::Module> const& module,
+                                                                   any_communicator const& comm) {
+  if (module == nullptr) throw invalid_argument_error{"convert_sync_powernorm: the module is null"};
+  if (auto* norm = module->as<PowerNormImpl>()) return detail::make_power_norm<SyncPowerNormImpl>(*norm, comm).module;
+  detail::module_replacer replacer{*module, detail::is_a<PowerNormImpl>};
+  if (!replacer.fixed_paths().empty()) {
+    std::string paths;
+    for (auto const& path : replacer.fixed_paths()) paths += (paths.empty() ? "" : ", ") + path;
+    throw invalid_argument_error{
+        "convert_sync_powernorm: cannot replace " + paths +
+        ": members that hold a power norm by its type. Hold them in a torch::nn::Sequential, or declare them as "
+        "syncnorm::torch::SyncPowerNorm, which is local until converted"};
+  }
+  replacer.replace([&](::torch::nn::Module& norm) {
+    return detail::make_power_norm<SyncPowerNormImpl>(*norm.as<PowerNormImpl>(), comm);
+  });
+  module->apply([&](::torch::nn::Module& each) {
+    if (auto* norm = each.as<SyncPowerNormImpl>()) norm->set_communicator(comm);
+  });
+  return module;
+}
+
+/// The reverse: puts a PowerNorm in the place of every SyncPowerNorm in `module`; returns `module`, or what replaces it where
+/// it is a SyncPowerNorm itself. One that a member holds by its type stays, with a communicator of its own rank alone, which
+/// is as local. The tensors are the same.
+inline std::shared_ptr<::torch::nn::Module> revert_sync_powernorm(std::shared_ptr<::torch::nn::Module> const& module) {
+  if (module == nullptr) throw invalid_argument_error{"revert_sync_powernorm: the module is null"};
+  if (auto* norm = module->as<SyncPowerNormImpl>()) return detail::make_power_norm<PowerNormImpl>(*norm).module;
+  detail::module_replacer replacer{*module, detail::is_a<SyncPowerNormImpl>};
+  replacer.replace(
+      [](::torch::nn::Module& norm) { return detail::make_power_norm<PowerNormImpl>(*norm.as<SyncPowerNormImpl>()); });
+  for (auto const& fixed : replacer.fixed()) fixed->as<SyncPowerNormImpl>()->set_communicator(self_communicator{});
+  return module;
+}
+
+} // namespace syncnorm::torch

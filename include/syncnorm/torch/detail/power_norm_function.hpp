@@ -1,0 +1,185 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/types.h>
+
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/power_norm_options.hpp>
+#include <syncnorm/ops/power_norm_backward.hpp>
+#include <syncnorm/ops/power_norm_state.hpp>
+#include <syncnorm/torch/detail/function.hpp>
+#include <syncnorm/torch/detail/views.hpp>
+#include <syncnorm/torch/executor.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// What the passes of a power norm module have in common: its state, and the exchanges that are in flight. A pass that is
+/// recorded keeps it, whatever becomes of the module.
+class power_norm_shared {
+public:
+  power_norm_shared(any_communicator comm, power_norm_options const& options, std::int64_t channels)
+      : comm_{std::move(comm)}, options_{options}, channels_{channels} {}
+
+  [[nodiscard]] any_communicator const& comm() const noexcept { return comm_; }
+  [[nodiscard]] power_norm_options const& options() const noexcept { return options_; }
+  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
+
+  /// The tensors of the state, of the module's element type but for `iters`, which is one 64-bit integer.
+  at::Tensor running_phi, ema_gz, iters;
+
+  template <class T>
+  [[nodiscard]] power_norm_state<T> state() const {
+    return {values_of<T>(running_phi), values_of<T>(ema_gz), iters.data_ptr<std::int64_t>()};
+  }
+
+  template <class T>
+  [[nodiscard]] power_norm_workspace<any_communicator, T>& workspace() {
+    auto& held = workspace_of(T{});
+    if (!held) held.emplace(channels_);
+    return *held;
+  }
+
+  void synchronize() {
+    std::exception_ptr error;
+    try {
+      if (of_float_) of_float_->synchronize();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (of_double_) of_double_->synchronize();
+    if (error != nullptr) std::rethrow_exception(error);
+  }
+
+private:
+  auto& workspace_of(float) { return of_float_; }
+  auto& workspace_of(double) { return of_double_; }
+
+  any_communicator comm_;
+  power_norm_options options_;
+  std::int64_t channels_;
+  std::optional<power_norm_workspace<any_communicator, float>> of_float_;
+  std::optional<power_norm_workspace<any_communicator, double>> of_double_;
+};
+
+/// What a recorded forward pass leaves for its backward pass, besides tensors.
+struct recorded_power_norm : ::torch::CustomClassHolder {
+  std::shared_ptr<power_norm_shared> shared;
+  power_norm_saved saved;
+  bool is_double = false;
+};
+
+/// Gives gradients that refuse to be differentiated again.
+class refuses_differentiation : public ::torch::autograd::Function<refuses_differentiation> {
+public:
+  /// `inputs` are what the gradients depend on.
+  static ::torch::autograd::variable_list forward(::torch::autograd::AutogradContext* recorded,
+                                                  at::TensorList /*inputs*/, std::string const& what,
+                                                  ::torch::autograd::variable_list* gradients) {
+    recorded->saved_data["what"] = what;
+    return *gradients;
+  }
+  static ::torch::autograd::variable_list backward(::torch::autograd::AutogradContext* recorded,
+                                                   ::torch::autograd::variable_list const&) {
+    throw error{recorded->saved_data["what"].toStringRef() +
+                ": its gradients cannot be differentiated (double backward)"};
+  }
+};
+
+/// Makes the gradients refuse to be differentiated, where somebody may try.
+inline void refuse_differentiation(std::string const& what, ::torch::autograd::variable_list& gradients,
+                                   ::torch::autograd::variable_list const& inputs) {
+  if (!at::GradMode::is_enabled()) return;
+  ::torch::autograd::variable_list defined, sources;
+  std::ranges::copy_if(gradients, std::back_inserter(defined), &at::Tensor::defined);
+  std::ranges::copy_if(inputs, std::back_inserter(sources), &at::Tensor::defined);
+  auto const refusing = refuses_differentiation::apply(at::TensorList{sources}, what, &defined);
+  auto next = refusing.begin();
+  for (auto& gradient : gradients)
+    if (gradient.defined()) gradient = *next++;
+}
+
+/// Records a forward pass that has been computed already, and runs its backward pass.
+class power_norm_function : public ::torch::autograd::Function<power_norm_function> {
+public:
+  using context = ::torch::autograd::AutogradContext;
+  using tensors = ::torch::autograd::variable_list;
+
+  /// Returns y, recorded as a function of x, weight and bias, the latter of which may be absent. `anchor` requires a
+  /// gradient, so that this rank joins the backward pass even where it needs no gradient itself.
+  static at::Tensor forward(context* recorded, at::Tensor const& x, c10::optional<at::Tensor> const& weight,
+                            c10::optional<at::Tensor> const& bias, c10::optional<at::Tensor> const& /*anchor*/,
+                            c10::intrusive_ptr<recorded_power_norm> const& pass, at::Tensor const* y) {
+    recorded->save_for_backward({x, weight.value_or(at::Tensor{})});
+    recorded->saved_data["pass"] = c10::IValue::make_capsule(pass);
+    recorded->saved_data["weight"] = weight.has_value();
+    recorded->saved_data["bias"] = bias.has_value();
+    return *y;
+  }
+
+  static tensors backward(context* recorded, tensors const& dy) {
+    auto const pass = c10::static_intrusive_pointer_cast<recorded_power_norm>(recorded->saved_data["pass"].toCapsule());
+    at::Tensor x, weight;
+    std::string fault;
+    try {
+      // Tells of tensors that were modified since, and of a graph that was freed, on this rank alone.
+      auto const saved = recorded->get_saved_variables();
+      x = saved.at(0);
+      weight = saved.at(1);
+    } catch (std::exception const& e) {
+      fault = text_of(e);
+    }
+    auto gradients = pass->is_double ? run<double>(*recorded, *pass, x, weight, dy.at(0), std::move(fault))
+                                     : run<float>(*recorded, *pass, x, weight, dy.at(0), std::move(fault));
+    refuse_differentiation("syncnorm::torch::PowerNorm", gradients, {dy.at(0), x, weight});
+    return gradients;
+  }
+
+private:
+  template <class T>
+  static tensors run(context const& recorded, recorded_power_norm const& pass, at::Tensor const& x,
+                     at::Tensor const& weight, at::Tensor dy, std::string fault) {
+    at::AutoGradMode const no_recording{false};
+    bool const has_weight = recorded.saved_data.at("weight").toBool(),
+               has_bias = recorded.saved_data.at("bias").toBool();
+    // Edges lead to the inputs that are present: x, weight, bias.
+    bool const wants_x = recorded.needs_input_grad(0);
+    bool const wants_weight = has_weight && recorded.needs_input_grad(1);
+    bool const wants_bias = has_bias && recorded.needs_input_grad(has_weight ? 2 : 1);
+
+    operands<T> of_x;
+    tensor_view<T const> dy_view;
+    tensor_view<T> dx_view;
+    affine_parameters<T> affine;
+    affine_gradients<T> gradients;
+    at::Tensor gamma, dx, dgamma, dbeta;
+    try {
+      if (fault.empty()) {
+        of_x = make_operands<T>(x);
+        dy_view = make_companion<T>(dy, of_x);
+        if (wants_x) dx = of_x.y, dx_view = of_x.y_view;
+        if (has_weight) affine.gamma = values_of<T>(gamma = weight.contiguous());
+        if (wants_weight) gradients.gamma = values_of<T>(dgamma = at::zeros({x.size(1)}, x.options()));
+        if (wants_bias) gradients.beta = values_of<T>(dbeta = at::zeros({x.size(1)}, x.options()));
+      }
+    } catch (std::exception const& e) {
+      fault = text_of(e);
+    }
+    auto& shared = *pass.shared;
+    power_norm_backward<T const, T>(at_executor{}, shared.comm(), dy_view, of_x.x_view, dx_view, affine,
+                                    shared.state<T>(), shared.options(), pass.saved, gradients, shared.workspace<T>(),
+                                    {.fault = fault});
+    return {dx, dgamma, dbeta, {}, {}, {}};
+  }
+};
+
+} // namespace syncnorm::torch::detail
