@@ -17,13 +17,16 @@
 #include <syncnorm/ops/batch_norm_forward.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/function.hpp>
+#include <syncnorm/torch/element.hpp>
+#include <syncnorm/torch/epilogue.hpp>
 
 namespace syncnorm::torch {
 
 /// Batch normalization over the batch of all ranks of a communicator, in training; with its options, state and modes
 /// otherwise those of torch::nn::BatchNorm1d, 2d and 3d, so that checkpoints of either load into the other.
 ///
-/// The input is `[N, C, …]` of float or double, in any memory format, which the output keeps. In training mode `forward`
+/// The input is `[N, C, …]` of float, double, or of Half or BFloat16 with a module of the same type or of float, in any
+/// memory format, which the output keeps. In training mode `forward`
 /// and its backward pass are collective, and every rank joins both: a rank with an empty batch passes an input of N = 0,
 /// and where some rank needs gradients, the output requires them on all. In evaluation mode both are local.
 ///
@@ -73,10 +76,19 @@ public:
 
   /// y = (input − mean)/√(var + eps)·weight + bias, by the statistics of the batch over all ranks in training mode, by
   /// the running statistics, or without these by this rank's batch, in evaluation mode.
-  ::torch::Tensor forward(::torch::Tensor const& input) {
+  ::torch::Tensor forward(::torch::Tensor const& input) { return forward_with(input, {}); }
+
+  /// The same with an activation, a residual added before it, and a mask `[N, …]` of the positions that count:
+  /// f(forward(input) + residual), or 0. The residual has a gradient. Its gradients cannot be differentiated again.
+  ::torch::Tensor forward_with(::torch::Tensor const& input, norm_epilogue const& epilogue) {
     auto fault = detail::find_fault(input, {weight, bias}, {running_mean, running_var}, num_batches_tracked);
-    bool const is_double = fault.empty() && input.scalar_type() == ::torch::kDouble;
-    return is_double ? run<double>(input, std::move(fault)) : run<float>(input, std::move(fault));
+    if (fault.empty()) fault = detail::find_fault(epilogue, input);
+    auto const type = fault.empty() ? input.scalar_type() : ::torch::kFloat;
+    auto const parameters = detail::type_of_parameters(input, {weight, bias, running_mean, running_var});
+    return detail::with_types(type, parameters, [&]<class Types>(Types) {
+      using T = typename Types::element;
+      return run<T, typename Types::parameter>(input, epilogue, parameters, std::move(fault));
+    });
   }
 
   void pretty_print(std::ostream& stream) const override {
@@ -130,26 +142,35 @@ private:
         detail::exchange_state{std::move(comm), batch_norm_workspace{options.num_features()}});
   }
 
-  template <class T>
-  ::torch::Tensor run(::torch::Tensor const& input, std::string fault) {
+  template <class T, class P>
+  ::torch::Tensor run(::torch::Tensor const& input, norm_epilogue const& with, ::torch::Dtype parameters,
+                      std::string fault) {
     bool const records = at::GradMode::is_enabled();
-    bool const needs =
-        records && ((input.defined() && input.requires_grad()) || requires_grad(weight) || requires_grad(bias));
+    bool const needs = records && (requires_grad(input) || requires_grad(weight) || requires_grad(bias) ||
+                                   requires_grad(with.residual));
     auto const pass = c10::make_intrusive<detail::recorded_pass>();
     pass->state = state_;
+    pass->parameters = parameters;
+    pass->activation = with.activation;
+    pass->masked = with.masked;
     detail::operands<T> of_input;
-    affine_parameters<T> affine;
-    running_statistics<T> running;
-    ::torch::Tensor gamma, beta;
+    affine_parameters<P> affine;
+    running_statistics<P> running;
+    batch_norm_epilogue<T> epilogue{.activation = with.activation};
+    ::torch::Tensor gamma, beta, residual = with.residual;
     std::int64_t batches = 0;
     {
       at::AutoGradMode const no_recording{false};
       try {
         if (fault.empty()) {
           of_input = detail::make_operands<T>(input);
-          if (weight.defined()) affine.gamma = detail::values_of<T>(gamma = weight.contiguous());
-          if (bias.defined()) affine.beta = detail::values_of<T>(beta = bias.contiguous());
-          running = {detail::values_of<T>(running_mean), detail::values_of<T>(running_var)};
+          if (weight.defined()) affine.gamma = detail::values_of<P>(gamma = weight.contiguous());
+          if (bias.defined()) affine.beta = detail::values_of<P>(beta = bias.contiguous());
+          if (residual.defined()) epilogue.residual = detail::make_companion<T>(residual, of_input);
+          if (with.mask.defined()) pass->mask = detail::dense_mask(with.mask, of_input.order);
+          epilogue.mask = detail::view_of_mask(pass->mask);
+          epilogue.masked = with.masked;
+          running = {detail::values_of<P>(running_mean), detail::values_of<P>(running_var)};
           // Module::to converts this buffer, too, so it may be of any type.
           if (num_batches_tracked.defined()) batches = num_batches_tracked.item<std::int64_t>();
           if (num_batches_tracked.defined()) running.num_batches_tracked = &batches;
@@ -161,17 +182,19 @@ private:
                             : needs  ? backward_pass::needed
                                      : backward_pass::possible;
       auto const batches_before = batches;
-      compute(of_input, affine, running, *pass, {fault, backward});
+      compute(of_input, affine, running, epilogue, *pass, {fault, backward});
       if (batches != batches_before) num_batches_tracked.fill_(batches);
     }
     c10::optional<at::Tensor> anchor;
     if (pass->saved.backward_needed && !needs) anchor = at::zeros({0}).requires_grad_();
-    return detail::batch_norm_function::apply(input, optional(weight), optional(bias), anchor, pass, &of_input.y);
+    return detail::batch_norm_function::apply(input, optional(weight), optional(bias), optional(with.residual), anchor,
+                                              pass, &of_input.y);
   }
 
-  template <class T>
-  void compute(detail::operands<T> const& of_input, affine_parameters<T> const& affine,
-               running_statistics<T> const& running, detail::recorded_pass& pass, batch_norm_caller const& caller) {
+  template <class T, class P>
+  void compute(detail::operands<T> const& of_input, affine_parameters<P> const& affine,
+               running_statistics<P> const& running, batch_norm_epilogue<T> const& epilogue,
+               detail::recorded_pass& pass, batch_norm_caller const& caller) {
     auto const& x = of_input.x_view;
     auto const& y = of_input.y_view;
     batch_norm_options norm{.eps = options.eps(), .variance = running_variance_, .exchange = policy_};
@@ -180,16 +203,18 @@ private:
     at_executor const exec;
     if (is_training() && !frozen_) {
       auto& workspace = state_->workspace;
-      batch_norm_forward<T, T>(exec, state_->comm, x, y, affine, running, norm, pass.saved, workspace, caller);
+      batch_norm_forward<T, P>(exec, state_->comm, x, y, affine, running, norm, pass.saved, workspace, caller,
+                               epilogue);
       if (pass.saved.count > 0) detail::bump_versions({running_mean, running_var});
       return;
     }
     if (!caller.fault.empty()) throw invalid_argument_error{"batch_norm inference: " + std::string{caller.fault}};
     if (!running.mean.empty()) {
-      batch_norm_inference<T, T>(exec, x, y, affine, running.mean, running.var, norm.eps, pass.saved, norm.variance);
+      batch_norm_inference<T, P>(exec, x, y, affine, running.mean, running.var, norm.eps, pass.saved, norm.variance,
+                                 epilogue);
     } else {
       batch_norm_workspace workspace{options.num_features()};
-      batch_norm_forward<T, T>(exec, self_communicator{}, x, y, affine, {}, norm, pass.saved, workspace);
+      batch_norm_forward<T, P>(exec, self_communicator{}, x, y, affine, {}, norm, pass.saved, workspace, {}, epilogue);
       pass.saved.scope = statistics_scope::this_rank;
     }
   }

@@ -8,8 +8,17 @@
 #include <ATen/ATen.h>
 
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/torch/element.hpp>
 
 namespace syncnorm::torch::detail {
+
+/// The type of the first of the parameters and statistics that is defined; without any, float or double as the input.
+[[nodiscard]] inline at::ScalarType type_of_parameters(at::Tensor const& input,
+                                                       std::array<at::Tensor, 4> const& parameters) {
+  for (auto const& tensor : parameters)
+    if (tensor.defined()) return tensor.scalar_type();
+  return input.defined() && input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 /// What libtorch tensors can have wrong besides what a pass checks for itself; empty where nothing is.
 [[nodiscard]] inline std::string find_fault(at::Tensor const& input, std::array<at::Tensor, 2> const& parameters,
@@ -26,17 +35,22 @@ namespace syncnorm::torch::detail {
   if (check.failed()) return check.fault();
   on_cpu(input, "the input");
   auto const type = input.scalar_type();
-  check.require(type == at::kFloat || type == at::kDouble,
-                [&] { return check.text("the input is of ", type, ", expected Float or Double"); });
+  check.require(is_supported(type),
+                [&] { return check.text("the input is of ", type, ", expected Float, Double, Half or BFloat16"); });
   check.require(input.dim() >= 2, [&] {
     return check.text("the input has ", input.dim(), " dimensions, expected at least 2, [N, C, ...]");
   });
 
+  auto const parameters_type = type_of_parameters(input, {parameters[0], parameters[1], running[0], running[1]});
   auto const of_channels = [&](at::Tensor const& tensor, char const* name) {
     if (!tensor.defined()) return;
     on_cpu(tensor, name);
-    check.require(tensor.scalar_type() == type,
+    check.require(is_supported(type, tensor.scalar_type()),
                   [&] { return check.text("the input is of ", type, ", but ", name, " of ", tensor.scalar_type()); });
+    check.require(tensor.scalar_type() == parameters_type, [&] {
+      return check.text(name, " is of ", tensor.scalar_type(), ", but other parameters or statistics of ",
+                        parameters_type);
+    });
   };
   of_channels(parameters[0], "weight");
   of_channels(parameters[1], "bias");

@@ -17,6 +17,7 @@
 #include <syncnorm/ops/batch_norm_double_backward.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>
+#include <syncnorm/torch/element.hpp>
 #include <syncnorm/torch/executor.hpp>
 
 namespace syncnorm::torch::detail {
@@ -38,7 +39,7 @@ public:
   static ::torch::autograd::variable_list backward(::torch::autograd::AutogradContext*,
                                                    ::torch::autograd::variable_list const&) {
     throw error{"syncnorm::torch::SyncBatchNorm: the gradients of its gradients cannot be differentiated (third "
-                "derivatives)"};
+                "derivatives), nor those of a pass with an activation, a residual or a mask (second ones)"};
   }
 };
 
@@ -70,9 +71,11 @@ public:
     } catch (std::exception const& e) {
       fault = text_of(e);
     }
-    bool const is_double = fault.empty() && x.scalar_type() == at::kDouble;
-    auto results = is_double ? run<double>(*recorded, *pass, gradients, dy, x, weight, std::move(fault))
-                             : run<float>(*recorded, *pass, gradients, dy, x, weight, std::move(fault));
+    auto const type = fault.empty() ? x.scalar_type() : at::kFloat;
+    auto results = with_types(type, pass->parameters, [&]<class Types>(Types) {
+      using T = typename Types::element;
+      return run<T, typename Types::parameter>(*recorded, *pass, gradients, dy, x, weight, std::move(fault));
+    });
     if (at::GradMode::is_enabled()) refuse_further(results, gradients, {dy, x, weight});
     return results;
   }
@@ -80,7 +83,7 @@ public:
 private:
   static constexpr std::array<char const*, 3> names{"of x", "of weight", "of bias"};
 
-  template <class T>
+  template <class T, class P>
   static tensors run(context const& recorded, recorded_pass const& pass, tensors const& gradients, at::Tensor dy,
                      at::Tensor const& x, at::Tensor const& weight, std::string fault) {
     at::AutoGradMode const no_recording{false};
@@ -92,9 +95,9 @@ private:
     operands<T> of_x;
     tensor_view<T const> dy_view;
     tensor_view<T> to_dy_view, to_x_view;
-    batch_norm_second_order<T, T> second;
-    std::span<T const> gamma;
-    std::span<T> gamma_gradient;
+    batch_norm_second_order<T, P> second;
+    std::span<P const> gamma;
+    std::span<P> gamma_gradient;
     at::Tensor to_dy, to_x, to_weight, u, of_gamma, of_beta, scale;
     try {
       if (fault.empty()) {
@@ -106,10 +109,11 @@ private:
         };
         u = take(0), of_gamma = take(1), of_beta = take(2);
         if (u.defined()) second.dx = make_companion<T>(u, of_x);
-        if (of_gamma.defined()) second.gamma_gradient = values_of<T>(of_gamma = of_gamma.contiguous());
-        if (of_beta.defined()) second.beta_gradient = values_of<T>(of_beta = of_beta.contiguous());
-        if (has_weight) gamma = values_of<T>(scale = weight.contiguous());
-        if (wants_weight) gamma_gradient = values_of<T>(to_weight = at::zeros({x.size(1)}, x.options()));
+        if (of_gamma.defined()) second.gamma_gradient = values_of<P>(of_gamma = of_gamma.contiguous());
+        if (of_beta.defined()) second.beta_gradient = values_of<P>(of_beta = of_beta.contiguous());
+        if (has_weight) gamma = values_of<P>(scale = weight.contiguous());
+        if (wants_weight)
+          gamma_gradient = values_of<P>(to_weight = at::zeros({x.size(1)}, x.options().dtype(pass.parameters)));
         if (wants_x) to_x = of_x.y, to_x_view = of_x.y_view;
         if (wants_dy) {
           to_dy = at::empty_like(of_x.y);
@@ -125,7 +129,7 @@ private:
                           ? state.workspace
                           : own.emplace(static_cast<std::int64_t>(pass.saved.mean.size()), true);
     bool const exchange = recorded.saved_data.at("exchange").toBool();
-    batch_norm_double_backward<T, T>(at_executor{}, state.comm, second, dy_view, of_x.x_view, gamma, pass.saved,
+    batch_norm_double_backward<T, P>(at_executor{}, state.comm, second, dy_view, of_x.x_view, gamma, pass.saved,
                                      to_dy_view, to_x_view, gamma_gradient, {exchange}, workspace, {.fault = fault});
     return {to_dy, to_x, to_weight, {}, {}};
   }

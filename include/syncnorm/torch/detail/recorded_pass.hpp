@@ -10,6 +10,7 @@
 #include <torch/types.h>
 
 #include <syncnorm/comm/any.hpp>
+#include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 
 namespace syncnorm::torch::detail {
@@ -25,6 +26,15 @@ struct exchange_state {
 struct recorded_pass : ::torch::CustomClassHolder {
   std::shared_ptr<exchange_state> state;
   batch_norm_saved saved;
+  at::ScalarType parameters = at::kFloat; ///< the type of weight, bias and running statistics
+  syncnorm::activation activation{};
+  masked_outputs masked = masked_outputs::normalized;
+  at::Tensor mask{}; ///< dense `[N, S]`, or undefined
+
+  /// Whether the pass did more than normalize.
+  [[nodiscard]] bool has_epilogue(at::Tensor const& residual) const {
+    return activation.negative_slope != 1 || mask.defined() || residual.defined();
+  }
 };
 
 /// The `[C]` values of `tensor`, which has to be contiguous; none where it is undefined.

@@ -1,0 +1,180 @@
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "support.hpp"
+
+#include <syncnorm/comm/thread_group.hpp>
+
+using namespace test;
+using syncnorm::activation;
+using syncnorm::masked_outputs;
+using syncnorm::run_ranks;
+using syncnorm::thread_communicator;
+using syncnorm::torch::norm_epilogue;
+
+namespace {
+
+/// The rows of rank `rank`: 3, then 2.
+Tensor rows_of(Tensor const& whole, int rank) { return rank == 0 ? whole.slice(0, 0, 3) : whole.slice(0, 3, 5); }
+
+/// Half of the last bit of a 16-bit type, relative to the number; each result is rounded once.
+double rounding_of(torch::Dtype type) { return type == torch::kHalf ? 0x1p-11 : type == torch::kBFloat16 ? 0x1p-8 : 0; }
+
+/// Batch norm of a whole batch with all that `forward_with` does, in the operations of libtorch.
+Tensor reference(Tensor const& x, Tensor const& weight, Tensor const& bias, norm_epilogue const& with) {
+  auto const counts =
+      (with.mask.defined() ? with.mask : torch::ones({5, 2, 2}, torch::kBool)).to(torch::kDouble).unsqueeze(1);
+  auto const count = counts.sum();
+  auto const per_channel = [](Tensor const& of) { return of.sum({0, 2, 3}, true); };
+  auto const mean = per_channel(x * counts) / count;
+  auto const var = per_channel((x - mean).square() * counts) / count;
+  auto y = (x - mean) / (var + 1e-2).sqrt() * weight.view({1, -1, 1, 1}) + bias.view({1, -1, 1, 1});
+  if (with.residual.defined()) y = y + with.residual;
+  y = torch::where(y > 0, y, y * with.activation.negative_slope);
+  return with.masked == masked_outputs::zero ? y * counts : y;
+}
+
+} // namespace
+
+TEST_CASE("16-bit inputs, and modules of their type or of float, over two ranks") {
+  torch::manual_seed(21);
+  for (auto const type : {torch::kHalf, torch::kBFloat16})
+    for (bool const mixed : {true, false})
+      for (auto const format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast}) {
+        auto const x = random({5, 3, 4, 4}).to(type), dy = random({5, 3, 4, 4}).to(type);
+        auto const parameters = mixed ? torch::kFloat : type;
+        auto const options = BatchNormOptions{3}.eps(1e-2).momentum(0.5);
+        auto twin = make_norm(options); // in double, of the same elements
+        auto const whole = x.to(torch::kDouble).requires_grad_();
+        auto const expected = twin->forward(whole);
+        expected.backward(dy.to(torch::kDouble));
+        Tensor weight_grads[2];
+        run_ranks(2, [&](thread_communicator const& comm) {
+          INFO("type ", static_cast<int>(type), ", mixed ", mixed, ", rank ", comm.rank());
+          auto norm = make_norm(options, comm);
+          norm->to(parameters);
+          auto const own = rows_of(x, comm.rank()).contiguous(format).detach().requires_grad_();
+          auto const y = norm->forward(own);
+          y.backward(rows_of(dy, comm.rank()).contiguous(format));
+          CHECK((y.scalar_type() == type));
+          CHECK((own.grad().scalar_type() == type));
+          CHECK((norm->weight.grad().scalar_type() == parameters));
+          CHECK((norm->running_var.scalar_type() == parameters));
+          // Parameters were rounded to their type, too, where that is of 16 bits; so was what they multiply and add.
+          double const allowed = 1e-5 + rounding_of(type) + 2 * rounding_of(parameters);
+          CHECK(error_of(y, rows_of(expected, comm.rank()), scale_of(expected)) <= allowed);
+          CHECK(error_of(own.grad(), rows_of(whole.grad(), comm.rank()), scale_of(whole.grad())) <= allowed);
+          CHECK(error_of(norm->running_mean, twin->running_mean, 1) <= allowed);
+          CHECK(error_of(norm->running_var, twin->running_var, 1) <= allowed);
+          weight_grads[comm.rank()] = norm->weight.grad().to(torch::kDouble);
+        });
+        CHECK(error_of(weight_grads[0] + weight_grads[1], twin->weight.grad(), 40) <=
+              1e-5 + 2 * rounding_of(parameters));
+      }
+}
+
+TEST_CASE("a rank with an empty batch of halves joins") {
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm, torch::kFloat);
+    auto const x = torch::ones({comm.rank() == 0 ? 0 : 4, 3, 2}, torch::kFloat).to(torch::kHalf);
+    auto const y = norm->forward(x);
+    CHECK(y.sizes() == x.sizes());
+    y.sum().backward();
+    CHECK(norm->weight.grad().defined());
+  });
+}
+
+TEST_CASE("an input and parameters of types that do not go together are refused on every rank") {
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm, torch::kDouble);
+    auto const type = comm.rank() == 1 ? torch::kHalf : torch::kDouble;
+    auto const message = message_of<syncnorm::invalid_argument_error>([&] {
+      norm->forward(random({2, 3, 2}).to(type));
+    });
+    CHECK_MESSAGE(contains(message, "rank 1: the input is of Half, but weight of Double"), message);
+  });
+}
+
+TEST_CASE("activation, residual and mask and their gradients are those of libtorch's operations") {
+  torch::manual_seed(22);
+  auto const mask = torch::rand({5, 2, 2}) < 0.6;
+  struct choice {
+    double slope;
+    bool residual, mask;
+    masked_outputs masked;
+  };
+  for (auto const& chosen : {choice{0, true, false, masked_outputs::normalized},
+                             {0.25, false, true, masked_outputs::zero},
+                             {1, true, true, masked_outputs::normalized},
+                             {0, true, true, masked_outputs::zero}})
+    for (auto const format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast}) {
+      auto const x = random({5, 3, 2, 2}), dy = random({5, 3, 2, 2}), residual = random({5, 3, 2, 2});
+      auto const options = BatchNormOptions{3}.eps(1e-2);
+      auto twin = make_norm(options);
+      auto const whole = x.clone().requires_grad_(), whole_residual = residual.clone().requires_grad_();
+      norm_epilogue of_whole{.activation = {chosen.slope}, .masked = chosen.masked};
+      if (chosen.residual) of_whole.residual = whole_residual;
+      if (chosen.mask) of_whole.mask = mask;
+      auto const expected = reference(whole, twin->weight, twin->bias, of_whole);
+      expected.backward(dy);
+      Tensor weight_grads[2], bias_grads[2];
+      run_ranks(2, [&](thread_communicator const& comm) {
+        INFO("slope ", chosen.slope, ", rank ", comm.rank());
+        auto norm = make_norm(options, comm);
+        auto const own = rows_of(x, comm.rank()).contiguous(format).detach().clone().requires_grad_();
+        auto const own_residual = rows_of(residual, comm.rank()).clone().requires_grad_();
+        norm_epilogue with{.activation = {chosen.slope}, .masked = chosen.masked};
+        if (chosen.residual) with.residual = own_residual;
+        if (chosen.mask) with.mask = rows_of(mask, comm.rank());
+        auto const y = norm->forward_with(own, with);
+        y.backward(rows_of(dy, comm.rank()));
+        CHECK(error_of(y, rows_of(expected, comm.rank()), 1) <= 1e-12);
+        CHECK(error_of(own.grad(), rows_of(whole.grad(), comm.rank()), 1) <= 1e-12);
+        if (chosen.residual)
+          CHECK(error_of(own_residual.grad(), rows_of(whole_residual.grad(), comm.rank()), 1) <= 1e-12);
+        weight_grads[comm.rank()] = norm->weight.grad();
+        bias_grads[comm.rank()] = norm->bias.grad();
+      });
+      CHECK(error_of(weight_grads[0] + weight_grads[1], twin->weight.grad(), 1) <= 1e-12);
+      CHECK(error_of(bias_grads[0] + bias_grads[1], twin->bias.grad(), 1) <= 1e-12);
+    }
+}
+
+TEST_CASE("what is wrong with a residual or a mask on one rank is thrown on both") {
+  struct fault {
+    norm_epilogue epilogue;
+    char const* text;
+  };
+  norm_epilogue shorter, other_type, other_shape, no_mask;
+  shorter.residual = torch::zeros({2, 3, 4}, torch::kDouble);
+  other_type.residual = torch::zeros({2, 3, 5}, torch::kFloat);
+  other_shape.mask = torch::ones({2, 3, 5}, torch::kBool);
+  no_mask.mask = torch::ones({2, 5}, torch::kDouble);
+  for (auto const& [epilogue, text] :
+       std::vector<fault>{{shorter, "rank 1: the residual is [2, 3, 4], expected [2, 3, 5]"},
+                          {other_type, "rank 1: the residual is of Float, expected Double"},
+                          {other_shape, "rank 1: the mask is [2, 3, 5], expected [2, 5]"},
+                          {no_mask, "rank 1: the mask is of Double, expected Bool or Byte"}}) {
+    auto const& with = epilogue;
+    std::string const expected = text;
+    run_ranks(2, [&with, &expected](thread_communicator const& comm) {
+      auto norm = make_norm(BatchNormOptions{3}, comm);
+      auto const message = message_of<syncnorm::invalid_argument_error>([&] {
+        norm->forward_with(random({2, 3, 5}), comm.rank() == 1 ? with : norm_epilogue{});
+      });
+      CHECK_MESSAGE(contains(message, expected), message);
+    });
+  }
+}
+
+TEST_CASE("gradients of a pass with an activation refuse to be differentiated") {
+  auto norm = make_norm(BatchNormOptions{3});
+  auto const x = random({4, 3, 2}).requires_grad_();
+  norm_epilogue with;
+  with.activation = activation::relu();
+  auto const y = norm->forward_with(x, with);
+  auto const dx = torch::autograd::grad({y.square().sum()}, {x}, {}, c10::nullopt, true)[0];
+  auto const message = message_of<syncnorm::error>([&] { dx.square().sum().backward(); });
+  CHECK_MESSAGE(contains(message, "with an activation, a residual or a mask"), message);
+}
