@@ -1,0 +1,167 @@
+// Trains a small block of a transformer on a synthetic task over sequences of different lengths, with layer norm, batch norm
+// or power norm: as several ranks, of which each has its own share of every batch, and as one rank with the whole batch,
+// which has to come to the same.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <torch/torch.h>
+
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/comm/collectives.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+
+#include "model.hpp"
+#include "task.hpp"
+
+namespace sequence_norm {
+
+namespace {
+
+struct options {
+  norm_kind norm = norm_kind::power;
+  std::string name = "power";
+  int ranks = 3;
+  std::int64_t steps = 150, sequences = 32, warmup = 40;
+  std::uint64_t seed = 1;
+};
+
+options read_command_line(int argc, char** argv) {
+  options result;
+  std::map<std::string, norm_kind> const norms{
+      {"layer", norm_kind::layer}, {"batch", norm_kind::batch}, {"power", norm_kind::power}};
+  auto const number = [](std::string const& text, std::int64_t least) {
+    std::size_t used = 0;
+    std::int64_t const value = std::stoll(text, &used);
+    if (used != text.size() || value < least) throw std::invalid_argument{text};
+    return value;
+  };
+  for (int i = 1; i < argc; i += 2) {
+    std::string const name = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+    try {
+      if (name == "--norm")
+        result.norm = norms.at(result.name = value);
+      else if (name == "--ranks")
+        result.ranks = static_cast<int>(std::min<std::int64_t>(number(value, 1), 64));
+      else if (name == "--steps")
+        result.steps = number(value, 1);
+      else if (name == "--sequences")
+        result.sequences = number(value, 1);
+      else if (name == "--warmup")
+        result.warmup = number(value, 0);
+      else if (name == "--seed")
+        result.seed = static_cast<std::uint64_t>(number(value, 0));
+      else
+        throw std::invalid_argument{name};
+    } catch (std::logic_error const&) {
+      throw std::invalid_argument{"cannot read '" + name + " " + value +
+                                  "'; usage: sequence_norm [--norm layer|batch|power] [--ranks P] [--steps N] "
+                                  "[--sequences N] [--warmup N] [--seed N]"};
+    }
+  }
+  return result;
+}
+
+struct outcome {
+  std::vector<double> losses; ///< of the whole batch, at each step
+  double accuracy = 0;
+};
+
+void sum_over_ranks(syncnorm::any_communicator const& comm, torch::Tensor const& sums) {
+  std::span<double> const values{sums.data_ptr<double>(), static_cast<std::size_t>(sums.numel())};
+  syncnorm::allreduce(comm, std::span<double const>{values}, values);
+}
+
+/// The loss of this rank's positions, as a part of the mean over those of all ranks.
+torch::Tensor loss_of(torch::Tensor const& scores, batch const& own, std::int64_t all_positions) {
+  auto const counts = own.padding.t().logical_not();
+  auto const each =
+      torch::nn::functional::cross_entropy(scores.index({counts}), own.targets.index({counts}),
+                                           torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
+  return each / static_cast<double>(all_positions);
+}
+
+/// Trains as one rank of `comm`. Collective.
+outcome train(syncnorm::any_communicator const& comm, options const& opts) {
+  int const rank = syncnorm::rank(comm), ranks = syncnorm::size(comm);
+  Model model{nullptr};
+  {
+    static std::mutex mutex; // ranks that are threads share libtorch's random numbers
+    std::scoped_lock const held{mutex};
+    torch::manual_seed(opts.seed);
+    model = Model{opts.norm, opts.warmup, comm};
+  }
+  model->to(torch::kDouble);
+  torch::optim::Adam optimizer{model->parameters(), torch::optim::AdamOptions{3e-3}};
+
+  outcome result;
+  for (std::int64_t step = 0; step < opts.steps; ++step) {
+    auto const whole = make_batch(opts.sequences, opts.seed * 1'000'003 + static_cast<std::uint64_t>(step));
+    auto const own = whole.share(rank, ranks);
+    optimizer.zero_grad();
+    auto const loss = loss_of(model->forward(own.tokens, own.padding), own, whole.positions());
+    loss.backward();
+    for (auto const& parameter : model->parameters()) {
+      if (!parameter.grad().defined()) parameter.mutable_grad() = torch::zeros_like(parameter);
+      sum_over_ranks(comm, parameter.grad());
+    }
+    optimizer.step();
+    auto const of_all = loss.detach().clone();
+    sum_over_ranks(comm, of_all);
+    result.losses.push_back(of_all.item<double>());
+  }
+
+  model->eval(); // which waits for the exchanges in flight
+  torch::NoGradGuard const no_recording;
+  auto const unseen = make_batch(256, opts.seed * 1'000'003 - 1), own = unseen.share(rank, ranks);
+  auto const right = model->forward(own.tokens, own.padding).argmax(2) == own.targets;
+  auto const count = right.logical_and(own.padding.t().logical_not()).sum().to(torch::kDouble);
+  sum_over_ranks(comm, count);
+  result.accuracy = count.item<double>() / static_cast<double>(unseen.positions());
+  return result;
+}
+
+int run(options const& opts) {
+  at::set_num_threads(1);
+  std::vector<outcome> of_ranks(static_cast<std::size_t>(opts.ranks));
+  syncnorm::run_ranks(opts.ranks, [&](syncnorm::thread_communicator const& comm) {
+    of_ranks[static_cast<std::size_t>(comm.rank())] = train(comm, opts);
+  });
+  auto const& several = of_ranks.front();
+  outcome const one = train(syncnorm::any_communicator{}, opts);
+
+  double difference = 0; // of the steps before rounding errors have grown by training itself
+  for (std::size_t step = 0; step < several.losses.size(); ++step) {
+    if (step < 50) difference = std::max(difference, std::abs(several.losses[step] / one.losses[step] - 1));
+    if (step % 25 == 24 || step + 1 == several.losses.size())
+      std::printf("step %3zu: loss %.6f over %d ranks, %.6f on one\n", step + 1, several.losses[step], opts.ranks,
+                  one.losses[step]);
+  }
+  std::printf("%s norm: accuracy %.3f over %d ranks, %.3f on one; losses of the first steps differ by %.1e\n",
+              opts.name.c_str(), several.accuracy, opts.ranks, one.accuracy, difference);
+  bool const learned = several.losses.back() < 0.7 * several.losses.front();
+  if (!(difference < 1e-7)) std::puts("several ranks did not take the steps of one");
+  if (!learned) std::puts("the loss did not fall");
+  return difference < 1e-7 && learned ? 0 : 1;
+}
+
+} // namespace
+
+} // namespace sequence_norm
+
+int main(int argc, char** argv) try {
+  return sequence_norm::run(sequence_norm::read_command_line(argc, argv));
+} catch (std::exception const& failure) {
+  std::fprintf(stderr, "sequence_norm: %s\n", failure.what());
+  return 2;
+}
