@@ -1,4 +1,5 @@
 #include <cstdint>
+#include <mutex>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -106,7 +107,9 @@ TEST_CASE("a gradient penalty across ranks is that of one process on the whole b
 }
 
 TEST_CASE("a gradient penalty trains a net of several layers across ranks, in floats") {
-  auto const make = [](syncnorm::any_communicator const& comm) {
+  std::mutex generator; // one for all threads
+  auto const make = [&](syncnorm::any_communicator const& comm) {
+    std::scoped_lock const held{generator};
     torch::manual_seed(33);
     return torch::nn::Sequential{torch::nn::Linear{4, 8}, SyncBatchNorm{BatchNormOptions{8}, comm}, torch::nn::Tanh{},
                                  torch::nn::Linear{8, 8}, SyncBatchNorm{BatchNormOptions{8}, comm}, torch::nn::Tanh{},
