@@ -63,6 +63,9 @@ void add(std::vector<bench::row>& rows, std::string const& layout, std::array<st
       std::vector<bench::contender> contenders{
           {"ours", [=] { return bench::syncnorm_step<T>(key, data, self, exec); }, steps, bench::settling_steps},
           {"floor", [=] { return bench::floor_step<T>(key, data); }, steps, bench::settling_steps}};
+      if (bench::reads_twice<T>(key, bench::passes{key}.backward ? 2 : 1))
+        contenders.push_back(
+            {"floor_once", [=] { return bench::floor_step<T>(key, data, true); }, steps, bench::settling_steps});
       if (suffix.empty()) {
         auto const& tensor = data->front();
         add_peers(contenders,

@@ -1,6 +1,7 @@
 #include "support/harness.hpp"
 
 #include <algorithm>
+#include <array>
 #include <barrier>
 #include <chrono>
 #include <cmath>
@@ -121,10 +122,11 @@ void write_json(std::ostream& out, row const& what, std::vector<measured> const&
       << "], \"comm\": " << quoted(key.comm) << ", \"ranks\": " << key.ranks << ", \"threads\": " << key.threads
       << ", \"seconds\": " << ours->median();
   if (auto const* floor = find("floor")) out << ", \"floor_seconds\": " << floor->median();
+  if (auto const* once = find("floor_once")) out << ", \"floor_once_seconds\": " << once->median();
   std::map<std::string, double> peers, variants;
   for (auto const& result : results) {
-    if (result.name == "ours" || result.name == "floor" || result.name == "alone" || result.name == "exchange")
-      continue;
+    constexpr std::array own{"ours", "floor", "floor_once", "alone", "exchange"};
+    if (std::ranges::find(own, result.name) != own.end()) continue;
     auto const slash = result.name.find('/');
     if (slash != std::string::npos) variants[result.name] = result.median();
     auto const [at, added] = peers.emplace(result.name.substr(0, slash), result.median());

@@ -18,8 +18,8 @@ struct row_key {
   int ranks = 1, threads = 1;
 };
 
-/// One of those that are compared in a row: "ours", "floor", "alone" (ours without the exchange), or a peer, whose
-/// variants, as in "onednn/nhwc", count as the fastest of them.
+/// One of those that are compared in a row: "ours", "floor", "floor_once" (without a second reading), "alone" (ours without
+/// the exchange), or a peer, whose variants, as in "onednn/nhwc", count as the fastest of them.
 struct contender {
   using step = std::function<void(int rank)>;
 

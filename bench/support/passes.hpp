@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -9,6 +10,8 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include <unistd.h>
 
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -64,19 +67,32 @@ template <class T>
   throw std::invalid_argument{"layout " + key.layout};
 }
 
-/// The passes of a row: which, and how many tensors each moves through memory.
+/// The passes of a row.
 struct passes {
   explicit passes(row_key const& key)
       : forward{key.op.find("forward") != std::string::npos}, backward{key.op.find("backward") != std::string::npos} {}
 
-  [[nodiscard]] double tensors_moved() const { return (forward ? 2 : 0) + (backward ? 3 : 0); }
-
   bool forward, backward;
 };
 
+/// Whether a pass that reads `inputs` tensors has to read them twice: the narrowest block of channels that can be read on
+/// its own, one channel or those of a cache line, does not fit the second-level cache of a core.
+template <class T>
+[[nodiscard]] bool reads_twice(row_key const& key, std::int64_t inputs) {
+  static std::int64_t const cache = std::max<std::int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 20);
+  auto const [n, c, s] = key.shape;
+  auto const bytes = static_cast<std::int64_t>(sizeof(T));
+  std::int64_t const narrowest = key.layout == "NCHW" ? bytes : std::min<std::int64_t>(64, c * bytes);
+  return n * s * narrowest * inputs > cache;
+}
+
+/// Bytes that the passes of a row cannot help moving.
 template <class T>
 [[nodiscard]] double floor_bytes(row_key const& key) {
-  return passes{key}.tensors_moved() * static_cast<double>(tensors<T>::size(key)) * sizeof(T);
+  passes const wanted{key};
+  int const forward = wanted.forward ? (reads_twice<T>(key, 1) ? 3 : 2) : 0;
+  int const backward = wanted.backward ? (reads_twice<T>(key, 2) ? 5 : 3) : 0;
+  return (forward + backward) * static_cast<double>(tensors<T>::size(key)) * sizeof(T);
 }
 
 /// One layer per rank, each stepped by its own thread. `comm_of(rank)` gives the communicators.
@@ -103,13 +119,16 @@ template <class T, class CommOf, class E>
   };
 }
 
-/// The copies that the passes of the row cannot avoid.
+/// The copies that the passes of the row cannot avoid, after a reading where they have to read twice. `once`: without that.
 template <class T>
-[[nodiscard]] contender::step floor_step(row_key const& key, rank_tensors<T> data) {
+[[nodiscard]] contender::step floor_step(row_key const& key, rank_tensors<T> data, bool once = false) {
+  bool const forward_twice = !once && reads_twice<T>(key, 1), backward_twice = !once && reads_twice<T>(key, 2);
   return [=, wanted = passes{key}, threads = key.threads](int rank) {
     auto const& tensor = (*data)[static_cast<std::size_t>(rank)];
     auto const bytes = tensor.x.size() * static_cast<std::int64_t>(sizeof(T));
+    if (wanted.forward && forward_twice) floor_read(tensor.x.data(), nullptr, bytes, threads);
     if (wanted.forward) floor_copy(tensor.out.data(), tensor.x.data(), nullptr, bytes, threads);
+    if (wanted.backward && backward_twice) floor_read(tensor.x.data(), tensor.dy.data(), bytes, threads);
     if (wanted.backward) floor_copy(tensor.out.data(), tensor.x.data(), tensor.dy.data(), bytes, threads);
   };
 }
