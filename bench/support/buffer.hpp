@@ -6,6 +6,8 @@
 #include <new>
 #include <utility>
 
+#include <syncnorm/core/element.hpp>
+
 namespace bench {
 
 /// The elements of a tensor, on memory that no count of allocations sees.
@@ -32,7 +34,8 @@ private:
   static T value(std::uint32_t i) {
     i = (i ^ (i >> 16)) * 0x7feb352du;
     i = (i ^ (i >> 15)) * 0x846ca68bu;
-    return static_cast<T>(static_cast<std::int32_t>(i ^ (i >> 16))) / static_cast<T>(2147483648.0) + T(0.25);
+    return syncnorm::from_double<T>(static_cast<double>(static_cast<std::int32_t>(i ^ (i >> 16))) / 2147483648.0 +
+                                    0.25);
   }
 
   T* data_;

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
@@ -26,7 +27,7 @@ namespace bench {
 
 template <class T>
 [[nodiscard]] std::string type_name() {
-  return std::is_same_v<T, double> ? "double" : "float";
+  return std::string{syncnorm::element_traits<T>::name};
 }
 
 /// x, dy and the output of one rank: y of a forward pass, dx of a backward pass.
