@@ -75,14 +75,39 @@ template <int Lanes>
 
 template <int Lanes>
 [[nodiscard]] inline vector_t<float, Lanes> widen_bfloat16(bits16<Lanes> const& bits) {
+#if defined(__AVX512F__)
+  if constexpr (Lanes == 16)
+    return reinterpret<vector_t<float, 16>>(
+        _mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, reinterpret<__m256i>(bits)), 16));
+#endif
+#if defined(__AVX2__)
+  if constexpr (Lanes == 8)
+    return reinterpret<vector_t<float, 8>>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(reinterpret<__m128i>(bits)), 16));
+#endif
   return reinterpret<vector_t<float, Lanes>>(__builtin_convertvector(bits, vector_t<std::uint32_t, Lanes>) << 16);
 }
 
 template <int Lanes>
 [[nodiscard]] inline bits16<Lanes> narrow_bfloat16(vector_t<float, Lanes> const& v) {
   using wide = vector_t<std::uint32_t, Lanes>;
-  wide const all = reinterpret<wide>(v), rounded = (all + 0x7fffu + (all >> 16 & 1u)) >> 16;
-  return __builtin_convertvector((all & 0x7fffffffu) > 0x7f800000u ? (all >> 16 | 0x40u) : rounded, bits16<Lanes>);
+  wide const all = reinterpret<wide>(v), rounded = all + 0x7fffu + (all >> 16 & 1u);
+#if defined(__AVX512F__)
+  if constexpr (Lanes == 16) {
+    auto const real = reinterpret<__m512>(v);
+    auto const quieted =
+        _mm512_mask_or_epi32(reinterpret<__m512i>(rounded), _mm512_cmp_ps_mask(real, real, _CMP_UNORD_Q),
+                             reinterpret<__m512i>(all), _mm512_set1_epi32(0x400000));
+    return reinterpret<bits16<16>>(_mm512_maskz_cvtepi32_epi16(0xffff, _mm512_maskz_srli_epi32(0xffff, quieted, 16)));
+  }
+#endif
+  wide const bits32 = ((all & 0x7fffffffu) > 0x7f800000u ? all | 0x400000u : rounded) >> 16;
+#if defined(__AVX2__)
+  if constexpr (Lanes == 8) {
+    auto const bits = reinterpret<__m256i>(bits32);
+    return reinterpret<bits16<8>>(_mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+  }
+#endif
+  return __builtin_convertvector(bits32, bits16<Lanes>);
 }
 
 /// One element.

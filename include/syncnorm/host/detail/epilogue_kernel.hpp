@@ -51,7 +51,7 @@ public:
     if (layout_ != layout::channels) {
       rows(of, group, sum_dy, sum_dy_xmu);
     } else {
-      constexpr int lanes = native_lanes<double>;
+      constexpr int lanes = native_lanes<A>;
       length >= lanes ? elements<lanes>(of, group, sum_dy, sum_dy_xmu) : elements<1>(of, group, sum_dy, sum_dy_xmu);
     }
     for (std::int64_t c = 0; c < length; ++c) sum_dy_xmu[c] -= of.lost[static_cast<std::size_t>(c)] * sum_dy[c];
@@ -84,14 +84,15 @@ private:
   };
 
   void rows(part const& of, std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
       std::uint8_t const* const mask = of_.mask == nullptr ? nullptr : of_.mask->row(now.sample) + now.begin;
       if (mask != nullptr && of_.mask->at(now).counted == 0) return;
       for (std::int64_t c = 0; c < of.x.channels; ++c) {
         row const at{of, now, c, mask, of_.slope, has_residual_};
         sums<1> all{};
         if (layout_ == layout::rows && now.length >= native_lanes<A>) {
-          all = at.template sum_vectors<native_lanes<A>>(now.length);
+          all = at.template sum_vectors<native_lanes<A>>(now.length, lookahead(of.dy, c, now, next),
+                                                         lookahead(of.x, c, now, next));
         } else {
           for (std::int64_t s = 0; s < now.length; ++s) at.add(all, s);
         }
@@ -147,7 +148,7 @@ private:
     }
 
     template <int L>
-    [[nodiscard]] sums<1> sum_vectors(std::int64_t n) const {
+    [[nodiscard]] sums<1> sum_vectors(std::int64_t n, std::int64_t dy_ahead, std::int64_t x_ahead) const {
       std::array<sums<L>, 4> of{};
       auto const add_to = [](sums<L>& to, sums<L> const& more) {
         to.dy += more.dy;
@@ -155,6 +156,9 @@ private:
       };
       std::int64_t i = 0;
       for (; i + 4 * L <= n; i += 4 * L) {
+        prefetch<4 * L>(dy, i + dy_ahead);
+        prefetch<4 * L>(x, i + x_ahead);
+        if (residual != nullptr) prefetch<4 * L>(residual, i + x_ahead);
         add_to(of[0], at<L>(i));
         add_to(of[1], at<L>(i + L));
         add_to(of[2], at<L>(i + 2 * L));
@@ -171,11 +175,10 @@ private:
     }
   };
 
-  /// Contiguous channels: every element goes into double, some positions at a time.
+  /// Contiguous channels: the sums of some positions at a time go into double.
   template <int L>
   void elements(part const& of, std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
     using vector = vector_t<A, L>;
-    using wide = vector_t<double, L>;
     lane_slots<L> const slots{of.x.channels};
     std::array<double, most> first, second;
     std::fill_n(first.data(), slots.size(), 0.0);
@@ -190,18 +193,18 @@ private:
         auto const i = static_cast<std::size_t>(slot), from = static_cast<std::size_t>(c);
         vector const center = load<L>(&of.center[from]), scale = load<L>(&of.scale[from]);
         vector const shift = load<L>(&of.shift[from]);
-        wide a = load<L>(&first[i]), b = load<L>(&second[i]);
+        vector a{}, b{};
         for (std::size_t r = 0; r < waiting; ++r) {
           auto const& at = positions[r];
           vector const d = load<L>(at.x + c) - center;
           vector v = d * scale + shift;
           if (has_residual_) v += load<L>(at.residual + c);
           vector const g = activation_gradient(v, load<L>(at.dy + c), of_.slope);
-          a += to_double<A, L>(g);
-          b += to_double<A, L>(g * d);
+          a += g;
+          b += g * d;
         }
-        store<L>(&first[i], a);
-        store<L>(&second[i], b);
+        add_to_doubles<A, L>(&first[i], a);
+        add_to_doubles<A, L>(&second[i], b);
       });
       waiting = 0;
     };

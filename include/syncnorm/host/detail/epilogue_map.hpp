@@ -188,9 +188,21 @@ private:
       }
   }
 
+  /// Two vectors one after the other.
   template <int L>
+  static void put_two(targets const& to, std::int64_t i, results<L> const& v0, results<L> const& v1,
+                      std::array<bool, outputs> const& streams) {
+    for (std::size_t j = 0; j < outputs; ++j)
+      if (streams[j]) {
+        stream_two<L>(to[j] + i, v0[j], v1[j]);
+      } else if (to[j] != nullptr) {
+        store<L>(to[j] + i, v0[j]);
+        store<L>(to[j] + i + L, v1[j]);
+      }
+  }
+
   static std::int64_t misaligned(T const* to) {
-    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % (L * sizeof(T)) / sizeof(T));
+    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
   }
 
   /// `n` contiguous elements.
@@ -205,9 +217,9 @@ private:
     std::array<bool, outputs> streams{};
     std::int64_t i = 0;
     if (streaming) {
-      std::int64_t const off = misaligned<L>(to[first]);
-      for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && misaligned<L>(to[j]) == off;
-      std::int64_t const head = off == 0 ? 0 : std::min<std::int64_t>(n, L - off);
+      std::int64_t const off = misaligned(to[first]);
+      for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && misaligned(to[j]) == off;
+      std::int64_t const head = off == 0 ? 0 : std::min<std::int64_t>(n, stream_lanes<T> - off);
       for (; i < head; ++i) put<1>(to, i, compute<1>(from, i, k), {});
     }
     if (streaming || n < L) {
@@ -231,8 +243,7 @@ private:
       if (fetch)
         for (std::size_t j = 0; j < inputs; ++j) prefetch<2 * L, 2>(from[j], i + further[j]);
       auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
-      put<L>(to, i, v0, streams);
-      put<L>(to, i + L, v1, streams);
+      put_two<L>(to, i, v0, v1, streams);
     }
     for (; i + L <= n; i += L) put<L>(to, i, compute<L>(from, i, k), streams);
   }

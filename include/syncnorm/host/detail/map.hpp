@@ -194,6 +194,16 @@ private:
     }
   }
 
+  template <bool Stream, int L>
+  static void put_two(T* to, vector_t<A, L> const& v0, vector_t<A, L> const& v1) {
+    if constexpr (Stream) {
+      stream_two<L>(to, v0, v1);
+    } else {
+      store<L>(to, v0);
+      store<L>(to + L, v1);
+    }
+  }
+
   template <int L>
   static void fetch(pointers const& from, std::int64_t i, std::array<std::int64_t, inputs> const& further) {
     for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, 2>(from[j], i + further[j]);
@@ -206,9 +216,8 @@ private:
     constexpr int L = native_lanes<A>;
     std::int64_t i = 0;
     if constexpr (Stream) {
-      auto const misaligned =
-          static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % (L * sizeof(T)) / sizeof(T));
-      std::int64_t const head = misaligned == 0 ? 0 : std::min<std::int64_t>(n, L - misaligned);
+      auto const misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
+      std::int64_t const head = misaligned == 0 ? 0 : std::min<std::int64_t>(n, stream_lanes<T> - misaligned);
       for (; i < head; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
     } else if (n < L) {
       for (; i < n; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
@@ -220,10 +229,8 @@ private:
       if constexpr (Fetch) fetch<L>(from, i, further);
       auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
       auto const v2 = compute<L>(from, i + 2 * L, k), v3 = compute<L>(from, i + 3 * L, k);
-      put<Stream, L>(to + i, v0);
-      put<Stream, L>(to + i + L, v1);
-      put<Stream, L>(to + i + 2 * L, v2);
-      put<Stream, L>(to + i + 3 * L, v3);
+      put_two<Stream, L>(to + i, v0, v1);
+      put_two<Stream, L>(to + i + 2 * L, v2, v3);
     }
     if (Fetch && i < n) fetch<L>(from, i, further);
     for (; i + L <= n; i += L) put<Stream, L>(to + i, compute<L>(from, i, k));

@@ -55,7 +55,7 @@ public:
     std::fill_n(m2, length, 0.0);
     if (parts_.elements(group) == 0) return;
     tensor_view<T const> const x = x_.channel_range(first, length);
-    constexpr int lanes = native_lanes<double>;
+    constexpr int lanes = native_lanes<A>;
     if (layout_ != layout::channels) {
       rows(x, group, mean, m2);
     } else {
@@ -78,7 +78,7 @@ private:
     std::array<shifted, most> sums;
     std::array<A, static_cast<std::size_t>(row_cut::longest) + native_lanes<A>> row;
     bool begun = false;
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
       auto const& counted = parts_.mask.at(now);
       if (counted.counted == 0) return;
       std::int64_t const begin = now.begin + counted.first, length = counted.last - counted.first;
@@ -86,7 +86,7 @@ private:
       for (std::int64_t c = 0; c < x.channels; ++c) {
         auto& sum = sums[static_cast<std::size_t>(c)];
         if (layout_ == layout::rows && counted.contiguous()) {
-          add(sum, &x(now.sample, c, begin), length, begun);
+          add(sum, &x(now.sample, c, begin), length, lookahead(x, c, now, next), begun);
         } else {
           if (layout_ == layout::rows) {
             compact(&x(now.sample, c, begin), mask, length, row.data());
@@ -95,7 +95,7 @@ private:
             for (std::int64_t s = 0; s < length; ++s)
               if (mask[s] != 0) *to++ = load<1>(&x(now.sample, c, begin + s));
           }
-          add(sum, row.data(), counted.counted, begun);
+          add(sum, row.data(), counted.counted, 0, begun);
         }
       }
       begun = true;
@@ -106,7 +106,7 @@ private:
 
   /// `n` elements, all of which count.
   template <class X>
-  static void add(shifted& sum, X const* x, std::int64_t n, bool begun) {
+  static void add(shifted& sum, X const* x, std::int64_t n, std::int64_t ahead, bool begun) {
     constexpr int lanes = native_lanes<A>;
     constexpr std::int64_t pilot = 16;
     using vector = vector_t<A, lanes>;
@@ -131,6 +131,7 @@ private:
       };
       std::int64_t i = 0;
       for (; i + 4 * lanes <= n; i += 4 * lanes) {
+        if (ahead != 0) prefetch<4 * lanes>(x, i + ahead);
         take(0, load<lanes>(x + i) - p);
         take(1, load<lanes>(x + i + lanes) - p);
         take(2, load<lanes>(x + i + 2 * lanes) - p);
@@ -148,11 +149,10 @@ private:
     sum.second += static_cast<double>(second) + t * (2 * a + count * t);
   }
 
-  /// Contiguous channels: every element that counts goes into double, some positions at a time.
+  /// Contiguous channels: the sums of some positions that count at a time go into double.
   template <int L>
   void elements(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     using vector = vector_t<A, L>;
-    using wide = vector_t<double, L>;
     lane_slots<L> const slots{x.channels};
     std::array<A, most> pivots;
     std::array<double, most> first, second;
@@ -176,14 +176,14 @@ private:
       slots.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot);
         vector const p = load<L>(&pivots[i]);
-        wide a = load<L>(&first[i]), b = load<L>(&second[i]);
+        vector a{}, b{};
         for (std::size_t r = 0; r < waiting; ++r) {
-          wide const d = to_double<A, L>(load<L>(from[r] + c) - p);
+          vector const d = load<L>(from[r] + c) - p;
           a += d;
           b += d * d;
         }
-        store<L>(&first[i], a);
-        store<L>(&second[i], b);
+        add_to_doubles<A, L>(&first[i], a);
+        add_to_doubles<A, L>(&second[i], b);
       });
       waiting = 0;
     };

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/host/detail/convert.hpp>
@@ -79,37 +80,65 @@ inline constexpr bool can_stream =
     false;
 #endif
 
+/// A store of `bits` that bypasses the cache, if there is one of their size.
+template <class Bits>
+inline void stream_bits(void* to, Bits const& bits) {
+  constexpr std::size_t bytes = sizeof bits;
+#if defined(__x86_64__) && defined(__SSE2__)
+  if constexpr (bytes == 4) {
+    _mm_stream_si32(static_cast<int*>(to), reinterpret<int>(bits));
+    return;
+  } else if constexpr (bytes == 8) {
+    _mm_stream_si64(static_cast<long long*>(to), reinterpret<long long>(bits));
+    return;
+  } else if constexpr (bytes == 16) {
+    _mm_stream_si128(static_cast<__m128i*>(to), reinterpret<__m128i>(bits));
+    return;
+  }
+#if defined(__AVX__)
+  else if constexpr (bytes == 32) {
+    _mm256_stream_si256(static_cast<__m256i*>(to), reinterpret<__m256i>(bits));
+    return;
+  }
+#endif
+#if defined(__AVX512F__)
+  else if constexpr (bytes == 64) {
+    _mm512_stream_si512(static_cast<__m512i*>(to), reinterpret<__m512i>(bits));
+    return;
+  }
+#endif
+#endif
+  std::memcpy(to, &bits, bytes);
+}
+
 /// A store that bypasses the cache. Full vectors must be aligned to their size; `stream_fence` must follow before the
 /// writing thread tells another of the data.
 template <int Lanes, class T>
 inline void stream(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
-  if constexpr (!can_stream<T>) {
+  if constexpr (can_stream<T>)
+    stream_bits(to, pack<T, Lanes>(v));
+  else
     store<Lanes>(to, v);
+}
+
+/// Elements of a full register, to which streamed runs are aligned.
+template <class T>
+inline constexpr int stream_lanes = simd_bytes / static_cast<int>(sizeof(T));
+
+/// The lanes of `a` and then those of `b`, in registers.
+template <class Vector, std::size_t... I>
+[[nodiscard]] inline auto join(Vector const& a, Vector const& b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, I...);
+}
+
+/// Two vectors one after the other: as one, where they fill a register together. Aligned to that.
+template <int Lanes, class T>
+inline void stream_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0, vector_t<accumulate_t<T>, Lanes> const& v1) {
+  if constexpr (can_stream<T> && stream_lanes<T> == 2 * Lanes) {
+    stream_bits(to, join(pack<T, Lanes>(v0), pack<T, Lanes>(v1), std::make_index_sequence<2 * Lanes>{}));
   } else {
-#if defined(__x86_64__) && defined(__SSE2__)
-    auto const packed = pack<T, Lanes>(v);
-    constexpr std::size_t bytes = sizeof packed;
-    if constexpr (bytes == 4) {
-      _mm_stream_si32(reinterpret_cast<int*>(to), reinterpret<int>(packed));
-    } else if constexpr (bytes == 8) {
-      _mm_stream_si64(reinterpret_cast<long long*>(to), reinterpret<long long>(packed));
-    } else if constexpr (bytes == 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret<__m128i>(packed));
-    }
-#if defined(__AVX__)
-    else if constexpr (bytes == 32) {
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), reinterpret<__m256i>(packed));
-    }
-#endif
-#if defined(__AVX512F__)
-    else if constexpr (bytes == 64) {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret<__m512i>(packed));
-    }
-#endif
-    else {
-      store<Lanes>(to, v);
-    }
-#endif
+    stream<Lanes>(to, v0);
+    stream<Lanes>(to + Lanes, v1);
   }
 }
 
@@ -185,6 +214,16 @@ template <class A>
     std::memcpy(&parts, &v, sizeof v);
     return to_double<A, half>(parts.low) + to_double<A, half>(parts.high);
   }
+}
+
+/// sums[i] += v[i] for each lane.
+template <class A, int Lanes>
+inline void add_to_doubles(double* sums, vector_t<A, Lanes> const& v) {
+  constexpr int lanes = Lanes < native_lanes<double> ? Lanes : native_lanes<double>;
+  std::array<A, Lanes> values;
+  std::memcpy(values.data(), &v, sizeof v);
+  for (int i = 0; i < Lanes; i += lanes)
+    store<lanes>(sums + i, load<lanes>(sums + i) + to_double<A, lanes>(load<lanes>(values.data() + i)));
 }
 
 } // namespace syncnorm::host::detail
