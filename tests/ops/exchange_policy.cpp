@@ -233,3 +233,32 @@ TEST_CASE("what is wrong on one rank reaches every rank under the reduce policy,
       CHECK(data.state() == after);
     });
 }
+
+TEST_CASE("whether a backward pass follows is agreed on under either policy") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
+      std::vector<float> x{1, 2, 3, 4}, y(4);
+      syncnorm::batch_norm_saved saved;
+      syncnorm::batch_norm_workspace workspace{2};
+      auto const forward = [&](syncnorm::backward_pass first, syncnorm::backward_pass others) {
+        syncnorm::batch_norm_caller const caller{.backward = comm.rank() == 0 ? first : others};
+        syncnorm::batch_norm_forward<float>(syncnorm::host::serial_executor{}, comm, syncnorm::nc(x.data(), 2, 2),
+                                            syncnorm::nc(y.data(), 2, 2), syncnorm::affine_parameters<float>{},
+                                            syncnorm::running_statistics<float>{}, {.exchange = policy}, saved,
+                                            workspace, caller);
+        return saved.backward_needed;
+      };
+      using enum syncnorm::backward_pass;
+      for (int step = 0; step < 2; ++step) { // in the first the ranks have yet to agree on the channels
+        CHECK(forward(needed, possible));
+        CHECK_FALSE(forward(possible, impossible));
+        std::string text;
+        try {
+          (void)forward(impossible, needed);
+        } catch (syncnorm::mismatch_error const& e) {
+          text = e.what();
+        }
+        CHECK_MESSAGE(text.find("rank 1 needs one, rank 0 records no gradients") != std::string::npos, text);
+      }
+    });
+}

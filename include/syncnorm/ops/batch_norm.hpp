@@ -112,14 +112,14 @@ public:
   /// completes it. Collective where `forward` is, and sharing no exchange with it: the two may be mixed.
   [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y,
                                              batch_norm_epilogue<T> const& epilogue = {}) {
-    return begin(plan_forward(x, y, epilogue));
+    return begin_pass(comm_, plan_forward(x, y, epilogue), workspace_);
   }
   /// `backward` in two phases.
   [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
                                               batch_norm_backward_options const& options = {},
                                               batch_norm_epilogue<T> const& epilogue = {},
                                               tensor_view<T> dresidual = {}) {
-    return begin(plan_backward(x, dy, dx, options, epilogue, dresidual));
+    return begin_pass(comm_, plan_backward(x, dy, dx, options, epilogue, dresidual), workspace_);
   }
 
   /// `forward`, described for a `batch_norm_group`. The layer must stay where it is until the pass is finished.
@@ -193,16 +193,6 @@ private:
   [[nodiscard]] running_statistics<P> running() {
     if (!options_.track_running_stats) return {};
     return {running_mean_, running_var_, &num_batches_tracked_};
-  }
-
-  [[nodiscard]] pending_passes begin(batch_norm_pass pass) {
-    std::vector<batch_norm_pass> one;
-    one.push_back(std::move(pass));
-    auto& packets = workspace_.packets;
-    if (workspace_.exchange.agreed()) packets.agree();
-    auto pending = pending_passes::begin(comm_, std::move(one), packets);
-    if (packets.agreed()) workspace_.exchange.agree();
-    return pending;
   }
 
   template <communicator Over>

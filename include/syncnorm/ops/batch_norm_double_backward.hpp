@@ -63,7 +63,7 @@ template <class T>
 /// constant statistics: γr·u + a·x̂ + b to dy, a·r·g to x, and r·Σ u·g to gamma.
 ///
 /// dy, x, to_dy and to_x `[N, C, S]`; to_dy and to_x are neither each other nor an input, and a default one is not needed.
-/// Collective, one exchange, on every rank of the backward pass and with the same options. On an error, which every rank
+/// The forward pass was of one batch, without epilogue or mask. Collective, one exchange, on every rank of the backward pass and with the same options. On an error, which every rank
 /// throws, `gamma_gradient` is unchanged. Throws invalid_argument_error, mismatch_error, communicator_error.
 template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
 void batch_norm_double_backward(E const& exec, C const& comm, batch_norm_second_order<T, P> const& second,

@@ -132,4 +132,16 @@ private:
   std::unique_ptr<detail::erased_work> work_; // last, so that it goes first, and waits while there are buffers
 };
 
+/// Begins one layer's pass over `comm`, with the buffers of the layer's workspace, which has to outlive it. Collective; see
+/// `pending_passes`.
+template <communicator C>
+[[nodiscard]] pending_passes begin_pass(C const& comm, batch_norm_pass pass, batch_norm_workspace& workspace) {
+  std::vector<batch_norm_pass> one;
+  one.push_back(std::move(pass));
+  if (workspace.exchange.agreed()) workspace.packets.agree();
+  auto pending = pending_passes::begin(comm, std::move(one), workspace.packets);
+  if (workspace.packets.agreed()) workspace.exchange.agree();
+  return pending;
+}
+
 } // namespace syncnorm

@@ -22,6 +22,10 @@
 
 namespace syncnorm::torch {
 
+namespace detail {
+class batches_of;
+}
+
 /// Batch normalization over the batch of all ranks of a communicator, in training; with its options, state and modes
 /// otherwise those of torch::nn::BatchNorm1d, 2d and 3d, so that checkpoints of either load into the other.
 ///
@@ -137,9 +141,18 @@ public:
   ::torch::Tensor running_mean, running_var, num_batches_tracked;
 
 private:
+  friend class detail::batches_of;
+
   [[nodiscard]] std::shared_ptr<detail::exchange_state> make_state(any_communicator comm) const {
     return std::make_shared<detail::exchange_state>(
         detail::exchange_state{std::move(comm), batch_norm_workspace{options.num_features()}});
+  }
+
+  [[nodiscard]] batch_norm_options make_options() const {
+    batch_norm_options made{.eps = options.eps(), .variance = running_variance_, .exchange = policy_};
+    made.momentum.reset();
+    if (options.momentum()) made.momentum = *options.momentum();
+    return made;
   }
 
   template <class T, class P>
@@ -197,9 +210,7 @@ private:
                detail::recorded_pass& pass, batch_norm_caller const& caller) {
     auto const& x = of_input.x_view;
     auto const& y = of_input.y_view;
-    batch_norm_options norm{.eps = options.eps(), .variance = running_variance_, .exchange = policy_};
-    norm.momentum.reset();
-    if (options.momentum()) norm.momentum = *options.momentum();
+    auto const norm = make_options();
     at_executor const exec;
     if (is_training() && !frozen_) {
       auto& workspace = state_->workspace;

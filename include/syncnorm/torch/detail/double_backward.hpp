@@ -31,15 +31,29 @@ struct backward_results {
 /// Gives tensors that refuse to be differentiated.
 class once_differentiable : public ::torch::autograd::Function<once_differentiable> {
 public:
-  /// `inputs` are what the tensors depend on.
-  static ::torch::autograd::variable_list forward(::torch::autograd::AutogradContext*, at::TensorList /*inputs*/,
-                                                  ::torch::autograd::variable_list* tensors) {
-    return *tensors;
+  using tensors = ::torch::autograd::variable_list;
+
+  /// `inputs` are what the tensors depend on, and `what` they are, in plural.
+  static tensors forward(::torch::autograd::AutogradContext* recorded, at::TensorList /*inputs*/,
+                         std::string const& what, tensors* gradients) {
+    recorded->saved_data["what"] = what;
+    return *gradients;
   }
-  static ::torch::autograd::variable_list backward(::torch::autograd::AutogradContext*,
-                                                   ::torch::autograd::variable_list const&) {
-    throw error{"syncnorm::torch::SyncBatchNorm: the gradients of its gradients cannot be differentiated (third "
-                "derivatives), nor those of a pass with an activation, a residual or a mask (second ones)"};
+  static tensors backward(::torch::autograd::AutogradContext* recorded, tensors const&) {
+    throw error{"syncnorm::torch::SyncBatchNorm: " + recorded->saved_data["what"].toStringRef() +
+                " cannot be differentiated"};
+  }
+
+  /// Makes the defined ones of `results` such tensors.
+  static void refuse(std::string const& what, tensors& results, tensors const& inputs) {
+    tensors defined, sources;
+    std::ranges::copy_if(results, std::back_inserter(defined), &at::Tensor::defined);
+    std::ranges::copy_if(inputs, std::back_inserter(sources), &at::Tensor::defined);
+    if (defined.empty()) return;
+    auto const refusing = apply(at::TensorList{sources}, what, &defined);
+    auto next = refusing.begin();
+    for (auto& result : results)
+      if (result.defined()) result = *next++;
   }
 };
 
@@ -76,7 +90,11 @@ public:
       using T = typename Types::element;
       return run<T, typename Types::parameter>(*recorded, *pass, gradients, dy, x, weight, std::move(fault));
     });
-    if (at::GradMode::is_enabled()) refuse_further(results, gradients, {dy, x, weight});
+    if (at::GradMode::is_enabled()) {
+      auto inputs = gradients;
+      inputs.insert(inputs.end(), {dy, x, weight});
+      once_differentiable::refuse("the gradients of its gradients (third derivatives)", results, inputs);
+    }
     return results;
   }
 
@@ -132,18 +150,6 @@ private:
     batch_norm_double_backward<T, P>(at_executor{}, state.comm, second, dy_view, of_x.x_view, gamma, pass.saved,
                                      to_dy_view, to_x_view, gamma_gradient, {exchange}, workspace, {.fault = fault});
     return {to_dy, to_x, to_weight, {}, {}};
-  }
-
-  static void refuse_further(tensors& results, tensors const& gradients, tensors const& inputs) {
-    tensors defined, sources;
-    std::ranges::copy_if(results, std::back_inserter(defined), &at::Tensor::defined);
-    std::ranges::copy_if(gradients, std::back_inserter(sources), &at::Tensor::defined);
-    std::ranges::copy_if(inputs, std::back_inserter(sources), &at::Tensor::defined);
-    if (defined.empty()) return;
-    auto const refusing = once_differentiable::apply(at::TensorList{sources}, &defined);
-    auto next = refusing.begin();
-    for (auto& result : results)
-      if (result.defined()) result = *next++;
   }
 };
 

@@ -71,7 +71,8 @@ public:
     });
     if (!at::GradMode::is_enabled()) return gradients;
     if (pass->has_epilogue(residual))
-      refuse_double_backward(gradients, {dy.at(0), x, weight, residual});
+      once_differentiable::refuse("the gradients of a pass with an activation, a residual or a mask (double backward)",
+                                  gradients, {dy.at(0), x, weight, residual});
     else
       record_backward(gradients, dy.at(0), x, weight, pass);
     return gradients;
@@ -139,17 +140,6 @@ private:
                                     gradients, {state.exchange_backward}, workspace, {fault, differentiable}, epilogue,
                                     dresidual_view);
     return {dx, dgamma, dbeta, dresidual, {}, {}, {}};
-  }
-
-  static void refuse_double_backward(tensors& gradients, tensors const& inputs) {
-    tensors defined, sources;
-    std::ranges::copy_if(gradients, std::back_inserter(defined), &at::Tensor::defined);
-    std::ranges::copy_if(inputs, std::back_inserter(sources), &at::Tensor::defined);
-    if (defined.empty()) return;
-    auto const refusing = once_differentiable::apply(at::TensorList{sources}, &defined);
-    auto next = refusing.begin();
-    for (auto& gradient : gradients)
-      if (gradient.defined()) gradient = *next++;
   }
 
   /// Records gradients as functions of what they were made of, to be differentiated in turn.
