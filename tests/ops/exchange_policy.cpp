@@ -234,31 +234,36 @@ TEST_CASE("what is wrong on one rank reaches every rank under the reduce policy,
     });
 }
 
-TEST_CASE("whether a backward pass follows is agreed on under either policy") {
+TEST_CASE("options, and whether a backward pass follows, are agreed on in every pass, under either policy") {
   for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
     syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
       std::vector<float> x{1, 2, 3, 4}, y(4);
       syncnorm::batch_norm_saved saved;
       syncnorm::batch_norm_workspace workspace{2};
-      auto const forward = [&](syncnorm::backward_pass first, syncnorm::backward_pass others) {
+      auto const forward = [&](syncnorm::backward_pass first, syncnorm::backward_pass others, double eps = 1e-5) {
         syncnorm::batch_norm_caller const caller{.backward = comm.rank() == 0 ? first : others};
         syncnorm::batch_norm_forward<float>(syncnorm::host::serial_executor{}, comm, syncnorm::nc(x.data(), 2, 2),
                                             syncnorm::nc(y.data(), 2, 2), syncnorm::affine_parameters<float>{},
-                                            syncnorm::running_statistics<float>{}, {.exchange = policy}, saved,
-                                            workspace, caller);
+                                            syncnorm::running_statistics<float>{}, {.eps = eps, .exchange = policy},
+                                            saved, workspace, caller);
         return saved.backward_needed;
       };
       using enum syncnorm::backward_pass;
       for (int step = 0; step < 2; ++step) { // in the first the ranks have yet to agree on the channels
         CHECK(forward(needed, possible));
         CHECK_FALSE(forward(possible, impossible));
-        std::string text;
-        try {
-          (void)forward(impossible, needed);
-        } catch (syncnorm::mismatch_error const& e) {
-          text = e.what();
-        }
+        auto const disagree = [&](auto const& f) -> std::string {
+          try {
+            f();
+          } catch (syncnorm::mismatch_error const& e) {
+            return e.what();
+          }
+          return "nothing thrown";
+        };
+        auto text = disagree([&] { (void)forward(impossible, needed); });
         CHECK_MESSAGE(text.find("rank 1 needs one, rank 0 records no gradients") != std::string::npos, text);
+        text = disagree([&] { (void)forward(possible, possible, comm.rank() == 2 ? 0.5 : 1e-5); });
+        CHECK_MESSAGE(text.find("rank 2 has 0.5") != std::string::npos, text);
       }
     });
 }
