@@ -16,6 +16,7 @@
 #include <syncnorm/ops/batch_norm_backward.hpp>
 #include <syncnorm/ops/batch_norm_double_backward.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
+#include <syncnorm/ops/batch_norm_in_place.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/pending_passes.hpp>
 
@@ -91,7 +92,27 @@ public:
                                     options, workspace_, {}, epilogue, dresidual);
   }
 
-  /// The same of the K micro-batches of the latest forward pass. No dx: not needed.
+  /// `forward` over x itself, of which `backward_in_place` needs no copy: it recovers x from y, up to rounding, where gamma
+  /// and the activation allow it; the other channels are kept, see `kept`. The residual has to stay until then.
+  void forward_in_place(tensor_view<T> x, batch_norm_epilogue<T> const& epilogue = {}) {
+    tensor_view<T const> const from = x;
+    kept_.keep(from, affine_parameters<P>{gamma_, beta_}, epilogue);
+    forward(from, x, epilogue);
+  }
+
+  /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards.
+  /// dx may be y or dy.
+  void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
+                         batch_norm_epilogue<T> const& epilogue = {}, tensor_view<T> dresidual = {},
+                         batch_norm_backward_options const& options = {}) {
+    auto const fault = kept_.restore(exec_, y, affine_parameters<P>{gamma_, beta_}, saved_, epilogue);
+    batch_norm_backward<T const, P>(exec_, comm_, dy, y, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
+                                    options, workspace_, {.fault = fault}, epilogue, dresidual);
+  }
+  /// What the latest `forward_in_place` has kept of x.
+  [[nodiscard]] batch_norm_kept<T> const& kept() const noexcept { return kept_; }
+
+  /// `backward` of the K micro-batches of the latest forward pass. No dx: not needed.
   void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
                 std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {},
                 std::span<batch_norm_epilogue<T> const> epilogues = {},
@@ -225,6 +246,7 @@ private:
   bool training_ = true, frozen_ = false;
   batch_norm_saved saved_;
   batch_norm_workspace workspace_;
+  batch_norm_kept<T> kept_;
 };
 
 } // namespace syncnorm

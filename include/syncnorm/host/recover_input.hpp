@@ -1,0 +1,85 @@
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/channel_values.hpp>
+#include <syncnorm/host/detail/epilogue_map.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/prepared_epilogue.hpp>
+
+namespace syncnorm::host {
+
+/// How many times |gamma| is |beta| at most where x is recovered from y. The error of (x − mean)·inv_std is that of rounding y,
+/// over |gamma|: the last bit times |beta/gamma| + |(x − mean)·inv_std|.
+template <class T>
+inline constexpr double recoverable_ratio = sizeof(T) == 2 ? 1 : 16;
+
+/// Whether `recover_input` recovers a channel of x: gamma neither takes what x had away, nor does beta outweigh it, and the
+/// activation has an inverse.
+template <class T>
+[[nodiscard]] inline bool is_recoverable(double gamma, double beta, double negative_slope) {
+  constexpr double least = 1.0 / 256;
+  return std::abs(gamma) >= least && std::abs(beta) <= recoverable_ratio<T> * std::abs(gamma) &&
+         negative_slope >= least;
+}
+
+namespace detail {
+
+/// x = (f⁻¹(y) − residual − shift)/scale + center, of `epilogue_op`.
+template <class A, bool Residual>
+struct recover_op {
+  static constexpr std::size_t inputs = Residual ? 2 : 1, outputs = 1, coefficients = 3;
+
+  std::span<double const> mean, inv_std;
+  channel_values gamma, beta;
+  A inverse_slope;
+
+  std::array<A, coefficients> operator()(std::int64_t channel) const {
+    auto const c = static_cast<std::size_t>(channel);
+    auto const k = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma[c], beta[c]);
+    double const scale = inv_std[c] * gamma[c];
+    return {k.shift, scale == 0 ? A{0} : static_cast<A>(1 / scale), k.center};
+  }
+
+  template <class V, class Lanes>
+  std::array<V, outputs> apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k,
+                               Lanes const&) const {
+    V const zero{};
+    V v = in[0] < zero ? in[0] * (inverse_slope - zero) : in[0];
+    if constexpr (Residual) v -= in[1];
+    return {(v - k[0]) * k[1] + k[2]};
+  }
+};
+
+} // namespace detail
+
+/// x from the y that `normalize` made of it, up to rounding, in channels that are recoverable; where inv_std is 0, the mean.
+///
+/// Shapes: as of `normalize`; x may be y. The epilogue is that of the forward pass; where its mask made y 0, x is not x.
+/// Local.
+template <class T, class P, executor E>
+requires element<T>
+void recover_input(E const& exec, std::type_identity_t<tensor_view<T const>> y, tensor_view<T> x,
+                   std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+                   std::type_identity_t<prepared_epilogue<T>> const& epilogue) {
+  using A = accumulate_t<T>;
+  A const inverse = A{1} / epilogue.slope();
+  if (epilogue.has_residual()) {
+    detail::recover_op<A, true> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, inverse};
+    detail::map_epilogue<T>(exec, op, {y, epilogue.residual()}, {x}, nullptr, stores::automatic);
+  } else {
+    detail::recover_op<A, false> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, inverse};
+    detail::map_epilogue<T>(exec, op, {y}, {x}, nullptr, stores::automatic);
+  }
+}
+
+} // namespace syncnorm::host
