@@ -1,4 +1,5 @@
-// batch_norm on one rank with 16-bit elements, activations, residuals and masks, beside the floor of its bytes.
+// batch_norm on one rank with 16-bit elements, activations, residuals and masks, and in place, beside the floor of its
+// bytes.
 
 #include <array>
 #include <cstdint>
@@ -56,7 +57,10 @@ struct extras {
 template <class T>
 void add(std::vector<bench::row>& rows, std::string const& with, std::string const& layout,
          std::array<std::int64_t, 3> shape) {
-  for (std::string const op : {"forward", "backward"}) {
+  bool const in_place = with == "+in_place"; // both passes, after which x is x again
+  std::vector<std::string> const ops{in_place ? std::vector<std::string>{"forward+backward"}
+                                              : std::vector<std::string>{"forward", "backward"}};
+  for (auto const& op : ops) {
     bench::row_key const key{op + with, layout, bench::type_name<T>(), shape, "self", 1, threads};
     bool const residual = with.find("residual") != std::string::npos, backward = op == "backward";
     auto const tensor_bytes = static_cast<double>(bench::tensors<T>::size(key)) * sizeof(T);
@@ -76,6 +80,11 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
           auto const x = bench::view_of(key, tensor.x), dy = bench::view_of(key, tensor.dy);
           auto const out = bench::view_of(key, tensor.out);
           auto const epilogue = more->epilogue(key);
+          if (in_place) {
+            layer->forward_in_place(x);
+            layer->backward_in_place(x, dy, out);
+            return;
+          }
           if (!backward || !*has_run) layer->forward(x, out, epilogue);
           *has_run = true;
           if (backward)
@@ -87,7 +96,10 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
         return [=](int) {
           auto const& tensor = data->front();
           auto const n = static_cast<std::int64_t>(tensor_bytes);
-          void const* const second = backward ? tensor.dy.data() : residual ? more->residual[0].data() : nullptr;
+          if (in_place) bench::floor_copy(tensor.out.data(), tensor.x.data(), nullptr, n, threads);
+          void const* const second = backward || in_place ? tensor.dy.data()
+                                     : residual           ? more->residual[0].data()
+                                                          : nullptr;
           bench::floor_copy(tensor.out.data(), tensor.x.data(), second, n, threads);
           if (backward && residual)
             bench::floor_copy(more->residual[1].data(), more->residual[0].data(), nullptr, n, threads);
@@ -117,6 +129,7 @@ int main(int argc, char** argv) {
       add<float>(rows, "+residual+relu", layout, images);
       if (!how.quick) add<syncnorm::bfloat16>(rows, "+residual+relu", layout, images);
       add<float>(rows, "+padded", layout, sequences);
+      add<float>(rows, "+in_place", layout, images);
       if (!how.quick) add<float>(rows, "+scattered", layout, sequences);
     }
     return bench::run(how, rows);
