@@ -22,8 +22,9 @@ void require_scalable(char const* what, tensor_view<T> const& x, tensor_view<Y> 
                       channel_scaling const& scaling) {
   auto const fail = [&](std::string const& why) { throw invalid_argument_error{std::string{what} + ": " + why}; };
   auto const extents = [](auto const& view) {
-    return "[" + std::to_string(view.samples) + ", " + std::to_string(view.channels) + ", " +
-           std::to_string(view.spatial) + "]";
+    std::string text{"["};
+    text.append(std::to_string(view.samples)).append(", ").append(std::to_string(view.channels));
+    return text.append(", ").append(std::to_string(view.spatial)).append("]");
   };
   if (x.samples < 0 || x.channels < 0 || x.spatial < 0) fail("x has a negative extent: " + extents(x));
   if (scaling.groups < 1 || x.channels % scaling.groups != 0)
