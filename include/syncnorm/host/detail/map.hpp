@@ -90,12 +90,7 @@ public:
       run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, channels), 1,
                                                 std::max<std::int64_t>(1, out_.spatial));
     period_ = channels * run_positions_;
-    for (std::int64_t c = 0; c < channels; c += fold) {
-      auto const values = op(c / fold);
-      for (std::size_t j = 0; j < coefficients; ++j)
-        for (std::int64_t i = c; i < period_; i += channels)
-          std::fill_n(table + static_cast<std::int64_t>(j) * period_ + i, fold, values[j]);
-    }
+    fill_table(op, channels, fold);
   }
 
   [[nodiscard]] boxes tasks() const {
@@ -113,6 +108,26 @@ public:
   }
 
 private:
+  /// Each channel's coefficients stand for `fold` lanes, and all of it is repeated for each position of a run.
+  void fill_table(Op const& op, std::int64_t lanes, std::int64_t fold) {
+    auto const at = [&](std::size_t j, std::int64_t i) -> A& {
+      return table_[static_cast<std::int64_t>(j) * period_ + i];
+    };
+    if (fold == 1) {
+      for (std::int64_t c = 0; c < lanes; ++c) {
+        auto const values = op(c);
+        for (std::size_t j = 0; j < coefficients; ++j) at(j, c) = values[j];
+      }
+    } else {
+      for (std::int64_t c = 0, lane = 0; lane < lanes; ++c, lane += fold) {
+        auto const values = op(c);
+        for (std::size_t j = 0; j < coefficients; ++j) std::fill_n(&at(j, lane), fold, values[j]);
+      }
+    }
+    for (std::size_t j = 0; j < coefficients; ++j)
+      for (std::int64_t i = lanes; i < period_; i += lanes) std::copy_n(&at(j, 0), lanes, &at(j, i));
+  }
+
   template <bool Stream, bool Fetch>
   void run_box(boxes::box const& box, std::int64_t channels_ahead) const {
     std::array<std::int64_t, inputs> further{};
@@ -244,7 +259,7 @@ private:
   views in_;
   tensor_view<T> out_;
   /// Coefficient j of channel c at j·period + c; of several positions one after the other.
-  A const* table_;
+  A* table_;
   std::int64_t period_ = 0, run_positions_ = 1;
   layout layout_ = layout::strided;
   bool stream_ = false;

@@ -60,7 +60,7 @@ template <class T>
 
 /// How rows are cut into pieces, the unit of summation. Depends on the extent of a row alone.
 struct row_cut {
-  static constexpr std::int64_t longest = 4096;
+  static constexpr std::int64_t longest = 1024;
 
   std::int64_t spatial, length, pieces;
 
