@@ -10,8 +10,6 @@
 
 namespace {
 
-using syncnorm::tensor_view;
-
 int allocations_after_first_step(int ranks, std::int64_t samples, std::int64_t channels, std::int64_t spatial) {
   static_cast<void>(test::take_allocations());
   syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
@@ -21,9 +19,7 @@ int allocations_after_first_step(int ranks, std::int64_t samples, std::int64_t c
       x[i] = static_cast<float>(i % 97);
       dy[i] = static_cast<float>(i % 89);
     }
-    auto const view = [&](auto* data) {
-      return tensor_view{data, samples, channels, spatial, channels * spatial, spatial, std::int64_t{1}};
-    };
+    auto const view = [&](auto* data) { return syncnorm::nchw(data, samples, channels, spatial); };
     syncnorm::batch_norm<float, syncnorm::thread_communicator> layer{comm, channels};
     auto const step = [&] {
       layer.forward(view(static_cast<float const*>(x.data())), view(y.data()));
