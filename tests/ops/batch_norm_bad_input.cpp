@@ -14,6 +14,8 @@
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
 
+#include <support/throws.hpp>
+
 namespace {
 
 constexpr syncnorm::host::serial_executor serial{};
@@ -34,20 +36,6 @@ struct step_inputs {
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7);
   }
 };
-
-/// `f()` throws an `Error` whose message has all of `parts`.
-template <class Error, class F>
-void check_throws(F const& f, std::vector<std::string> const& parts) {
-  try {
-    f();
-    FAIL_CHECK("nothing thrown, expected: " << parts.front());
-  } catch (Error const& error) {
-    std::string const message = error.what();
-    for (auto const& part : parts)
-      CHECK_MESSAGE(message.find(part) != std::string::npos, "no \"" << part << "\" in: " << message);
-    CHECK(error.where().line() > 0);
-  }
-}
 
 /// Takes a good step, then one that `spoil(layer_inputs)` spoils on rank 1, then a good one again. Every rank must throw in
 /// the second, keep its state, and be able to go on. 3 channels fit into the head of a first exchange, 200 do not.
@@ -77,7 +65,7 @@ void check_spoiled_step(Spoil const& spoil, std::vector<std::string> const& part
         bool const in_backward = parts.front() == "backward";
         if (in_backward) layer.forward(bad.x_view, bad.y_view);
         auto const before = state();
-        check_throws<syncnorm::invalid_argument_error>(
+        test::check_throws<syncnorm::invalid_argument_error>(
             [&] {
               if (in_backward)
                 layer.backward(bad.x_view, bad.dy_view, bad.dx_view);
@@ -124,8 +112,8 @@ TEST_CASE("options out of range on one rank are an error on every rank") {
       auto const norm = comm.rank() == 2 ? bad.norm : syncnorm::batch_norm_options{};
       layer_type layer{comm, 3, {.norm = norm}};
       step_inputs in{3};
-      check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(in.x_view, in.y_view); },
-                                                     {"rank 2", bad.part});
+      test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(in.x_view, in.y_view); },
+                                                           {"rank 2", bad.part});
       CHECK(layer.num_batches_tracked() == 0);
     });
 }
@@ -138,8 +126,8 @@ TEST_CASE("ranks that disagree on the number of channels are told so") {
       std::vector<std::string> const parts{"number of channels", "rank 0 has " + std::to_string(pair.first),
                                            "rank 1 has " + std::to_string(pair.second)};
       layer_type layer{comm, channels};
-      check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); }, parts);
-      check_throws<syncnorm::mismatch_error>(
+      test::check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); }, parts);
+      test::check_throws<syncnorm::mismatch_error>(
           [&] { (void)syncnorm::batch_norm_forward(serial, comm, in.x_view, in.y_view); }, parts);
       CHECK(layer.num_batches_tracked() == 0);
     });
@@ -151,8 +139,8 @@ TEST_CASE("ranks that disagree on the element type are told so") {
       std::vector<T> x{1, 2, 3, 4}, y(4);
       (void)syncnorm::batch_norm_forward(serial, comm, syncnorm::nc(x.data(), 2, 2), syncnorm::nc(y.data(), 2, 2));
     };
-    check_throws<syncnorm::mismatch_error>([&] { comm.rank() == 0 ? forward(float{}) : forward(double{}); },
-                                           {"element type", "rank 0 has float", "rank 1 has double"});
+    test::check_throws<syncnorm::mismatch_error>([&] { comm.rank() == 0 ? forward(float{}) : forward(double{}); },
+                                                 {"element type", "rank 0 has float", "rank 1 has double"});
   });
 }
 
@@ -172,8 +160,8 @@ TEST_CASE("ranks that disagree on the options are told so") {
     syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
       layer_type layer{comm, 3, comm.rank() == 2 ? other.layer : syncnorm::batch_norm_layer_options{}};
       step_inputs in{3};
-      check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); },
-                                             {"disagree", "rank 2", "rank 0", other.part});
+      test::check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); },
+                                                   {"disagree", "rank 2", "rank 0", other.part});
       CHECK(layer.num_batches_tracked() == 0);
     });
 }
@@ -183,7 +171,7 @@ TEST_CASE("ranks in different passes are told so") {
     layer_type layer{comm, 3};
     step_inputs in{3};
     layer.forward(in.x_view, in.y_view);
-    check_throws<syncnorm::mismatch_error>(
+    test::check_throws<syncnorm::mismatch_error>(
         [&] {
           if (comm.rank() == 0)
             layer.forward(in.x_view, in.y_view);
@@ -201,7 +189,7 @@ TEST_CASE("one value per channel over all ranks cannot be trained on") {
       std::vector<float> x{1, 2}, y(2);
       std::int64_t const samples = comm.rank() == 0 ? 1 : 0;
       auto const step = [&] { layer.forward(syncnorm::nc(x.data(), samples, 2), syncnorm::nc(y.data(), samples, 2)); };
-      check_throws<syncnorm::invalid_argument_error>(step, {"more than 1 value per channel"});
+      test::check_throws<syncnorm::invalid_argument_error>(step, {"more than 1 value per channel"});
       CHECK(layer.num_batches_tracked() == 0);
       layer.eval();
       step(); // inference may
@@ -212,8 +200,8 @@ TEST_CASE("a backward pass needs a forward pass") {
   syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
     layer_type layer{comm, 3};
     step_inputs in{3};
-    check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); },
-                                                   {"was there a forward pass?"});
+    test::check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); },
+                                                         {"was there a forward pass?"});
   });
 }
 
@@ -222,14 +210,14 @@ TEST_CASE("parameters of a wrong size on one rank are an error on every rank") {
     step_inputs in{3};
     std::vector<float> const gamma(comm.rank() == 0 ? 3 : 2, 1.0F);
     std::vector<float> mean(3), var(3);
-    check_throws<syncnorm::invalid_argument_error>(
+    test::check_throws<syncnorm::invalid_argument_error>(
         [&] {
           (void)syncnorm::batch_norm_forward(serial, comm, in.x_view, in.y_view,
                                              syncnorm::affine_parameters<float>{gamma, {}});
         },
         {"rank 1", "gamma has 2 elements, expected 3"});
     std::int64_t batches = 0;
-    check_throws<syncnorm::invalid_argument_error>(
+    test::check_throws<syncnorm::invalid_argument_error>(
         [&] {
           (void)syncnorm::batch_norm_forward(
               serial, comm, in.x_view, in.y_view, {},

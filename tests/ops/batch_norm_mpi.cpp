@@ -1,7 +1,6 @@
-#define DOCTEST_CONFIG_IMPLEMENT
-#include <doctest/doctest.h>
-
 #include <chrono>
+
+#include <doctest/doctest.h>
 
 #include <syncnorm/adapters/mpi.hpp>
 
@@ -10,11 +9,4 @@
 TEST_CASE("batch norm over MPI processes agrees with the oracle on the whole batch") {
   test::check_batch_norm_over_processes(
       syncnorm::mpi_communicator::duplicate(MPI_COMM_WORLD, std::chrono::seconds{600}));
-}
-
-int main(int argc, char** argv) {
-  MPI_Init(&argc, &argv);
-  int const status = doctest::Context{argc, argv}.run();
-  MPI_Finalize();
-  return status;
 }

@@ -19,6 +19,7 @@
 #include <syncnorm/ops/power_norm.hpp>
 
 #include <ops/grid_case.hpp>
+#include <support/throws.hpp>
 
 namespace {
 
@@ -63,20 +64,6 @@ struct watched_layer {
   }
 };
 
-/// `f()` throws an `Error` whose message has all of `parts`.
-template <class Error, class F>
-void check_throws(F const& f, std::vector<std::string> const& parts) {
-  try {
-    f();
-    FAIL_CHECK("nothing thrown, expected: " << parts.front());
-  } catch (Error const& error) {
-    std::string const message = error.what();
-    for (auto const& part : parts)
-      CHECK_MESSAGE(message.find(part) != std::string::npos, "no \"" << part << "\" in: " << message);
-    CHECK(error.where().line() > 0);
-  }
-}
-
 /// Which call tells a rank of a forward pass that failed on another: that pass itself in the warm-up; afterwards the first
 /// that needs its result.
 enum class teller { itself, backward, next_forward, synchronize, state, evaluation };
@@ -102,7 +89,7 @@ void check_spoiled_forward(std::function<void(step_inputs&)> const& spoil, std::
           for (int step = 0; step < good_steps; ++step) good_step();
           auto const before = watched.state();
           if (comm.rank() == 1) spoil(bad);
-          check_throws<syncnorm::invalid_argument_error>(
+          test::check_throws<syncnorm::invalid_argument_error>(
               [&] {
                 bad.forward(layer);
                 CHECK(how != teller::itself);
@@ -141,7 +128,7 @@ void check_spoiled_backward(std::function<void(step_inputs&)> const& spoil, std:
         bad.forward(layer);
         auto const before = watched.state();
         if (comm.rank() == 1) spoil(bad);
-        check_throws<syncnorm::invalid_argument_error>(
+        test::check_throws<syncnorm::invalid_argument_error>(
             [&] {
               bad.backward(layer);
               if (how == backward_teller::synchronize) layer.synchronize();
@@ -215,18 +202,18 @@ TEST_CASE("a single rank throws at once, in the warm-up and after it") {
     forward();
     backward();
     in.mask.samples = 3;
-    check_throws<syncnorm::invalid_argument_error>(forward, {"power_norm forward: the mask is [3, 5]"});
-    check_throws<syncnorm::invalid_argument_error>(backward, {"there was no forward pass"});
+    test::check_throws<syncnorm::invalid_argument_error>(forward, {"power_norm forward: the mask is [3, 5]"});
+    test::check_throws<syncnorm::invalid_argument_error>(backward, {"there was no forward pass"});
     in.mask.samples = 4;
     forward();
     in.x_view(0, 0, 0) = inf;
-    check_throws<syncnorm::invalid_argument_error>(forward, {"running_phi of channel 0 would become inf"});
+    test::check_throws<syncnorm::invalid_argument_error>(forward, {"running_phi of channel 0 would become inf"});
     CHECK(layer.iters() == 2);
     in.x_view(0, 0, 0) = 1;
     in.dy_view.data = nullptr;
-    check_throws<syncnorm::invalid_argument_error>(backward, {"running_phi of channel 0"});
+    test::check_throws<syncnorm::invalid_argument_error>(backward, {"running_phi of channel 0"});
     forward();
-    check_throws<syncnorm::invalid_argument_error>(backward, {"power_norm backward: dy is null"});
+    test::check_throws<syncnorm::invalid_argument_error>(backward, {"power_norm backward: dy is null"});
     CHECK_FALSE(layer.in_flight());
     CHECK(layer.iters() == 3);
   }
@@ -249,7 +236,7 @@ TEST_CASE("options out of range on one rank are an error on every rank") {
     syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
       watched_layer watched{comm, 6, comm.rank() == 2 ? bad.norm : syncnorm::power_norm_options{}};
       step_inputs in{6};
-      check_throws<syncnorm::invalid_argument_error>([&] { in.forward(watched.layer); }, {"rank 2", bad.part});
+      test::check_throws<syncnorm::invalid_argument_error>([&] { in.forward(watched.layer); }, {"rank 2", bad.part});
       CHECK(watched.layer.iters() == 0);
     });
 }
@@ -260,9 +247,9 @@ TEST_CASE("ranks that disagree on the number of channels, the element type, or t
       auto const channels = comm.rank() == 1 ? pair.second : pair.first;
       watched_layer watched{comm, channels};
       step_inputs in{channels};
-      check_throws<syncnorm::mismatch_error>([&] { in.forward(watched.layer); },
-                                             {"number of channels", "rank 0 has " + std::to_string(pair.first),
-                                              "rank 1 has " + std::to_string(pair.second)});
+      test::check_throws<syncnorm::mismatch_error>([&] { in.forward(watched.layer); },
+                                                   {"number of channels", "rank 0 has " + std::to_string(pair.first),
+                                                    "rank 1 has " + std::to_string(pair.second)});
       CHECK(watched.layer.iters() == 0);
     });
   syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
@@ -271,8 +258,8 @@ TEST_CASE("ranks that disagree on the number of channels, the element type, or t
       syncnorm::power_norm<T, syncnorm::thread_communicator> layer{comm, 2};
       layer.forward(syncnorm::nc(x.data(), 2, 2), syncnorm::nc(y.data(), 2, 2));
     };
-    check_throws<syncnorm::mismatch_error>([&] { comm.rank() == 0 ? forward(float{}) : forward(double{}); },
-                                           {"element type", "rank 0 has float", "rank 1 has double"});
+    test::check_throws<syncnorm::mismatch_error>([&] { comm.rank() == 0 ? forward(float{}) : forward(double{}); },
+                                                 {"element type", "rank 0 has float", "rank 1 has double"});
   });
   struct other_options {
     syncnorm::power_norm_layer_options layer;
@@ -291,7 +278,8 @@ TEST_CASE("ranks that disagree on the number of channels, the element type, or t
     syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
       layer_type layer{comm, 4, comm.rank() == 2 ? other.layer : syncnorm::power_norm_layer_options{}};
       step_inputs in{4};
-      check_throws<syncnorm::mismatch_error>([&] { in.forward(layer); }, {"disagree", "rank 2", "rank 0", other.part});
+      test::check_throws<syncnorm::mismatch_error>([&] { in.forward(layer); },
+                                                   {"disagree", "rank 2", "rank 0", other.part});
       CHECK(layer.iters() == 0);
     });
 }
@@ -308,7 +296,7 @@ TEST_CASE("ranks in different steps or passes are told so, in the warm-up and af
         in.forward(watched.layer);
         in.backward(watched.layer);
       };
-      check_throws<syncnorm::mismatch_error>(
+      test::check_throws<syncnorm::mismatch_error>(
           step, {"the step", "rank 0 has 2", "rank 1 has " + std::to_string(other_step + 1)});
       CHECK(watched.state() == before);
       watched.layer.iters() = 60;
@@ -323,7 +311,7 @@ TEST_CASE("ranks in different steps or passes are told so, in the warm-up and af
       in.forward(watched.layer), in.backward(watched.layer);
       in.forward(watched.layer);
       watched.layer.synchronize();
-      check_throws<syncnorm::mismatch_error>(
+      test::check_throws<syncnorm::mismatch_error>(
           [&] {
             comm.rank() == 0 ? in.forward(watched.layer) : in.backward(watched.layer);
             watched.layer.synchronize();
@@ -376,11 +364,11 @@ TEST_CASE("a backward pass needs a forward pass, on every rank") {
   syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
     watched_layer watched{comm, 4};
     step_inputs in{4};
-    check_throws<syncnorm::invalid_argument_error>([&] { in.backward(watched.layer); },
-                                                   {"rank 0: there was no forward pass"});
+    test::check_throws<syncnorm::invalid_argument_error>([&] { in.backward(watched.layer); },
+                                                         {"rank 0: there was no forward pass"});
     in.forward(watched.layer), in.backward(watched.layer);
     // Rank 1 hands in a pass that is none; both hear of it.
-    check_throws<syncnorm::invalid_argument_error>(
+    test::check_throws<syncnorm::invalid_argument_error>(
         [&] {
           auto const saved = comm.rank() == 0 ? watched.layer.saved() : syncnorm::power_norm_saved{};
           watched.layer.backward(saved, in.x_view, in.dy_view, in.dx_view);
@@ -402,12 +390,12 @@ TEST_CASE("parameters and states of a wrong size on one rank are an error on eve
       syncnorm::power_norm_forward<float, float>(syncnorm::host::serial_executor{}, comm, in.x_view, in.y_view, {},
                                                  {weights, {}}, {phi, of_ema, steps}, {}, saved, workspace);
     };
-    check_throws<syncnorm::invalid_argument_error>([&] { forward(gamma, ema, &iters); },
-                                                   {"rank 1: gamma has 3 elements, expected 4"});
-    check_throws<syncnorm::invalid_argument_error>([&] { forward({}, small, &iters); },
-                                                   {"rank 1: ema_gz has 2 elements, expected 4"});
-    check_throws<syncnorm::invalid_argument_error>([&] { forward({}, ema, comm.rank() == 0 ? &iters : nullptr); },
-                                                   {"rank 1: iters is null"});
+    test::check_throws<syncnorm::invalid_argument_error>([&] { forward(gamma, ema, &iters); },
+                                                         {"rank 1: gamma has 3 elements, expected 4"});
+    test::check_throws<syncnorm::invalid_argument_error>([&] { forward({}, small, &iters); },
+                                                         {"rank 1: ema_gz has 2 elements, expected 4"});
+    test::check_throws<syncnorm::invalid_argument_error>([&] { forward({}, ema, comm.rank() == 0 ? &iters : nullptr); },
+                                                         {"rank 1: iters is null"});
     forward({}, ema, &iters);
     CHECK(iters == 1);
   });
