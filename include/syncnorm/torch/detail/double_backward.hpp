@@ -143,9 +143,7 @@ private:
     }
     auto& state = *pass.state;
     std::optional<batch_norm_workspace> own;
-    auto& workspace = pass.saved.scope == statistics_scope::all_ranks
-                          ? state.workspace
-                          : own.emplace(static_cast<std::int64_t>(pass.saved.mean.size()), true);
+    auto& workspace = pass.workspace_or(own);
     bool const exchange = recorded.saved_data.at("exchange").toBool();
     batch_norm_double_backward<T, P>(at_executor{}, state.comm, second, dy_view, of_x.x_view, gamma, pass.saved,
                                      to_dy_view, to_x_view, gamma_gradient, {exchange}, workspace, {.fault = fault});

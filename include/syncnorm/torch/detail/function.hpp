@@ -130,12 +130,9 @@ private:
     } catch (std::exception const& e) {
       fault = text_of(e);
     }
-    // Only passes that exchange are in one thread at a time.
     auto& state = *pass.state;
     std::optional<batch_norm_workspace> own;
-    auto& workspace = pass.saved.scope == statistics_scope::all_ranks
-                          ? state.workspace
-                          : own.emplace(static_cast<std::int64_t>(pass.saved.mean.size()), true);
+    auto& workspace = pass.workspace_or(own);
     batch_norm_backward<T const, P>(at_executor{}, state.comm, dy_view, of_x.x_view, dx_view, affine, pass.saved,
                                     gradients, {state.exchange_backward}, workspace, {fault, differentiable}, epilogue,
                                     dresidual_view);

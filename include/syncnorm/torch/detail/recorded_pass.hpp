@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -34,6 +36,12 @@ struct recorded_pass : ::torch::CustomClassHolder {
   /// Whether the pass did more than normalize.
   [[nodiscard]] bool has_epilogue(at::Tensor const& residual) const {
     return activation.negative_slope != 1 || mask.defined() || residual.defined();
+  }
+
+  /// The workspace of a pass that follows. Only passes that exchange are in one thread at a time; others have their `own`.
+  [[nodiscard]] batch_norm_workspace& workspace_or(std::optional<batch_norm_workspace>& own) const {
+    return saved.scope == statistics_scope::all_ranks ? state->workspace
+                                                      : own.emplace(static_cast<std::int64_t>(saved.mean.size()), true);
   }
 };
 
