@@ -34,12 +34,10 @@ struct exchange_part {
   }
 };
 
-/// Into how many parts a pass cuts its exchange, and in which order it works. Every rank says in its header how many
+/// Into how many parts a pass cuts its exchange. Every rank says in its header how many
 /// channels it would have in a part; the next exchange takes the most that any said, so that all cut alike.
 struct exchange_plan {
   std::int64_t part_channels = std::numeric_limits<std::int64_t>::max();
-  /// Whether this rank reduces the next part while one is exchanged; else a part that is in the cache stays there.
-  bool ahead = false;
 };
 
 /// The buffers and the protocol by which ranks exchange a header and two values for each channel.
@@ -60,13 +58,14 @@ public:
   void agree() noexcept { agreed_ = true; }
 
   /// Exchanges `own` and the values that `local(part)` writes for each part. `accept()` is called once the headers of all
-  /// ranks are known and agree, then `consume(part)` for each part in turn, in the order of the plan where the
-  /// communicator is asynchronous. Throws on every rank where the headers report a fault or disagree. Collective.
+  /// ranks are known and agree, then `consume(part)` for each part in turn. Where the communicator is asynchronous and
+  /// `ahead` says so, this rank reduces the next part while one is exchanged; else a part that is in the cache stays there.
+  /// Throws on every rank where the headers report a fault or disagree. Collective.
   template <allgathers<std::byte> C, class Local, class Accept, class Consume>
-  void run(C const& comm, packet_header const& own, exchange_plan& plan, Local const& local, Accept const& accept_all,
-           Consume const& consume) {
+  void run(C const& comm, packet_header const& own, exchange_plan& plan, bool ahead, Local const& local,
+           Accept const& accept_all, Consume const& consume) {
     prepare(size(comm), plan.part_channels);
-    exchange_all(comm, own, plan, local, accept_all, consume);
+    exchange_all(comm, own, plan, ahead, local, accept_all, consume);
     auto const parts = std::max<std::int64_t>(channels_, 1) / plan.part_channels + 1;
     parts_.reserve(static_cast<std::size_t>(parts)); // those of the next pass
   }
@@ -79,7 +78,7 @@ public:
 
 private:
   template <class C, class Local, class Accept, class Consume>
-  void exchange_all(C const& comm, packet_header const& own, exchange_plan& plan, Local const& local,
+  void exchange_all(C const& comm, packet_header const& own, exchange_plan& plan, bool ahead, Local const& local,
                     Accept const& accept_all, Consume const& consume) {
     std::memcpy(parts_.front().send.data(), &own, sizeof own);
     auto const accept = [&] {
@@ -90,7 +89,7 @@ private:
     };
     if constexpr (allgathers_async<C, std::byte>) {
       if (parts_.size() > 1) {
-        run_async(comm, plan.ahead, local, accept, consume);
+        run_async(comm, ahead, local, accept, consume);
         return;
       }
     }

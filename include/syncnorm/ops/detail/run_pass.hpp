@@ -41,10 +41,10 @@ void run_pass(C const& comm, Steps& steps, batch_norm_workspace& workspace, exch
   own.policy = static_cast<std::int32_t>(policy);
   own.shape = shape_digest(std::array{steps.channels()});
   own.part_channels = parts.channels;
-  plan.ahead = parts.ahead;
   auto& exchange = workspace.exchange;
   exchange.run(
-      comm, own, plan, [&](exchange_part const& part) { steps.local(part.channels, part.first, part.second); },
+      comm, own, plan, parts.ahead,
+      [&](exchange_part const& part) { steps.local(part.channels, part.first, part.second); },
       [&] { steps.accept(summarize(exchange.headers())); },
       [&](exchange_part const& part) {
         auto const [first, second] = steps.totals(part.channels);
