@@ -10,10 +10,14 @@ endif()
 set(CMAKE_CXX_EXTENSIONS OFF)
 
 add_library(syncnorm_development INTERFACE)
-target_compile_options(syncnorm_development INTERFACE -Wall -Wextra -Wconversion -Wshadow)
+set(warnings -Wall -Wextra -Wconversion -Wshadow)
+set(cuda_warnings -Xcompiler=-Wall,-Wextra,-Wshadow)
 if(SYNCNORM_WERROR)
-  target_compile_options(syncnorm_development INTERFACE -Werror)
+  list(APPEND warnings -Werror)
+  list(APPEND cuda_warnings -Xcompiler=-Werror -Werror=all-warnings)
 endif()
+target_compile_options(syncnorm_development INTERFACE
+  "$<$<COMPILE_LANGUAGE:CXX>:${warnings}>" "$<$<COMPILE_LANGUAGE:CUDA>:${cuda_warnings}>")
 if(SYNCNORM_SANITIZE)
   target_compile_options(syncnorm_development INTERFACE
     -fsanitize=${SYNCNORM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)

@@ -3,7 +3,7 @@
 # syncnorm_find_backend(<component>) defines the target syncnorm::backend_<component>, and in the caller's scope
 # syncnorm_<component>_backend_found and syncnorm_<component>_backend_text, which says what was found or is missing.
 
-set(syncnorm_backend_components gloo mpi torch)
+set(syncnorm_backend_components gloo mpi torch cuda nccl)
 
 macro(syncnorm_backend_missing text)
   set(found FALSE)
@@ -48,6 +48,47 @@ macro(syncnorm_backend_torch)
     set(text "libtorch ${Torch_VERSION}")
   else()
     syncnorm_backend_missing("libtorch was not found (Debian: libtorch-dev; elsewhere set Torch_DIR)")
+  endif()
+endmacro()
+
+macro(syncnorm_backend_cuda)
+  # Finds nvcc in the PATH, and beneath CUDAToolkit_ROOT, the environment's CUDA_PATH and /usr/local/cuda.
+  find_package(CUDAToolkit QUIET)
+  if(NOT TARGET CUDA::cudart)
+    syncnorm_backend_missing("a CUDA toolkit was not found (NVIDIA's; elsewhere than in /usr/local/cuda set CUDAToolkit_ROOT or CUDA_PATH)")
+  elseif(CUDAToolkit_VERSION VERSION_LESS 12.0)
+    syncnorm_backend_missing("CUDA ${CUDAToolkit_VERSION} does not compile C++20, which 12.0 and later do")
+  else()
+    # What nvcc links has the runtime that its target's CUDA_RUNTIME_LIBRARY names.
+    set(libraries "$<$<NOT:$<LINK_LANGUAGE:CUDA>>:CUDA::cudart>")
+    set(include_directories "${CUDAToolkit_INCLUDE_DIRS}")
+    set(text "CUDA ${CUDAToolkit_VERSION}")
+  endif()
+endmacro()
+
+macro(syncnorm_backend_nccl)
+  syncnorm_backend_cuda()
+  if(found)
+    find_path(SYNCNORM_NCCL_INCLUDE_DIR nccl.h HINTS ENV NCCL_ROOT ${CUDAToolkit_INCLUDE_DIRS} PATH_SUFFIXES include)
+    find_library(SYNCNORM_NCCL_LIBRARY nccl
+      HINTS ENV NCCL_ROOT "${CUDAToolkit_LIBRARY_ROOT}" ${CUDAToolkit_LIBRARY_DIR} PATH_SUFFIXES lib lib64)
+    mark_as_advanced(SYNCNORM_NCCL_INCLUDE_DIR SYNCNORM_NCCL_LIBRARY)
+    set(version)
+    if(SYNCNORM_NCCL_INCLUDE_DIR)
+      file(STRINGS "${SYNCNORM_NCCL_INCLUDE_DIR}/nccl.h" version REGEX "^#define NCCL_(MAJOR|MINOR|PATCH) ")
+      list(TRANSFORM version REPLACE "^[^0-9]*([0-9]+).*$" "\\1")
+      list(JOIN version "." version)
+    endif()
+    if(NOT SYNCNORM_NCCL_INCLUDE_DIR OR NOT SYNCNORM_NCCL_LIBRARY)
+      syncnorm_backend_missing("NCCL was not found (Debian: libnccl-dev; elsewhere set NCCL_ROOT in the environment)")
+    elseif(version VERSION_LESS 2.18)
+      syncnorm_backend_missing("NCCL ${version} is too old, expected 2.18 or later")
+    else()
+      list(APPEND libraries "${SYNCNORM_NCCL_LIBRARY}")
+      list(PREPEND include_directories "${SYNCNORM_NCCL_INCLUDE_DIR}")
+      list(REMOVE_DUPLICATES include_directories)
+      string(PREPEND text "NCCL ${version}, ")
+    endif()
   endif()
 endmacro()
 

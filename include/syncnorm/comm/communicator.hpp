@@ -10,6 +10,8 @@
 #include <syncnorm/comm/wire.hpp>
 #include <syncnorm/core/error.hpp>
 
+struct CUstream_st; // what a cudaStream_t points to
+
 namespace syncnorm {
 
 /// How syncnorm reaches a communicator of type `C`. The primary template calls the members; specialize it for a type
@@ -39,6 +41,17 @@ struct communicator_traits {
     c.allreduce_async(in, out, op);
   }
   { return c.allreduce_async(in, out, op); }
+  template <wire_type T>
+  static void allgather(C const& c, std::span<T const> in, std::span<T> out, CUstream_st* stream) requires requires {
+    c.allgather(in, out, stream);
+  }
+  { c.allgather(in, out, stream); }
+  template <reducible_type T>
+  static void allreduce(C const& c, std::span<T const> in, std::span<T> out, reduce_op op,
+                        CUstream_st* stream) requires requires {
+    c.allreduce(in, out, op, stream);
+  }
+  { c.allreduce(in, out, op, stream); }
 };
 
 /// A handle to a group of ranks, cheap to copy.
@@ -85,6 +98,21 @@ concept allreduces_async = communicator<C> &&
   { communicator_traits<C>::template allreduce_async<T>(c, in, out, op) } -> async_work;
 };
 
+/// allgather(in, out, stream) of device memory: in the order of the stream, and capturable in a graph unless the
+/// communicator says otherwise. The call does not wait for the device or for peers, so what fails later is thrown by a
+/// later call, or by `check(comm)`.
+template <class C, class T>
+concept allgathers_on_stream = communicator<C> &&
+    requires(C const& c, std::span<T const> in, std::span<T> out, CUstream_st* stream) {
+  communicator_traits<C>::template allgather<T>(c, in, out, stream);
+};
+
+template <class C, class T>
+concept allreduces_on_stream = communicator<C> &&
+    requires(C const& c, std::span<T const> in, std::span<T> out, reduce_op op, CUstream_st* stream) {
+  communicator_traits<C>::template allreduce<T>(c, in, out, op, stream);
+};
+
 /// Completes before the call returns.
 template <class C>
 concept blocking_communicator = allgathers<C, std::byte> && allgathers<C, float> && allgathers<C, double> &&
@@ -97,6 +125,13 @@ concept async_communicator =
     allgathers_async<C, std::byte> && allgathers_async<C, float> && allgathers_async<C, double> &&
     allgathers_async<C, std::int32_t> && allgathers_async<C, std::int64_t> && allreduces_async<C, float> &&
     allreduces_async<C, double> && allreduces_async<C, std::int32_t> && allreduces_async<C, std::int64_t>;
+
+/// Works on device memory, in the order of a stream.
+template <class C>
+concept stream_communicator =
+    allgathers_on_stream<C, std::byte> && allgathers_on_stream<C, float> && allgathers_on_stream<C, double> &&
+    allgathers_on_stream<C, std::int32_t> && allgathers_on_stream<C, std::int64_t> && allreduces_on_stream<C, float> &&
+    allreduces_on_stream<C, double> && allreduces_on_stream<C, std::int32_t> && allreduces_on_stream<C, std::int64_t>;
 
 namespace detail {
 
@@ -156,6 +191,28 @@ template <reducible_type T, allreduces_async<T> C>
                                    reduce_op op = reduce_op::sum) {
   detail::require_allreduce_extents(in.size(), out.size());
   return communicator_traits<C>::template allreduce_async<T>(comm, in, out, op);
+}
+
+/// Enqueues `allgather` of device memory on the stream. The buffers are borrowed until the stream is past it.
+template <wire_type T, allgathers_on_stream<T> C>
+void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, CUstream_st* stream) {
+  detail::require_allgather_extents(in.size(), out.size(), size(comm));
+  communicator_traits<C>::template allgather<T>(comm, in, out, stream);
+}
+
+/// Enqueues `allreduce` of device memory on the stream. The buffers are borrowed until the stream is past it.
+template <reducible_type T, allreduces_on_stream<T> C>
+void allreduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, reduce_op op,
+               CUstream_st* stream) {
+  detail::require_allreduce_extents(in.size(), out.size());
+  communicator_traits<C>::template allreduce<T>(comm, in, out, op, stream);
+}
+
+/// Throws what has failed on the device or among the peers since the last call, if the communicator can tell. Does not
+/// wait. Local.
+template <communicator C>
+void check(C const& comm) {
+  if constexpr (requires { comm.check(); }) comm.check();
 }
 
 } // namespace syncnorm

@@ -54,4 +54,18 @@ public:
   using communicator_error::communicator_error;
 };
 
+/// A call of the CUDA runtime failed.
+class cuda_error : public error {
+public:
+  explicit cuda_error(std::string const& message, int native_code = 0,
+                      source_location where = source_location::current())
+      : error{"cuda: " + message, where}, native_code_{native_code} {}
+
+  /// The cudaError_t, 0 where there is none.
+  [[nodiscard]] int native_code() const noexcept { return native_code_; }
+
+private:
+  int native_code_;
+};
+
 } // namespace syncnorm

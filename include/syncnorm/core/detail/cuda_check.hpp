@@ -1,0 +1,18 @@
+#pragma once
+
+#include <string>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/error.hpp>
+
+namespace syncnorm::detail {
+
+/// Throws cuda_error where `code` is a failure of `call`.
+inline void require_cuda(cudaError_t code, char const* call, source_location where = source_location::current()) {
+  if (code == cudaSuccess) return;
+  throw cuda_error{std::string{call} + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) + ")",
+                   static_cast<int>(code), where};
+}
+
+} // namespace syncnorm::detail
