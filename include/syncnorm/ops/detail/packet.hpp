@@ -9,34 +9,12 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/core/packet_header.hpp>
 
 namespace syncnorm::detail {
-
-/// What every rank says about itself at the head of an exchange, so that what is wrong on one rank only is known to all
-/// before any of them acts on the statistics.
-struct packet_header {
-  std::array<char, 24> pass{};    ///< the operation and its direction
-  std::array<char, 16> element{}; ///< element_traits<T>::name
-  std::int64_t channels = 0;
-  std::int64_t count = 0; ///< elements of a channel on this rank; ranks may differ
-  double eps = 0;
-  double momentum = 0;               ///< −1: cumulative average
-  std::int32_t running_variance = 0; ///< the option of this name
-  std::int32_t tracks_running_statistics = 0;
-  std::int32_t affine = 0;
-  std::int32_t policy = 0;   ///< exchange_policy, resolved
-  std::int32_t layers = 1;   ///< whose values travel together
-  std::uint32_t shape = 0;   ///< a digest of their channels
-  std::int32_t backward = 0; ///< the caller's backward_pass; ranks may differ
-  std::int32_t unused = 0;
-  std::int64_t part_channels = 0; ///< channels that this rank would exchange at a time; ranks may differ
-  std::array<char, 144> fault{};  ///< what is wrong on this rank; empty where nothing is
-};
-static_assert(sizeof(packet_header) == 256 && std::is_trivially_copyable_v<packet_header>);
 
 template <std::size_t N>
 void set_text(std::array<char, N>& field, std::string_view text) {

@@ -1,0 +1,114 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/packet_header.hpp>
+
+namespace syncnorm::cuda {
+
+/// The type of the numbers of a per-channel array, which kernels look at as they run.
+enum class value_kind : std::uint8_t { float32, float64, float16, bfloat16 };
+
+/// The kind of `P`: float, double, or an element type whose traits give a 16-bit format.
+template <class P>
+inline constexpr value_kind kind_of = [] {
+  if constexpr (std::is_same_v<P, float>)
+    return value_kind::float32;
+  else if constexpr (std::is_same_v<P, double>)
+    return value_kind::float64;
+  else {
+    static_assert(format_of<P> != element_format::other, "CUDA kernels know float, double, binary16 and bfloat16");
+    return format_of<P> == element_format::binary16 ? value_kind::float16 : value_kind::bfloat16;
+  }
+}();
+
+/// `[C]` numbers in device memory that kernels write. No data: absent.
+struct channel_outputs {
+  void* data = nullptr;
+  value_kind kind = value_kind::float32;
+
+  channel_outputs() = default;
+  template <class P>
+  explicit channel_outputs(P* values) : data{values}, kind{kind_of<P>} {}
+};
+
+/// `[C]` numbers in device memory. No data: absent.
+struct channel_values {
+  void const* data = nullptr;
+  value_kind kind = value_kind::float32;
+
+  channel_values() = default;
+  template <class P>
+  explicit channel_values(P const* values) : data{values}, kind{kind_of<P>} {}
+  channel_values(channel_outputs const& values) : data{values.data}, kind{values.kind} {}
+};
+
+/// gamma and beta; absent ones stand for 1 and 0.
+struct affine_values {
+  channel_values gamma{}, beta{};
+};
+
+/// Where the gradients of gamma and beta are added; absent ones are not needed.
+struct affine_outputs {
+  channel_outputs gamma{}, beta{};
+};
+
+/// The running statistics and their counter, all in device memory. Absent mean and var: not tracked.
+struct running_outputs {
+  channel_outputs mean{}, var{};
+  std::int64_t* num_batches_tracked = nullptr;
+};
+
+/// What a forward pass leaves in device memory for its backward pass: mean and inv_std `[C]`, and in `count[0]` the
+/// elements of a channel over all ranks; 0 where the statistics are constant, −1 where the pass failed.
+struct saved_statistics {
+  double *mean = nullptr, *inv_std = nullptr;
+  std::int64_t* count = nullptr;
+};
+
+/// Bytes of what a rank exchanges, [packet_header][values × C doubles]: two values forward (mean and m2) and backward
+/// (sum_dy and sum_dy_xmu), seven in double backward.
+[[nodiscard]] constexpr std::size_t packet_bytes(std::int64_t channels, int values = 2) {
+  return sizeof(syncnorm::detail::packet_header) +
+         sizeof(double) * static_cast<std::size_t>(values) * static_cast<std::size_t>(channels > 0 ? channels : 0);
+}
+
+/// The packets of all ranks in device memory, in rank order and without gaps, as an allgather of bytes leaves them.
+/// Aligned to 8 bytes.
+struct gathered_packets {
+  std::byte const* data = nullptr;
+  int ranks = 1;
+};
+
+/// Why the second kernel of a pass wrote nothing.
+enum class pass_fault : std::uint32_t {
+  none,
+  disagreement, ///< a header has a fault, or headers disagree: `require_agreement` says which
+  one_value,    ///< training with one value per channel over all ranks
+};
+
+/// Where a pass that failed leaves word: the first fault stays until the host resets it. Both in device memory or mapped
+/// pinned host memory; `headers`, of as many as there are ranks, may be null.
+struct fault_report {
+  pass_fault* fault = nullptr;
+  syncnorm::detail::packet_header* headers = nullptr;
+};
+
+/// Device memory in which the blocks of a launch put their results together; `workspace_bytes` says how much. All zero before
+/// its first use, and between launches again what kernels need it to be. Of one stream at a time; aligned to 16 bytes.
+struct workspace {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+/// What a kernel may use of the device that it runs on.
+struct device_limits {
+  int multiprocessors = 132;
+  int shared_per_block = 48 * 1024; ///< bytes of shared memory that a block may have
+};
+
+} // namespace syncnorm::cuda
