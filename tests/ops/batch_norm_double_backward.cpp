@@ -42,6 +42,67 @@ TEST_CASE("double backward agrees with differences of the backward pass, over un
   }
 }
 
+TEST_CASE("double backward through epilogues, masks and micro-batches agrees with differences of the oracle") {
+  struct choice {
+    double slope;
+    bool residual, masks, zeroes;
+  };
+  for (auto const& shares : std::vector<std::vector<std::int64_t>>{{3}, {2, 3}, {0, 3, 1}})
+    for (auto const& chosen : {choice{0, false, false, false},
+                               {0.25, true, false, false},
+                               {1, false, true, false},
+                               {-0.5, true, true, true},
+                               {0.1, true, true, false},
+                               {1, false, true, true}})
+      for (std::int64_t const batches : {1, 3}) {
+        test::second_order_case problem{shares};
+        problem.batches = batches;
+        problem.with_epilogue(chosen.slope, chosen.residual, chosen.masks, chosen.zeroes);
+        auto const order = chosen.slope == 0.25 ? test::layout::nhwc : test::layout::nchw;
+        auto const policy = chosen.zeroes ? exchange_policy::reduce : exchange_policy::gather;
+        INFO("slope ", chosen.slope, ", mask ", chosen.masks, ", zeroes ", chosen.zeroes, ", batches ", batches);
+        syncnorm::run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
+          for (auto const& failure : test::check_double_backward(comm, problem, policy, order)) FAIL_CHECK(failure);
+        });
+      }
+  // Without u; and micro-batches without an epilogue.
+  test::second_order_case without_u{{2, 3}}, plain{{4, 2}};
+  without_u.with_epilogue(0.25, true, true, true);
+  without_u.has_u = false;
+  plain.batches = 2;
+  for (auto const& problem : {without_u, plain})
+    syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+      for (auto const& failure : test::check_double_backward(comm, problem, exchange_policy::gather))
+        FAIL_CHECK(failure);
+    });
+}
+
+TEST_CASE("double backward needs nothing of positions whose outputs are 0, nor memory for what is not wanted") {
+  std::vector<unsigned char> const mask{1, 0, 1, 1};
+  auto const run = [&](double garbage) {
+    std::vector<double> x{1, garbage, 3, -2}, dy{0.5, garbage, -1, 2}, u{2, garbage, 1, -1}, y(4), to_dy(4), to_x(4);
+    auto const view = [](std::vector<double>& values) { return syncnorm::nchw(values.data(), 2, 1, 2); };
+    syncnorm::batch_norm<double> layer{{}, 1};
+    syncnorm::batch_norm_epilogue<double> const epilogue{.activation = syncnorm::activation::leaky_relu(0.5),
+                                                         .mask = syncnorm::mask_of(mask.data(), 2, 2),
+                                                         .masked = syncnorm::masked_outputs::zero};
+    layer.forward(view(x), view(y), epilogue);
+    layer.double_backward({.dx = view(u)}, view(x), view(dy), view(to_dy), view(to_x), {}, epilogue);
+    auto const both = to_x;
+    // The gradient to x alone, and x back in place.
+    layer.forward_in_place(view(x), epilogue);
+    std::vector<double> dx(4);
+    layer.backward_in_place(view(x), view(dy), view(dx), epilogue);
+    layer.double_backward({.dx = view(u)}, view(x), view(dy), {}, view(to_x), {}, epilogue);
+    for (std::size_t i = 0; i < 4; ++i) CHECK(std::abs(to_x[i] - both[i]) < 1e-12);
+    CHECK(to_dy[1] == 0);
+    CHECK(both[1] == 0);
+    to_dy.insert(to_dy.end(), both.begin(), both.end());
+    return to_dy;
+  };
+  CHECK(run(0.25) == run(std::nan("")));
+}
+
 TEST_CASE("double backward in floats is that in doubles, rounded") {
   test::second_order_case const problem{{2, 3}};
   auto const narrow = [](std::vector<double> const& values) {
@@ -137,5 +198,19 @@ TEST_CASE("what is wrong with a double backward pass on one rank is an error on 
         CHECK_MESSAGE(text.find("rank 1: the gradient with respect to dx is [1, ") != std::string::npos, text);
         CHECK(data.state() == before);
       }
+      // The gradient of a residual that is not there.
+      auto const after = data.state();
+      std::string text;
+      try {
+        syncnorm::batch_norm_second_order<float, float> const second{
+            .dx = data.dx(), .dresidual = comm.rank() == 1 ? data.dx() : syncnorm::tensor_view<float const>{}};
+        data.layer.double_backward(second, data.x(), data.dy(), {}, out);
+      } catch (syncnorm::invalid_argument_error const& e) {
+        text = e.what();
+      }
+      CHECK_MESSAGE(text.find("rank 1: there is a gradient with respect to dresidual, but no residual") !=
+                        std::string::npos,
+                    text);
+      CHECK(data.state() == after);
     });
 }

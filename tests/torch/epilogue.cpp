@@ -7,7 +7,6 @@
 #include <syncnorm/comm/thread_group.hpp>
 
 using namespace test;
-using syncnorm::activation;
 using syncnorm::masked_outputs;
 using syncnorm::run_ranks;
 using syncnorm::thread_communicator;
@@ -168,13 +167,50 @@ TEST_CASE("what is wrong with a residual or a mask on one rank is thrown on both
   }
 }
 
-TEST_CASE("gradients of a pass with an activation refuse to be differentiated") {
-  auto norm = make_norm(BatchNormOptions{3});
-  auto const x = random({4, 3, 2}).requires_grad_();
-  norm_epilogue with;
-  with.activation = activation::relu();
-  auto const y = norm->forward_with(x, with);
-  auto const dx = torch::autograd::grad({y.square().sum()}, {x}, {}, c10::nullopt, true)[0];
-  auto const message = message_of<syncnorm::error>([&] { dx.square().sum().backward(); });
-  CHECK_MESSAGE(contains(message, "with an activation, a residual or a mask"), message);
+TEST_CASE("a gradient penalty through activation, residual and mask is that of libtorch's operations") {
+  torch::manual_seed(23);
+  auto const mask = torch::rand({5, 2, 2}) < 0.6;
+  struct choice {
+    double slope;
+    bool residual, mask;
+    masked_outputs masked;
+  };
+  // Of Σ|∂L/∂x|² + Σ|∂L/∂residual|² + Σ ∂L/∂weight + L, where L = Σ f·y³: what x, residual and weight get.
+  auto const penalize = [](Tensor const& y, Tensor const& factors, std::vector<Tensor> const& of) {
+    auto const loss = (y.pow(3) * factors).sum();
+    auto const slopes = torch::autograd::grad({loss}, of, {}, true, /*create_graph=*/true);
+    auto penalty = loss + slopes[0].pow(2).sum() + slopes[1].sum();
+    if (slopes.size() == 3) penalty = penalty + slopes[2].pow(2).sum();
+    return torch::autograd::grad({penalty}, of);
+  };
+  for (auto const& chosen : {choice{0, true, false, masked_outputs::normalized},
+                             {0.25, false, true, masked_outputs::zero},
+                             {0.5, true, true, masked_outputs::normalized}}) {
+    auto const x = random({5, 3, 2, 2}), residual = random({5, 3, 2, 2}), factors = random({5, 3, 2, 2});
+    auto const options = BatchNormOptions{3}.eps(1e-2);
+    auto const run = [&](auto const& forward, SyncBatchNorm& norm, auto const& cut) {
+      std::vector<Tensor> of{cut(x).detach().clone().requires_grad_(), norm->weight};
+      norm_epilogue with{.activation = {chosen.slope}, .masked = chosen.masked};
+      if (chosen.residual) of.push_back(with.residual = cut(residual).detach().clone().requires_grad_());
+      if (chosen.mask) with.mask = cut(mask);
+      return penalize(forward(norm, of[0], with), cut(factors), of);
+    };
+    auto twin = make_norm(options);
+    auto const expected = run([](SyncBatchNorm& norm, Tensor const& of,
+                                 norm_epilogue const& with) { return reference(of, norm->weight, norm->bias, with); },
+                              twin, [](Tensor const& whole) { return whole; });
+    Tensor weight_grads[2];
+    run_ranks(2, [&](thread_communicator const& comm) {
+      INFO("slope ", chosen.slope, ", rank ", comm.rank());
+      auto norm = make_norm(options, comm);
+      auto const own = [&](Tensor const& whole) { return rows_of(whole, comm.rank()); };
+      auto const got = run([](SyncBatchNorm& of, Tensor const& input,
+                              norm_epilogue const& with) { return of->forward_with(input, with); },
+                           norm, own);
+      CHECK(error_of(got[0], own(expected[0]), scale_of(expected[0])) <= 1e-11);
+      if (chosen.residual) CHECK(error_of(got[2], own(expected[2]), scale_of(expected[2])) <= 1e-11);
+      weight_grads[comm.rank()] = got[1];
+    });
+    CHECK(error_of(weight_grads[0] + weight_grads[1], expected[1], 1) <= 1e-11);
+  }
 }

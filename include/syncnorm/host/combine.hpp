@@ -9,6 +9,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 
@@ -53,6 +54,22 @@ void combine(E const& exec, std::type_identity_t<tensor_view<T const>> a, std::t
              std::type_identity_t<tensor_view<T const>> x, tensor_view<T> out, std::span<combination const> channels) {
   detail::combine_op<accumulate_t<T>> const op{channels};
   detail::map_channels<T>(exec, op, {a, b, x}, out, stores::automatic);
+}
+
+/// The same where positions count, and out = b·scale_b elsewhere. `counted`: null where all count. out is not b.
+template <class T, executor E>
+requires element<T>
+void combine_counted(E const& exec, std::type_identity_t<tensor_view<T const>> a,
+                     std::type_identity_t<tensor_view<T const>> b, std::type_identity_t<tensor_view<T const>> x,
+                     tensor_view<T> out, std::span<combination const> channels, detail::prepared_mask const* counted) {
+  combine(exec, a, b, x, out, channels);
+  if (counted == nullptr) return;
+  exec.for_each(out.samples, [&](std::int64_t n) {
+    std::uint8_t const* const mask = counted->row(n);
+    for (std::int64_t s = 0; s < out.spatial; ++s)
+      for (std::int64_t c = 0; mask[s] == 0 && c < out.channels; ++c)
+        out(n, c, s) = from_double<T>(as_double(b(n, c, s)) * channels[static_cast<std::size_t>(c)].scale_b);
+  });
 }
 
 } // namespace syncnorm::host

@@ -37,6 +37,16 @@ public:
     return part;
   }
 
+  /// The mask alone, by which what does not count is 0.
+  [[nodiscard]] prepared_epilogue mask_alone() const {
+    prepared_epilogue alone;
+    alone.mask_ = mask_;
+    alone.zeroes_ = true;
+    return alone;
+  }
+  /// Whether the gradient of what was activated differs from that of the output.
+  [[nodiscard]] bool gates() const { return slope_ != 1 || written() != nullptr; }
+
   [[nodiscard]] accumulate_t<T> slope() const { return slope_; }
   [[nodiscard]] bool has_residual() const { return has_residual_; }
   [[nodiscard]] tensor_view<T const> const& residual() const { return residual_; }

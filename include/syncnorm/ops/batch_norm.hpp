@@ -121,12 +121,21 @@ public:
                                       options, workspace_, {}, epilogues, dresidual);
   }
 
-  /// The gradients of the latest backward pass, whose x and dy these have to be; adds to the gradient of gamma. As
-  /// `batch_norm_double_backward`.
+  /// The gradients of the latest backward pass, whose x, dy and epilogue these have to be; adds to the gradient of gamma.
+  /// As `batch_norm_double_backward`.
   void double_backward(batch_norm_second_order<T, P> const& second, tensor_view<T const> x, tensor_view<T const> dy,
-                       tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_backward_options const& options = {}) {
-    batch_norm_double_backward<T, P>(exec_, comm_, second, dy, x, gamma_, saved_, to_dy, to_x, gamma_grad_, options,
-                                     workspace_);
+                       tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_backward_options const& options = {},
+                       batch_norm_epilogue<T> const& epilogue = {}) {
+    batch_norm_double_backward<T, P>(exec_, comm_, second, dy, x, {gamma_, beta_}, saved_, to_dy, to_x, gamma_grad_,
+                                     options, workspace_, {}, epilogue);
+  }
+  /// `double_backward` of K micro-batches.
+  void double_backward(batch_norm_second_order_batches<T, P> const& second, std::span<tensor_view<T const> const> x,
+                       std::span<tensor_view<T const> const> dy, std::span<tensor_view<T> const> to_dy,
+                       std::span<tensor_view<T> const> to_x, batch_norm_backward_options const& options = {},
+                       std::span<batch_norm_epilogue<T> const> epilogues = {}) {
+    batch_norm_double_backward_batches<T, P>(exec_, comm_, second, dy, x, {gamma_, beta_}, saved_, to_dy, to_x,
+                                             gamma_grad_, options, workspace_, {}, epilogues);
   }
 
   /// `forward` up to the exchange, which goes on while the caller does something else; `finish` of what is returned

@@ -56,10 +56,9 @@ public:
     auto gradients = with_types(type, pass->parameters, [&]<class Types>(Types) {
       return run<typename Types::element, typename Types::parameter>(*recorded, *pass, saved, dy, std::move(fault));
     });
-    if (at::GradMode::is_enabled()) {
-      saved.insert(saved.end(), dy.begin(), dy.end());
-      once_differentiable::refuse("the gradients of micro-batches (double backward)", gradients, saved);
-    }
+    if (at::GradMode::is_enabled())
+      batch_norm_backward_function::record(gradients, dy, {saved.begin(), saved.end() - 1}, saved.back(),
+                                           {pass, {}, {}});
     return gradients;
   }
 
@@ -67,6 +66,7 @@ private:
   template <class T, class P>
   static tensors run(context const& recorded, recorded_pass const& pass, tensors const& saved, tensors dy,
                      std::string fault) {
+    bool const create_graph = at::GradMode::is_enabled();
     at::AutoGradMode const no_recording{false};
     auto const batches = static_cast<std::size_t>(recorded.saved_data.at("batches").toInt());
     bool const has_weight = recorded.saved_data.at("weight").toBool(),
@@ -101,9 +101,10 @@ private:
       fault = text_of(e);
     }
     auto& state = *pass.state;
+    auto const differentiable =
+        create_graph && (wants_x || wants_weight || wants_bias) ? backward_pass::needed : backward_pass::impossible;
     batch_norm_backward_batches<T, P>(at_executor{}, state.comm, dy_views, x_views, dx_views, affine, pass.saved,
-                                      gradients, {state.exchange_backward}, state.workspace,
-                                      {fault, backward_pass::impossible});
+                                      gradients, {state.exchange_backward}, state.workspace, {fault, differentiable});
     tensors results(batches);
     for (std::size_t k = 0; k < batches; ++k)
       if (recorded.needs_input_grad(k)) results[k] = of[k].y;
@@ -208,8 +209,8 @@ private:
 
 /// The outputs of K micro-batches by one statistic, that of all of them on all ranks: what `norm` would make of their
 /// concatenation, cut up again, with one exchange forward and one backward. In training mode collective; K may differ
-/// between ranks, but is at least 1: a rank without samples passes one micro-batch of none. Their gradients cannot be
-/// differentiated again. In evaluation mode, and by frozen statistics, `forward` of each.
+/// between ranks, but is at least 1: a rank without samples passes one micro-batch of none. In evaluation mode, and by
+/// frozen statistics, `forward` of each.
 [[nodiscard]] inline std::vector<::torch::Tensor> forward_batches(SyncBatchNorm& norm,
                                                                   std::vector<::torch::Tensor> const& inputs) {
   return detail::batches_of{*norm}.forward(inputs);

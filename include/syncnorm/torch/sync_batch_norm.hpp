@@ -83,7 +83,7 @@ public:
   ::torch::Tensor forward(::torch::Tensor const& input) { return forward_with(input, {}); }
 
   /// The same with an activation, a residual added before it, and a mask `[N, …]` of the positions that count:
-  /// f(forward(input) + residual), or 0. The residual has a gradient. Its gradients cannot be differentiated again.
+  /// f(forward(input) + residual), or 0. The residual has a gradient.
   ::torch::Tensor forward_with(::torch::Tensor const& input, norm_epilogue const& epilogue) {
     auto fault = detail::find_fault(input, {weight, bias}, {running_mean, running_var}, num_batches_tracked);
     if (fault.empty()) fault = detail::find_fault(epilogue, input);

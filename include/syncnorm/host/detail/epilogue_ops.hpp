@@ -61,12 +61,14 @@ struct epilogue_gradient_op {
   std::span<double const> sum_dy, sum_dy_xmu;
   std::int64_t count;
   A slope;
-  A uncounted; ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
+  A uncounted;               ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
+  bool of_activated = false; ///< dx = dv
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const c = static_cast<std::size_t>(channel);
     bool const constant = count == 0;
     auto const v = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma[c], beta[c]);
+    if (of_activated) return {A{1}, v.center, A{0}, A{0}, v.scale, v.shift};
     auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], gamma[c], constant ? 0.0 : sum_dy[c],
                                                  constant ? 0.0 : sum_dy_xmu[c], count);
     return {k.dy_scale, k.center, k.x_scale, k.shift, v.scale, v.shift};

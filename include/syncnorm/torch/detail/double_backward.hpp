@@ -1,14 +1,15 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <iterator>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
@@ -18,14 +19,18 @@
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/element.hpp>
+#include <syncnorm/torch/epilogue.hpp>
 #include <syncnorm/torch/executor.hpp>
 
 namespace syncnorm::torch::detail {
 
-/// What a backward pass gave: which of the gradients of x, weight and bias, and these.
+/// What a backward pass read besides what its results are functions of, and which of the gradients of the K inputs, weight,
+/// bias and residual it gave, and these.
 struct backward_results {
-  std::array<bool, 3> present{};
-  ::torch::autograd::variable_list defined;
+  c10::intrusive_ptr<recorded_pass> pass;
+  at::Tensor bias, residual;
+  std::vector<std::int64_t> present{};
+  ::torch::autograd::variable_list defined{};
 };
 
 /// Gives tensors that refuse to be differentiated.
@@ -57,86 +62,116 @@ public:
   }
 };
 
-/// Records a backward pass that has been computed already, and runs the pass that differentiates it.
+/// Records a backward pass over K inputs that has been computed already, and runs the pass that differentiates it.
 class batch_norm_backward_function : public ::torch::autograd::Function<batch_norm_backward_function> {
 public:
   using context = ::torch::autograd::AutogradContext;
   using tensors = ::torch::autograd::variable_list;
 
-  /// Returns the results, recorded as functions of dy, x and weight, the latter of which may be absent.
-  static tensors forward(context* recorded, at::Tensor const& dy, at::Tensor const& x,
-                         c10::optional<at::Tensor> const& weight, c10::intrusive_ptr<recorded_pass> const& pass,
+  /// Returns the results, recorded as functions of K dy, K x and weight, the latter of which may be absent.
+  static tensors forward(context* recorded, at::TensorList of, c10::optional<at::Tensor> const& weight,
                          backward_results const* results) {
-    recorded->save_for_backward({dy, x, weight.value_or(at::Tensor{})});
-    recorded->saved_data["pass"] = c10::IValue::make_capsule(pass);
+    tensors saved(of.begin(), of.end());
+    saved.insert(saved.end(), {weight.value_or(at::Tensor{}), results->bias, results->residual});
+    recorded->save_for_backward(std::move(saved));
+    recorded->saved_data["pass"] = c10::IValue::make_capsule(results->pass);
     recorded->saved_data["weight"] = weight.has_value();
-    recorded->saved_data["exchange"] = pass->state->exchange_backward;
-    for (std::size_t i = 0; i < results->present.size(); ++i) recorded->saved_data[names[i]] = results->present[i];
+    recorded->saved_data["exchange"] = results->pass->state->exchange_backward;
+    recorded->saved_data["present"] = results->present;
     return results->defined;
+  }
+
+  /// Makes `gradients`, of K inputs, weight, bias and residual, functions of what they were made of.
+  static void record(tensors& gradients, tensors const& dy, tensors x, at::Tensor const& weight,
+                     backward_results results) {
+    auto const end = gradients.begin() + static_cast<std::ptrdiff_t>(dy.size() + 3);
+    for (auto gradient = gradients.begin(); gradient != end; ++gradient) {
+      results.present.push_back(gradient->defined());
+      if (gradient->defined()) results.defined.push_back(*gradient);
+    }
+    if (results.defined.empty()) return;
+    x.insert(x.begin(), dy.begin(), dy.end());
+    auto const recorded =
+        apply(at::TensorList{x}, weight.defined() ? c10::optional<at::Tensor>{weight} : c10::nullopt, &results);
+    auto next = recorded.begin();
+    for (auto gradient = gradients.begin(); gradient != end; ++gradient)
+      if (gradient->defined()) *gradient = *next++;
   }
 
   static tensors backward(context* recorded, tensors const& gradients) {
     auto const pass = c10::static_intrusive_pointer_cast<recorded_pass>(recorded->saved_data["pass"].toCapsule());
-    at::Tensor dy, x, weight;
+    tensors saved;
     std::string fault;
     try {
-      auto const saved = recorded->get_saved_variables();
-      dy = saved.at(0), x = saved.at(1), weight = saved.at(2);
+      saved = recorded->get_saved_variables();
     } catch (std::exception const& e) {
       fault = text_of(e);
     }
-    auto const type = fault.empty() ? x.scalar_type() : at::kFloat;
+    auto const type = fault.empty() ? saved.front().scalar_type() : at::kFloat;
     auto results = with_types(type, pass->parameters, [&]<class Types>(Types) {
       using T = typename Types::element;
-      return run<T, typename Types::parameter>(*recorded, *pass, gradients, dy, x, weight, std::move(fault));
+      return run<T, typename Types::parameter>(*recorded, *pass, gradients, saved, std::move(fault));
     });
     if (at::GradMode::is_enabled()) {
-      auto inputs = gradients;
-      inputs.insert(inputs.end(), {dy, x, weight});
-      once_differentiable::refuse("the gradients of its gradients (third derivatives)", results, inputs);
+      saved.insert(saved.end(), gradients.begin(), gradients.end());
+      once_differentiable::refuse("the gradients of its gradients (third derivatives)", results, saved);
     }
     return results;
   }
 
 private:
-  static constexpr std::array<char const*, 3> names{"of x", "of weight", "of bias"};
-
   template <class T, class P>
-  static tensors run(context const& recorded, recorded_pass const& pass, tensors const& gradients, at::Tensor dy,
-                     at::Tensor const& x, at::Tensor const& weight, std::string fault) {
+  static tensors run(context const& recorded, recorded_pass const& pass, tensors const& gradients, tensors const& saved,
+                     std::string fault) {
     at::AutoGradMode const no_recording{false};
+    auto const present = recorded.saved_data.at("present").toIntVector();
+    auto const batches = present.size() - 3;
     bool const has_weight = recorded.saved_data.at("weight").toBool();
     // Edges lead to the inputs that are present: dy, x, weight.
-    bool const wants_dy = recorded.needs_input_grad(0), wants_x = recorded.needs_input_grad(1);
-    bool const wants_weight = has_weight && recorded.needs_input_grad(2);
+    auto const wants = [&](std::size_t edge) { return recorded.needs_input_grad(edge); };
+    bool const wants_weight = has_weight && wants(2 * batches);
 
-    operands<T> of_x;
-    tensor_view<T const> dy_view;
-    tensor_view<T> to_dy_view, to_x_view;
-    batch_norm_second_order<T, P> second;
-    std::span<P const> gamma;
+    tensors kept, to_dy(batches), to_x(batches);
+    std::vector<tensor_view<T const>> dy_views, x_views, u_views, v_views;
+    std::vector<tensor_view<T>> to_dy_views(batches), to_x_views(batches);
+    std::vector<batch_norm_epilogue<T>> epilogues;
+    batch_norm_second_order_batches<T, P> second;
+    affine_parameters<P> affine;
     std::span<P> gamma_gradient;
-    at::Tensor to_dy, to_x, to_weight, u, of_gamma, of_beta, scale;
+    at::Tensor to_weight;
     try {
       if (fault.empty()) {
-        of_x = make_operands<T>(x);
-        dy_view = make_companion<T>(dy, of_x);
-        auto next = gradients.begin();
-        auto const take = [&](std::size_t i) {
-          return recorded.saved_data.at(names[i]).toBool() ? *next++ : at::Tensor{};
+        auto const keep = [&](at::Tensor const& tensor) -> at::Tensor& { return kept.emplace_back(tensor); };
+        auto const per_channel = [&](at::Tensor const& of) {
+          return of.defined() ? std::span<P const>{values_of<P>(keep(of.contiguous()))} : std::span<P const>{};
         };
-        u = take(0), of_gamma = take(1), of_beta = take(2);
-        if (u.defined()) second.dx = make_companion<T>(u, of_x);
-        if (of_gamma.defined()) second.gamma_gradient = values_of<P>(of_gamma = of_gamma.contiguous());
-        if (of_beta.defined()) second.beta_gradient = values_of<P>(of_beta = of_beta.contiguous());
-        if (has_weight) gamma = values_of<P>(scale = weight.contiguous());
-        if (wants_weight)
-          gamma_gradient = values_of<P>(to_weight = at::zeros({x.size(1)}, x.options().dtype(pass.parameters)));
-        if (wants_x) to_x = of_x.y, to_x_view = of_x.y_view;
-        if (wants_dy) {
-          to_dy = at::empty_like(of_x.y);
-          to_dy_view = *view_of<T>(to_dy, of_x.order);
+        auto next = gradients.begin();
+        auto const take = [&](std::size_t i) { return present[i] != 0 ? *next++ : at::Tensor{}; };
+        tensors u;
+        for (std::size_t k = 0; k < batches; ++k) u.push_back(take(k));
+        second.gamma_gradient = per_channel(take(batches));
+        second.beta_gradient = per_channel(take(batches + 1));
+        auto const v = take(batches + 2);
+        auto const &weight = saved[2 * batches], &bias = saved[2 * batches + 1], &residual = saved[2 * batches + 2];
+        affine = {per_channel(weight), per_channel(bias)};
+        for (std::size_t k = 0; k < batches; ++k) {
+          auto const of_x = make_operands<T>(saved[batches + k]);
+          auto const companion = [&](at::Tensor const& tensor) {
+            return tensor.defined() ? make_companion<T>(keep(tensor), of_x) : tensor_view<T const>{};
+          };
+          keep(of_x.x);
+          x_views.push_back(of_x.x_view);
+          dy_views.push_back(companion(saved[k]));
+          u_views.push_back(companion(u[k]));
+          if (wants(k)) to_dy_views[k] = *view_of<T>(to_dy[k] = at::empty_like(of_x.y), of_x.order);
+          if (wants(batches + k)) to_x[k] = of_x.y, to_x_views[k] = of_x.y_view;
+          if (batches > 1) continue;
+          v_views.push_back(companion(v));
+          epilogues.push_back({pass.activation, companion(residual), view_of_mask(pass.mask), pass.masked});
         }
+        second.dx = u_views, second.dresidual = v_views;
+        auto const options = saved.front().options().dtype(pass.parameters);
+        if (wants_weight) gamma_gradient = values_of<P>(to_weight = at::zeros({saved.front().size(1)}, options));
       }
     } catch (std::exception const& e) {
       fault = text_of(e);
@@ -145,9 +180,13 @@ private:
     std::optional<batch_norm_workspace> own;
     auto& workspace = pass.workspace_or(own);
     bool const exchange = recorded.saved_data.at("exchange").toBool();
-    batch_norm_double_backward<T, P>(at_executor{}, state.comm, second, dy_view, of_x.x_view, gamma, pass.saved,
-                                     to_dy_view, to_x_view, gamma_gradient, {exchange}, workspace, {.fault = fault});
-    return {to_dy, to_x, to_weight, {}, {}};
+    batch_norm_double_backward_batches<T, P>(at_executor{}, state.comm, second, dy_views, x_views, affine, pass.saved,
+                                             to_dy_views, to_x_views, gamma_gradient, {exchange}, workspace,
+                                             {.fault = fault}, epilogues);
+    tensors results{std::move(to_dy)};
+    results.insert(results.end(), to_x.begin(), to_x.end());
+    results.insert(results.end(), {to_weight, {}});
+    return results;
   }
 };
 

@@ -69,12 +69,8 @@ public:
       using P = typename Types::parameter;
       return run<T, P>(*recorded, *pass, {x, weight, bias, residual}, dy.at(0), std::move(fault));
     });
-    if (!at::GradMode::is_enabled()) return gradients;
-    if (pass->has_epilogue(residual))
-      once_differentiable::refuse("the gradients of a pass with an activation, a residual or a mask (double backward)",
-                                  gradients, {dy.at(0), x, weight, residual});
-    else
-      record_backward(gradients, dy.at(0), x, weight, pass);
+    if (at::GradMode::is_enabled())
+      batch_norm_backward_function::record(gradients, {dy.at(0)}, {x}, weight, {pass, bias, residual});
     return gradients;
   }
 
@@ -98,9 +94,9 @@ private:
     bool const wants_bias = has_bias && recorded.needs_input_grad(has_weight ? 2 : 1);
     std::size_t const of_residual = 1 + (has_weight ? 1 : 0) + (has_bias ? 1 : 0);
     bool const wants_residual = residual.defined() && recorded.needs_input_grad(of_residual);
-    bool const twice = create_graph && !pass.has_epilogue(residual);
-    auto const differentiable =
-        twice && (wants_x || wants_weight || wants_bias) ? backward_pass::needed : backward_pass::impossible;
+    auto const differentiable = create_graph && (wants_x || wants_weight || wants_bias || wants_residual)
+                                    ? backward_pass::needed
+                                    : backward_pass::impossible;
 
     operands<T> of_x;
     tensor_view<T const> dy_view;
@@ -137,20 +133,6 @@ private:
                                     gradients, {state.exchange_backward}, workspace, {fault, differentiable}, epilogue,
                                     dresidual_view);
     return {dx, dgamma, dbeta, dresidual, {}, {}, {}};
-  }
-
-  /// Records gradients as functions of what they were made of, to be differentiated in turn.
-  static void record_backward(tensors& gradients, at::Tensor const& dy, at::Tensor const& x, at::Tensor const& weight,
-                              c10::intrusive_ptr<recorded_pass> const& pass) {
-    backward_results results;
-    for (std::size_t i = 0; i < results.present.size(); ++i)
-      if ((results.present[i] = gradients[i].defined())) results.defined.push_back(gradients[i]);
-    if (results.defined.empty()) return;
-    auto const recorded = batch_norm_backward_function::apply(
-        dy, x, weight.defined() ? c10::optional<at::Tensor>{weight} : c10::nullopt, pass, &results);
-    auto next = recorded.begin();
-    for (auto& gradient : gradients)
-      if (gradient.defined()) gradient = *next++;
   }
 };
 

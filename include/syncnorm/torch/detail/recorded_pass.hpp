@@ -33,11 +33,6 @@ struct recorded_pass : ::torch::CustomClassHolder {
   masked_outputs masked = masked_outputs::normalized;
   at::Tensor mask{}; ///< dense `[N, S]`, or undefined
 
-  /// Whether the pass did more than normalize.
-  [[nodiscard]] bool has_epilogue(at::Tensor const& residual) const {
-    return activation.negative_slope != 1 || mask.defined() || residual.defined();
-  }
-
   /// The workspace of a pass that follows. Only passes that exchange are in one thread at a time; others have their `own`.
   [[nodiscard]] batch_norm_workspace& workspace_or(std::optional<batch_norm_workspace>& own) const {
     return saved.scope == statistics_scope::all_ranks ? state->workspace
