@@ -3,9 +3,15 @@
 #if defined(__CUDACC__)
 #define SYNCNORM_HOST_DEVICE __host__ __device__
 #define SYNCNORM_DEVICE __device__
+#define SYNCNORM_UNROLL _Pragma("unroll")
+#define SYNCNORM_UNROLL_FOUR _Pragma("unroll 4")
 #else
 /// Marks a function that a CUDA compiler also compiles for the device.
 #define SYNCNORM_HOST_DEVICE
 /// Marks a function that a CUDA compiler compiles for the device alone.
 #define SYNCNORM_DEVICE
+/// Asks a CUDA compiler to unroll the loop that follows: in full, so that arrays may be registers, or by four, so that loads
+/// may be in flight together.
+#define SYNCNORM_UNROLL
+#define SYNCNORM_UNROLL_FOUR
 #endif

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+
+#include <syncnorm/config.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// As many elements as a thread accesses at once.
+template <class T>
+inline constexpr int pack_length = 16 / static_cast<int>(sizeof(T));
+
+template <class T>
+struct alignas(16) pack {
+  T of[pack_length<T>];
+};
+
+template <class T>
+[[nodiscard]] SYNCNORM_DEVICE inline bool is_aligned(T const* at) {
+  return (reinterpret_cast<std::uintptr_t>(at) & 15) == 0;
+}
+
+/// A pack's elements that exist, [first, last).
+struct extent_of_pack {
+  int first, last;
+
+  template <class T>
+  [[nodiscard]] SYNCNORM_DEVICE bool full() const {
+    return first == 0 && last == pack_length<T>;
+  }
+};
+
+/// How a kernel's accesses treat the cache. `last`: what is read or written is not needed again soon.
+enum class cached : bool { normally, last };
+
+/// The elements of `part`, `step` apart, of which `at` is number 0; the others are unspecified.
+template <class Hw, class T>
+[[nodiscard]] SYNCNORM_DEVICE pack<T> load_pack(Hw const& hw, T const* at, std::int64_t step,
+                                                extent_of_pack const& part, cached use) {
+  if (step == 1 && part.full<T>() && is_aligned(at)) return hw.load_pack(at, use);
+  pack<T> some{};
+  SYNCNORM_UNROLL
+  for (int e = 0; e < pack_length<T>; ++e)
+    if (e >= part.first && e < part.last) some.of[e] = hw.load(at + e * step);
+  return some;
+}
+
+template <class Hw, class T>
+SYNCNORM_DEVICE void store_pack(Hw const& hw, T* at, std::int64_t step, extent_of_pack const& part, pack<T> const& some,
+                                cached use) {
+  if (step == 1 && part.full<T>() && is_aligned(at)) return hw.store_pack(at, some, use);
+  SYNCNORM_UNROLL
+  for (int e = 0; e < pack_length<T>; ++e)
+    if (e >= part.first && e < part.last) hw.store(at + e * step, some.of[e]);
+}
+
+} // namespace syncnorm::cuda::detail

@@ -1,0 +1,219 @@
+#include <simt/machine.hpp>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+namespace {
+
+struct cells {
+  double of[64];
+};
+
+/// What a launch reports; nothing: empty.
+template <class Kernel>
+std::string report(simt::machine& on, simt::launch_shape const& shape, Kernel const& kernel) {
+  try {
+    on.launch(shape, kernel);
+  } catch (simt::violation const& what) {
+    return what.what();
+  }
+  return {};
+}
+
+bool begins(std::string const& text, char const* with) { return text.rfind(with, 0) == 0; }
+
+} // namespace
+
+TEST_CASE("Threads of all blocks run, and shared memory, shuffles, ballots and barriers work") {
+  simt::machine on;
+  std::vector<int> out(256);
+  on.memory.add("out", out.data(), out.size());
+  on.launch({4, 64}, [&](simt::hardware const& hw) {
+    auto& shared = hw.shared<cells>();
+    hw.store(&shared.of[hw.thread()], hw.thread());
+    hw.barrier();
+    auto const opposite = static_cast<int>(hw.load(&shared.of[63 - hw.thread()]));
+    int const neighbour = hw.shuffle_xor(opposite, 1);
+    unsigned const even = hw.ballot(~0u, opposite % 2 == 0);
+    bool const any = hw.barrier_or(hw.thread() == 5 && hw.block() == 2);
+    int const value = neighbour + (even == 0xaaaaaaaau ? 1000 : 0) + (any ? 10000 : 0);
+    hw.store(&out[hw.block() * 64 + static_cast<unsigned>(hw.thread())], value);
+  });
+  for (std::size_t i = 0; i < out.size(); ++i)
+    CHECK(out[i] == ((63 - static_cast<int>(i % 64)) ^ 1) + 1000 + (i / 64 == 2 ? 10000 : 0));
+}
+
+TEST_CASE("Lanes that a ballot does not name may go on") {
+  simt::machine on;
+  std::vector<unsigned> out(32);
+  on.memory.add("out", out.data(), out.size());
+  on.launch({1, 32}, [&](simt::hardware const& hw) {
+    if (hw.thread() < 8) hw.store(&out[static_cast<std::size_t>(hw.thread())], hw.ballot(0xffu, hw.thread() > 2));
+  });
+  CHECK(out[0] == 0xf8u);
+  CHECK(out[8] == 0);
+}
+
+TEST_CASE("A barrier that not all threads reach is reported") {
+  simt::machine on;
+  CHECK(begins(report(on, {1, 64},
+                      [](simt::hardware const& hw) {
+                        if (hw.thread() < 32) hw.barrier();
+                      }),
+               "barrier that threads do not reach"));
+  CHECK(begins(report(on, {1, 64},
+                      [](simt::hardware const& hw) {
+                        if (hw.thread() < 32)
+                          hw.barrier();
+                        else
+                          (void)hw.shuffle_xor(1, 1), hw.thread() == 40 ? hw.barrier() : (void)hw.shuffle_xor(1, 1);
+                      }),
+               "shuffle that lanes do not reach"));
+}
+
+TEST_CASE("A shuffle or ballot whose lanes do not all arrive is reported") {
+  simt::machine on;
+  CHECK(begins(report(on, {1, 32},
+                      [](simt::hardware const& hw) {
+                        if (hw.thread() < 31) (void)hw.shuffle_xor(1, 1);
+                      }),
+               "shuffle that lanes do not reach"));
+  CHECK(begins(report(on, {1, 32},
+                      [](simt::hardware const& hw) {
+                        if (hw.thread() < 7) (void)hw.ballot(0xff, true);
+                      }),
+               "ballot that lanes do not reach"));
+  CHECK(begins(report(on, {1, 32}, [](simt::hardware const& hw) { (void)hw.ballot(0xff, true); }),
+               "ballot by a lane that it does not name"));
+  CHECK(begins(report(on, {1, 32},
+                      [](simt::hardware const& hw) {
+                        if (hw.thread() < 16)
+                          (void)hw.ballot(0xffff, true);
+                        else
+                          (void)hw.shuffle_xor(1, 1);
+                      }),
+               "shuffle that lanes do not reach"));
+}
+
+TEST_CASE("An access out of bounds, to read-only memory or misaligned is reported") {
+  simt::machine on;
+  std::array<float, 64> data{};
+  std::array<float, 8> const input{};
+  on.memory.add("data", data.data() + 4, 16);
+  on.memory.add("input", input.data(), input.size());
+  auto const at = [&](auto const& work) {
+    return report(on, {1, 32}, [&](simt::hardware const& hw) {
+      if (hw.thread() == 3) work(hw);
+    });
+  };
+  CHECK(begins(at([&](auto const& hw) { (void)hw.load(&data[20]); }), "out of bounds"));
+  CHECK(begins(at([&](auto const& hw) { (void)hw.load(&data[3]); }), "out of bounds"));
+  CHECK(begins(
+      at([&](auto const& hw) { (void)hw.load(reinterpret_cast<float*>(reinterpret_cast<char*>(&data[5]) + 2)); }),
+      "misaligned access"));
+  std::size_t off = 4;
+  while (syncnorm::cuda::detail::is_aligned(&data[off])) ++off;
+  CHECK(begins(at([&](auto const& hw) { (void)hw.load_pack(&data[off], {}); }), "misaligned access"));
+  CHECK(begins(at([&](auto const& hw) { hw.store_pack(&data[off], {}, {}); }), "misaligned access"));
+  CHECK(begins(at([&](auto const& hw) { hw.store(const_cast<float*>(&input[0]), 1.0f); }),
+               "write to what is read alone"));
+  CHECK(begins(at([&](auto const& hw) { (void)hw.load(hw.template shared<cells>().of + 64); }), "out of bounds"));
+  CHECK(at([&](auto const& hw) { (void)hw.load(&data[19]); }).empty());
+}
+
+TEST_CASE("A read of shared memory that was never written is reported") {
+  simt::machine on;
+  CHECK(
+      begins(report(on, {1, 32}, [](simt::hardware const& hw) { (void)hw.load(&hw.shared<cells>().of[hw.thread()]); }),
+             "read of what was never written"));
+}
+
+TEST_CASE("A race in shared memory is reported, and a barrier prevents it") {
+  simt::machine on;
+  auto const neighbours = [&](bool before, bool after) {
+    return report(on, {1, 64}, [=](simt::hardware const& hw) {
+      auto& shared = hw.shared<cells>();
+      hw.store(&shared.of[hw.thread()], 1.0);
+      hw.barrier();
+      double const other = hw.load(&shared.of[(hw.thread() + 1) % 64]);
+      if (after) hw.barrier();
+      hw.store(&shared.of[hw.thread()], other);
+      if (before) hw.barrier();
+      (void)hw.load(&shared.of[(hw.thread() + 1) % 64]);
+    });
+  };
+  CHECK(neighbours(true, true).empty());
+  CHECK(begins(neighbours(false, true), "race with a read"));
+  CHECK(begins(neighbours(true, false), "race with a read"));
+}
+
+TEST_CASE("A race in global memory is reported, between threads and between blocks") {
+  simt::machine on;
+  std::array<int, 64> data{};
+  on.memory.add("data", data.data(), data.size());
+  CHECK(begins(report(on, {1, 32}, [&](simt::hardware const& hw) { hw.store(&data[0], hw.thread()); }),
+               "race with a write"));
+  CHECK(begins(report(on, {2, 32},
+                      [&](simt::hardware const& hw) {
+                        if (hw.thread() == 0) hw.store(&data[0], 1);
+                      }),
+               "race with a write"));
+  CHECK(begins(report(on, {2, 32},
+                      [&](simt::hardware const& hw) {
+                        if (hw.thread() != 0) return;
+                        if (hw.block() == 0)
+                          (void)hw.load(&data[1]);
+                        else
+                          hw.store(&data[1], 1);
+                      }),
+               "race with a read"));
+  CHECK(begins(report(on, {2, 32},
+                      [&](simt::hardware const& hw) {
+                        if (hw.thread() != 0) return;
+                        if (hw.block() == 0)
+                          hw.store(&data[1], 1);
+                        else
+                          (void)hw.atomic_add(&data[1], 1);
+                      }),
+               "race with a write"));
+  CHECK(report(on, {2, 32}, [&](simt::hardware const& hw) { (void)hw.atomic_add(&data[0], 1); }).empty());
+}
+
+TEST_CASE("The last block to arrive may read what others wrote, after barrier, fence and atomic, in any order") {
+  simt::machine on;
+  std::array<double, 128> parts{};
+  unsigned ticket = 0;
+  double sum = 0;
+  on.memory.add("parts", parts.data(), parts.size());
+  on.memory.add("ticket", &ticket, 1);
+  on.memory.add("sum", &sum, 1);
+  auto const last = [&](unsigned order, bool fence_before, bool fence_after, bool barriers) {
+    ticket = 0;
+    return report(on, {4, 32, 0, order}, [&, fence_before, fence_after, barriers](simt::hardware const& hw) {
+      hw.store(&parts[hw.block() * 32 + static_cast<unsigned>(hw.thread())], 1.0);
+      if (barriers) hw.barrier();
+      bool done = false;
+      if (hw.thread() == 0) {
+        if (fence_before) hw.fence();
+        done = hw.atomic_add(&ticket, 1u) == 3;
+        if (fence_after) hw.fence();
+      }
+      if (!hw.barrier_or(done) || hw.thread() != 1) return;
+      double all = 0;
+      for (auto const& each : parts) all += hw.load(&each);
+      hw.store(&sum, all);
+    });
+  };
+  for (unsigned const order : {0u, 1u, 2u, 3u}) {
+    CHECK(last(order, true, true, true).empty());
+    CHECK(sum == 128);
+    CHECK(begins(last(order, false, true, true), "race with a write"));
+    CHECK(begins(last(order, true, false, true), "race with a write"));
+    CHECK(begins(last(order, true, true, false), "race with a write"));
+  }
+}
