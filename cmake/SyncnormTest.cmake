@@ -11,13 +11,14 @@ set(CMAKE_CXX_EXTENSIONS OFF)
 
 add_library(syncnorm_development INTERFACE)
 set(warnings -Wall -Wextra -Wconversion -Wshadow)
-set(cuda_warnings -Xcompiler=-Wall,-Wextra,-Wshadow)
+# CMake 3.25 does not know how nvcc is told of C++20.
+set(cuda_options -std=c++20 -Xcompiler=-Wall,-Wextra,-Wshadow)
 if(SYNCNORM_WERROR)
   list(APPEND warnings -Werror)
-  list(APPEND cuda_warnings -Xcompiler=-Werror -Werror=all-warnings)
+  list(APPEND cuda_options -Xcompiler=-Werror -Werror=all-warnings)
 endif()
 target_compile_options(syncnorm_development INTERFACE
-  "$<$<COMPILE_LANGUAGE:CXX>:${warnings}>" "$<$<COMPILE_LANGUAGE:CUDA>:${cuda_warnings}>")
+  "$<$<COMPILE_LANGUAGE:CXX>:${warnings}>" "$<$<COMPILE_LANGUAGE:CUDA>:${cuda_options}>")
 if(SYNCNORM_SANITIZE)
   target_compile_options(syncnorm_development INTERFACE
     -fsanitize=${SYNCNORM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)

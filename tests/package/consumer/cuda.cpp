@@ -1,12 +1,16 @@
-// Plain C++ with the CUDA runtime, which needs no GPU to say its version.
+// Plain C++ with the CUDA runtime, which needs no GPU to say its version, nor to make a communicator.
 
 #include <cstdio>
 
-#include <syncnorm/core/detail/cuda_check.hpp>
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/adapters/staged.hpp>
+#include <syncnorm/comm/self.hpp>
 
 int main() {
   int version = 0;
   syncnorm::detail::require_cuda(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
-  std::printf("CUDA runtime %d\n", version);
-  return version >= 12000 ? 0 : 1;
+  syncnorm::staged const comm{syncnorm::self_communicator{}};
+  std::printf("CUDA runtime %d, %d rank\n", version, comm.size());
+  return version >= 12000 && comm.size() == 1 ? 0 : 1;
 }

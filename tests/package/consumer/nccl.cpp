@@ -2,11 +2,17 @@
 
 #include <cstdio>
 
-#include <nccl.h>
+#include <syncnorm/adapters/nccl.hpp>
 
 int main() {
   int version = 0;
   bool const known = ncclGetVersion(&version) == ncclSuccess;
   std::printf("NCCL %d\n", version);
-  return known && version >= 21800 ? 0 : 1;
+  bool refused = false;
+  try {
+    syncnorm::nccl_communicator const comm{nullptr};
+  } catch (syncnorm::invalid_argument_error const&) {
+    refused = true;
+  }
+  return known && version >= 21800 && refused ? 0 : 1;
 }

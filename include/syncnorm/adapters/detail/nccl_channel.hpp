@@ -1,0 +1,190 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <type_traits>
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+
+#include <syncnorm/adapters/nccl_error.hpp>
+#include <syncnorm/comm/wire.hpp>
+#include <syncnorm/core/detail/cuda_check.hpp>
+
+namespace syncnorm::detail {
+
+template <wire_type T>
+inline constexpr ncclDataType_t nccl_type_of = std::is_same_v<T, float>          ? ncclFloat32
+                                               : std::is_same_v<T, double>       ? ncclFloat64
+                                               : std::is_same_v<T, std::int32_t> ? ncclInt32
+                                               : std::is_same_v<T, std::int64_t> ? ncclInt64
+                                                                                 : ncclUint8;
+
+[[nodiscard]] constexpr ncclRedOp_t to_nccl(reduce_op op) {
+  return op == reduce_op::sum ? ncclSum : op == reduce_op::min ? ncclMin : ncclMax;
+}
+
+/// An ncclComm_t, and what has become of it.
+class nccl_channel {
+public:
+  using clock = std::chrono::steady_clock;
+
+  nccl_channel(ncclComm_t comm, bool owned, std::chrono::milliseconds timeout)
+      : comm_{comm}, owned_{owned}, timeout_{timeout} {
+    if (comm == nullptr) throw invalid_argument_error{"nccl_communicator: the ncclComm_t is null"};
+    if (timeout <= std::chrono::milliseconds::zero())
+      throw invalid_argument_error{"nccl_communicator: the timeout is not positive"};
+    require(await(comm, ncclCommUserRank(comm, &rank_)), "ncclCommUserRank", comm);
+    require(ncclCommCount(comm, &size_), "ncclCommCount", comm);
+  }
+  nccl_channel(nccl_channel const&) = delete;
+  nccl_channel& operator=(nccl_channel const&) = delete;
+  ~nccl_channel() {
+    auto* const comm = comm_.load();
+    if (!owned_ || comm == nullptr) return;
+    if (failed_)
+      ncclCommAbort(comm);
+    else
+      ncclCommDestroy(comm);
+  }
+
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  [[nodiscard]] int size() const noexcept { return size_; }
+  [[nodiscard]] ncclComm_t comm() const noexcept { return comm_; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return timeout_; }
+
+  /// start(comm), after what has failed since was thrown.
+  template <class Start>
+  void call(char const* name, Start const& start) {
+    check();
+    auto* const comm = comm_.load();
+    // Within a group, NCCL reports the calls' fate at its end.
+    auto const code = batching_ ? start(comm) : await(comm, start(comm));
+    if (code == ncclSuccess || (batching_ && code == ncclInProgress)) return;
+    nccl_error const failure{name, code, comm};
+    fail(failure.what());
+    throw failure;
+  }
+
+  template <class F>
+  void batch(F const& f) {
+    check();
+    require(ncclGroupStart(), "ncclGroupStart", comm_);
+    batching_ = true;
+    std::exception_ptr thrown;
+    try {
+      f();
+    } catch (...) { // the group has to be closed all the same
+      thrown = std::current_exception();
+    }
+    batching_ = false;
+    auto* const comm = comm_.load();
+    auto const code = await(comm, ncclGroupEnd());
+    if (thrown) std::rethrow_exception(thrown);
+    if (code == ncclSuccess) return;
+    nccl_error const failure{"ncclGroupEnd", code, comm};
+    fail(failure.what());
+    throw failure;
+  }
+
+  void check() {
+    require_usable();
+    auto* const comm = comm_.load();
+    ncclResult_t code = ncclSuccess;
+    require(ncclCommGetAsyncError(comm, &code), "ncclCommGetAsyncError", comm);
+    if (code == ncclSuccess || code == ncclInProgress) return;
+    nccl_error const failure{"on the device or of a peer", code, comm};
+    fail(failure.what());
+    throw failure;
+  }
+
+  void synchronize(CUstream_st* stream) {
+    using namespace std::chrono_literals;
+    auto const deadline = clock::now() + timeout_;
+    for (int polls = 0;; ++polls) {
+      auto const code = cudaStreamQuery(stream);
+      if (code == cudaSuccess) return check();
+      if (code != cudaErrorNotReady) {
+        abort(cudaGetErrorString(code));
+        require_cuda(code, "cudaStreamQuery");
+      }
+      try {
+        check();
+      } catch (nccl_error const&) {
+        free_communicator();
+        throw;
+      }
+      if (clock::now() >= deadline) {
+        timeout_error const failure{"nccl", "rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
+                                                " waited " + std::to_string(timeout_.count()) +
+                                                " ms for the stream; a peer may not have come"};
+        abort(failure.what());
+        throw failure;
+      }
+      if (polls < 1000)
+        std::this_thread::yield();
+      else
+        std::this_thread::sleep_for(20us);
+    }
+  }
+
+  void abort(std::string const& reason) {
+    fail(reason);
+    free_communicator();
+  }
+
+private:
+  void require_usable() {
+    if (!failed_) return;
+    std::lock_guard const lock{reason_mutex_};
+    throw nccl_error{"the communicator cannot be used any more: " + reason_};
+  }
+
+  void fail(std::string const& reason) {
+    std::lock_guard const lock{reason_mutex_};
+    if (failed_) return;
+    reason_ = reason;
+    failed_ = true;
+  }
+
+  void free_communicator() {
+    if (auto* const comm = comm_.exchange(nullptr); comm != nullptr) ncclCommAbort(comm);
+  }
+
+  static void require(ncclResult_t code, char const* call, ncclComm_t comm) {
+    if (code != ncclSuccess) throw nccl_error{call, code, comm};
+  }
+
+  /// What becomes of a call that a communicator that does not block has only begun.
+  [[nodiscard]] ncclResult_t await(ncclComm_t comm, ncclResult_t code) {
+    auto const deadline = clock::now() + timeout_;
+    while (code == ncclInProgress) {
+      if (clock::now() >= deadline) {
+        timeout_error const failure{"nccl",
+                                    "a call was still in progress after " + std::to_string(timeout_.count()) + " ms"};
+        fail(failure.what());
+        throw failure;
+      }
+      std::this_thread::yield();
+      if (auto const asked = ncclCommGetAsyncError(comm, &code); asked != ncclSuccess) return asked;
+    }
+    return code;
+  }
+
+  std::atomic<ncclComm_t> comm_;
+  bool owned_;
+  std::chrono::milliseconds timeout_;
+  int rank_ = 0, size_ = 1;
+  bool batching_ = false;
+  std::atomic<bool> failed_ = false;
+  std::mutex reason_mutex_;
+  std::string reason_;
+};
+
+} // namespace syncnorm::detail

@@ -1,0 +1,152 @@
+#include <syncnorm/adapters/nccl.hpp>
+
+#include <array>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/collectives.hpp>
+
+#include "cuda/fake_nccl.hpp"
+#include "cuda/fake_runtime.hpp"
+#include "cuda/stream_contract.hpp"
+
+namespace {
+
+using syncnorm::nccl_communicator;
+static_assert(syncnorm::stream_communicator<nccl_communicator>);
+static_assert(!syncnorm::allgathers<nccl_communicator, float>, "there is nothing for host memory");
+static_assert(syncnorm::splits<nccl_communicator> && syncnorm::aborts<nccl_communicator>);
+
+/// f(comm) on a thread for each rank of a group; the communicators are destroyed, or freed by an abort.
+void on_ranks(int size, std::function<void(ncclComm_t)> const& f) {
+  std::vector<std::jthread> threads;
+  for (auto* const comm : fake_nccl::make_group(size)) threads.emplace_back([=] { f(comm); });
+}
+
+struct gather_of_two {
+  test::device_buffer<float> in{{1, 2}}, out;
+  test::stream on;
+
+  explicit gather_of_two(int ranks) : out{2 * static_cast<std::size_t>(ranks)} {}
+  void operator()(nccl_communicator const& comm) { syncnorm::allgather(comm, in.span(), out.span(), on); }
+};
+
+} // namespace
+
+TEST_CASE("NCCL keeps the contract of streams, enqueued and captured") {
+  for (int const ranks : {1, 3})
+    on_ranks(ranks, [](ncclComm_t raw) {
+      auto const comm = nccl_communicator::adopt(raw);
+      CHECK(comm.native_handle() == raw);
+      for (bool const captured : {false, true}) stream_contract::check_contract(comm, captured);
+      auto const parity = syncnorm::split(comm, comm.rank() % 2, -comm.rank());
+      CHECK(parity.size() == (comm.size() + 1 - comm.rank() % 2) / 2);
+      CHECK(parity.rank() == parity.size() - 1 - comm.rank() / 2);
+      stream_contract::check_contract(parity, true);
+    });
+  CHECK(fake_nccl::alive() == 0);
+}
+
+TEST_CASE("the host waits for nobody, and a group is enqueued at its end") {
+  auto const raw = fake_nccl::make_group(2);
+  std::vector<nccl_communicator> ranks{nccl_communicator::adopt(raw[0]), nccl_communicator::adopt(raw[1])};
+  std::array<gather_of_two, 2> work{gather_of_two{2}, gather_of_two{2}};
+  for (std::size_t r = 0; r < 2; ++r) work[r](ranks[r]); // one thread for both
+  work[0].on.wait();
+  CHECK((work[0].out.get() == std::vector<float>{1, 2, 1, 2}));
+
+  work[0].out.put({0, 0, 0, 0});
+  ranks[1].batch([&] {
+    work[1](ranks[1]);
+    work[1](ranks[1]);
+    std::this_thread::sleep_for(std::chrono::milliseconds{5});
+    CHECK(cudaStreamQuery(work[1].on) == cudaSuccess); // nothing there to wait for yet
+  });
+  ranks[0].batch([&] { work[0](ranks[0]), work[0](ranks[0]); });
+  for (auto& each : work) each.on.wait();
+  CHECK((work[0].out.get() == std::vector<float>{1, 2, 1, 2}));
+}
+
+TEST_CASE("an error of a peer comes up in the next call, in check and in synchronize") {
+  for (int const where : {0, 1, 2})
+    on_ranks(2, [&](ncclComm_t raw) {
+      auto const comm = nccl_communicator::adopt(raw);
+      gather_of_two gather{2};
+      gather(comm);
+      comm.synchronize(gather.on);
+      syncnorm::check(comm);
+      fake_nccl::set_async_error(raw, ncclRemoteError);
+      std::string message;
+      int code = 0;
+      try {
+        if (where == 0) gather(comm);
+        if (where == 1) syncnorm::check(comm);
+        if (where == 2) comm.synchronize(gather.on);
+      } catch (syncnorm::nccl_error const& e) {
+        message = e.what();
+        code = e.native_code();
+      }
+      CHECK(message == "nccl: on the device or of a peer: remote process exited or there was a network error");
+      CHECK(code == ncclRemoteError);
+      CHECK_THROWS_WITH_AS(gather(comm), doctest::Contains("cannot be used any more"), syncnorm::nccl_error);
+    });
+  CHECK(fake_nccl::alive() == 0);
+}
+
+TEST_CASE("a peer that never comes is a timeout, which ends what waits on the stream") {
+  using namespace std::chrono_literals;
+  on_ranks(2, [](ncclComm_t raw) {
+    auto const comm = nccl_communicator::adopt(raw, 50ms);
+    gather_of_two gather{2};
+    if (comm.rank() == 1) return;
+    gather(comm);
+    CHECK_THROWS_AS(comm.synchronize(gather.on), syncnorm::timeout_error);
+    gather.on.wait();
+    CHECK(comm.native_handle() == nullptr);
+    CHECK_THROWS_AS(gather(comm), syncnorm::nccl_error);
+    CHECK_THROWS_AS(comm.check(), syncnorm::nccl_error);
+  });
+  CHECK(fake_nccl::alive() == 0);
+}
+
+TEST_CASE("ranks that gather different extents get an error, and abort ends the waiting") {
+  on_ranks(2, [](ncclComm_t raw) {
+    auto const comm = nccl_communicator::adopt(raw);
+    test::stream const on;
+    auto const extent = static_cast<std::size_t>(1 + comm.rank());
+    test::device_buffer<float> const in{extent}, out{2 * extent};
+    syncnorm::allgather(comm, in.span(), out.span(), on);
+    CHECK_THROWS_AS(comm.synchronize(on), syncnorm::nccl_error);
+  });
+  on_ranks(2, [](ncclComm_t raw) {
+    auto const comm = nccl_communicator::adopt(raw);
+    gather_of_two gather{2};
+    if (comm.rank() == 1) return;
+    gather(comm);
+    std::jthread const other{[&] { comm.abort(); }};
+    gather.on.wait();
+  });
+  CHECK(fake_nccl::alive() == 0);
+}
+
+TEST_CASE("what cannot be made a communicator, and calls that fail") {
+  using namespace std::chrono_literals;
+  CHECK_THROWS_AS(nccl_communicator{nullptr}, syncnorm::invalid_argument_error);
+  auto* const raw = fake_nccl::make_group(1)[0];
+  CHECK_THROWS_AS(nccl_communicator(raw, 0ms), syncnorm::invalid_argument_error);
+  {
+    nccl_communicator const borrowed{raw};
+    CHECK_THROWS_AS((void)syncnorm::split(borrowed, -1), syncnorm::invalid_argument_error);
+    gather_of_two gather{1};
+    fake_cuda::fail_next("ncclAllGather", cudaErrorUnknown);
+    CHECK_THROWS_WITH_AS(gather(borrowed), doctest::Contains("nccl: ncclAllGather"), syncnorm::nccl_error);
+    CHECK_THROWS_AS(gather(borrowed), syncnorm::nccl_error);
+  }
+  CHECK(fake_nccl::alive() == 1); // not owned
+  ncclCommDestroy(raw);
+}

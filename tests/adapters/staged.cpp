@@ -1,0 +1,114 @@
+#include <syncnorm/adapters/staged.hpp>
+
+#include <chrono>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+
+#include "cuda/fake_runtime.hpp"
+#include "cuda/stream_contract.hpp"
+#include "support/throws.hpp"
+
+namespace {
+
+using staged_threads = syncnorm::staged<syncnorm::thread_communicator>;
+static_assert(syncnorm::stream_communicator<staged_threads> && !staged_threads::capturable());
+static_assert(syncnorm::splits<staged_threads> && syncnorm::aborts<staged_threads>);
+
+/// One allgather of two numbers on a stream of its own.
+void gather(staged_threads const& comm) {
+  test::device_buffer<float> const in{{1, 2}}, out{2 * static_cast<std::size_t>(comm.size())};
+  test::stream const on;
+  syncnorm::allgather(comm, in.span(), out.span(), on);
+  on.wait();
+}
+
+} // namespace
+
+TEST_CASE("device memory over a communicator of the host keeps the contract of streams") {
+  for (int const ranks : {1, 2, 4})
+    syncnorm::run_ranks(ranks, [](auto const& threads) {
+      staged_threads const comm{threads};
+      stream_contract::check_contract(comm, false);
+      auto const parity = syncnorm::split(comm, comm.rank() % 2);
+      CHECK(parity.size() == (comm.size() + 1 - comm.rank() % 2) / 2);
+      stream_contract::check_contract(parity, false);
+    });
+  stream_contract::check_contract(syncnorm::staged{syncnorm::self_communicator{}}, false);
+}
+
+TEST_CASE("what was pinned is kept, and given back") {
+  auto const before = fake_cuda::allocated();
+  {
+    syncnorm::staged const comm{syncnorm::self_communicator{}};
+    test::stream const on;
+    test::device_buffer<double> const in{std::vector<double>(100, 1.0)}, out{100};
+    syncnorm::allgather(comm, in.span(), out.span(), on);
+    fake_cuda::reset();
+    for (auto const extent : {std::size_t{100}, std::size_t{1}, std::size_t{50}})
+      syncnorm::allgather(comm, in.span().first(extent), out.span().first(extent), on);
+    CHECK(fake_cuda::calls("cudaHostAlloc") == 0);
+    on.wait();
+  }
+  CHECK(fake_cuda::allocated() == before);
+}
+
+TEST_CASE("a stream that is being captured is an error on every rank, and nothing is exchanged") {
+  syncnorm::run_ranks(2, [](auto const& threads) {
+    staged_threads const comm{threads};
+    test::stream const on;
+    test::device_buffer<float> const in{{1, 2}}, out{4};
+    cudaGraph_t graph = nullptr;
+    REQUIRE(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK_THROWS_AS(syncnorm::allgather(comm, in.span(), out.span(), on), syncnorm::invalid_argument_error);
+    CHECK(cudaStreamEndCapture(on, &graph) == cudaSuccess);
+    cudaGraphDestroy(graph);
+    gather(comm);
+  });
+}
+
+TEST_CASE("a failure of CUDA on one rank is an error on all") {
+  for (char const* const function : {"cudaMemcpyAsync", "cudaStreamSynchronize", "cudaHostAlloc", "cudaEventRecord"}) {
+    CAPTURE(function);
+    syncnorm::run_ranks(3, [&](auto const& threads) {
+      staged_threads const comm{threads};
+      threads.barrier();
+      if (comm.rank() == 1) fake_cuda::fail_next(function, cudaErrorIllegalAddress);
+      threads.barrier();
+      // One rank meets the failure; the others find themselves without it, in this exchange or in the next.
+      bool failed = false;
+      for (int i = 0; i < 2 && !failed; ++i) {
+        try {
+          gather(comm);
+        } catch (syncnorm::error const&) {
+          failed = true;
+        }
+      }
+      CHECK(failed);
+      CHECK_THROWS_AS(gather(comm), syncnorm::communicator_error);
+    });
+    fake_cuda::reset();
+  }
+}
+
+TEST_CASE("a late peer is a timeout, and ranks that disagree get the host's error") {
+  using namespace std::chrono_literals;
+  syncnorm::run_ranks(
+      2,
+      [](auto const& threads) {
+        staged_threads const comm{threads};
+        if (comm.rank() == 0) CHECK_THROWS_AS(gather(comm), syncnorm::timeout_error);
+      },
+      100ms);
+  syncnorm::run_ranks(2, [](auto const& threads) {
+    staged_threads const comm{threads};
+    test::stream const on;
+    auto const extent = static_cast<std::size_t>(1 + comm.rank());
+    test::device_buffer<float> const in{std::vector<float>(extent)}, out{2 * extent};
+    CHECK_THROWS_AS(syncnorm::allgather(comm, in.span(), out.span(), on), syncnorm::mismatch_error);
+    gather(comm); // threads go on after a disagreement
+  });
+}

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/detail/cuda_check.hpp>
+
+namespace test {
+
+/// A stream of its own.
+class stream {
+public:
+  stream() { syncnorm::detail::require_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream"); }
+  stream(stream const&) = delete;
+  stream& operator=(stream const&) = delete;
+  ~stream() { cudaStreamDestroy(stream_); }
+
+  operator cudaStream_t() const { return stream_; }
+  void wait() const { syncnorm::detail::require_cuda(cudaStreamSynchronize(stream_), "wait"); }
+
+private:
+  cudaStream_t stream_ = nullptr;
+};
+
+/// An array in device memory.
+template <class T>
+class device_buffer {
+public:
+  explicit device_buffer(std::size_t n) : size_{n} {
+    if (n > 0) syncnorm::detail::require_cuda(cudaMalloc(reinterpret_cast<void**>(&data_), n * sizeof(T)), "malloc");
+  }
+  explicit device_buffer(std::vector<T> const& values) : device_buffer{values.size()} { put(values); }
+  device_buffer(device_buffer&& other) noexcept
+      : data_{std::exchange(other.data_, nullptr)}, size_{std::exchange(other.size_, 0)} {}
+  device_buffer& operator=(device_buffer&&) = delete;
+  ~device_buffer() { cudaFree(data_); }
+
+  [[nodiscard]] T* data() const { return data_; }
+  [[nodiscard]] std::size_t size() const { return size_; }
+  [[nodiscard]] std::span<T> span() const { return {data_, size_}; }
+
+  void put(std::vector<T> const& values) const {
+    if (size_ > 0)
+      syncnorm::detail::require_cuda(cudaMemcpy(data_, values.data(), size_ * sizeof(T), cudaMemcpyHostToDevice),
+                                     "put");
+  }
+  [[nodiscard]] std::vector<T> get() const {
+    std::vector<T> values(size_);
+    if (size_ > 0)
+      syncnorm::detail::require_cuda(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost),
+                                     "get");
+    return values;
+  }
+
+private:
+  T* data_ = nullptr;
+  std::size_t size_;
+};
+
+/// Calls f(stream) once on a stream, or captures it in a graph and replays that; then waits.
+template <class F>
+void run_on(stream const& on, bool captured, F const& f) {
+  if (!captured) {
+    f(on);
+    return on.wait();
+  }
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  using syncnorm::detail::require_cuda;
+  require_cuda(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal), "begin capture");
+  f(on);
+  require_cuda(cudaStreamEndCapture(on, &graph), "end capture");
+  require_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+  require_cuda(cudaGraphLaunch(exec, on), "launch");
+  on.wait();
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+}
+
+} // namespace test

@@ -1,0 +1,224 @@
+#include "cuda/fake_nccl.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include "cuda/fake_runtime.hpp"
+
+namespace {
+
+struct meeting {
+  std::vector<std::vector<std::byte>> parts;
+  std::size_t arrived = 0;
+};
+
+/// What the ranks of a communicator share.
+struct world {
+  explicit world(int ranks) : size{static_cast<std::size_t>(ranks)} {}
+  std::size_t size;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<long, meeting> meetings, splits;
+};
+
+struct member {
+  std::shared_ptr<world> group;
+  std::size_t rank = 0;
+  long next = 0, next_split = 0;
+  std::atomic<bool> aborted = false;
+  std::atomic<ncclResult_t> async_error = ncclSuccess;
+};
+
+std::atomic<int> made = 0;
+thread_local int group_depth = 0;
+thread_local std::vector<std::function<void()>> grouped;
+
+std::size_t size_of(ncclDataType_t type) {
+  return type == ncclUint8 ? 1 : type == ncclFloat64 || type == ncclInt64 ? 8 : 4;
+}
+
+/// The parts of all ranks; none where the communicator is aborted while waiting.
+std::vector<std::vector<std::byte>> meet(member& self, std::map<long, meeting> world::*where, long number,
+                                         std::vector<std::byte> own) {
+  auto& group = *self.group;
+  std::unique_lock lock{group.mutex};
+  auto& all = (group.*where)[number];
+  all.parts.resize(group.size);
+  all.parts[self.rank] = std::move(own);
+  ++all.arrived;
+  group.changed.notify_all();
+  group.changed.wait(lock, [&] { return all.arrived == group.size || self.aborted; });
+  if (self.aborted) return {};
+  return all.parts;
+}
+
+template <class T>
+void fold(std::vector<std::byte>& into, std::vector<std::byte> const& from, ncclRedOp_t op) {
+  for (std::size_t i = 0; i < into.size(); i += sizeof(T)) {
+    T a, b;
+    std::memcpy(&a, &into[i], sizeof a);
+    std::memcpy(&b, &from[i], sizeof b);
+    T const result = op == ncclSum ? static_cast<T>(a + b) : op == ncclMin ? std::min(a, b) : std::max(a, b);
+    std::memcpy(&into[i], &result, sizeof result);
+  }
+}
+
+void fold(std::vector<std::byte>& into, std::vector<std::byte> const& from, ncclDataType_t type, ncclRedOp_t op) {
+  if (type == ncclFloat32) return fold<float>(into, from, op);
+  if (type == ncclFloat64) return fold<double>(into, from, op);
+  if (type == ncclInt32) return fold<std::int32_t>(into, from, op);
+  fold<std::int64_t>(into, from, op);
+}
+
+} // namespace
+
+struct ncclComm {
+  std::shared_ptr<member> self;
+};
+
+namespace {
+
+ncclResult_t collective(char const* name, void const* in, std::size_t bytes, ncclComm_t comm, cudaStream_t stream,
+                        std::function<void(std::vector<std::vector<std::byte>>)> finish) {
+  if (auto const code = fake_cuda::enter(name); code != cudaSuccess) return ncclSystemError;
+  auto work = [self = comm->self, in, bytes, finish = std::move(finish)] {
+    if (self->aborted) return;
+    auto const* const first = static_cast<std::byte const*>(in);
+    auto parts = meet(*self, &world::meetings, self->next++, {first, first + bytes});
+    if (parts.empty()) return;
+    for (auto const& part : parts)
+      if (part.size() != bytes) {
+        self->async_error = ncclInvalidUsage;
+        return;
+      }
+    finish(std::move(parts));
+  };
+  auto enqueue = [stream, work = std::move(work)] { fake_cuda::enqueue(stream, work); };
+  if (group_depth > 0)
+    grouped.push_back(std::move(enqueue));
+  else
+    enqueue();
+  return ncclSuccess;
+}
+
+} // namespace
+
+namespace fake_nccl {
+
+std::vector<ncclComm_t> make_group(int size) {
+  auto const group = std::make_shared<world>(size);
+  std::vector<ncclComm_t> all;
+  for (int r = 0; r < size; ++r) {
+    auto self = std::make_shared<member>();
+    self->group = group;
+    self->rank = static_cast<std::size_t>(r);
+    all.push_back(new ncclComm{std::move(self)});
+    ++made;
+  }
+  return all;
+}
+void set_async_error(ncclComm_t comm, ncclResult_t code) { comm->self->async_error = code; }
+int alive() { return made; }
+
+} // namespace fake_nccl
+
+extern "C" {
+
+ncclResult_t ncclAllGather(void const* in, void* out, std::size_t count, ncclDataType_t type, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return collective("ncclAllGather", in, count * size_of(type), comm, stream, [out](auto parts) {
+    auto* to = static_cast<std::byte*>(out);
+    for (auto const& part : parts) to = std::copy(part.begin(), part.end(), to);
+  });
+}
+ncclResult_t ncclAllReduce(void const* in, void* out, std::size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return collective("ncclAllReduce", in, count * size_of(type), comm, stream, [=](auto parts) {
+    for (std::size_t r = 1; r < parts.size(); ++r) fold(parts[0], parts[r], type, op);
+    std::copy(parts[0].begin(), parts[0].end(), static_cast<std::byte*>(out));
+  });
+}
+
+ncclResult_t ncclGroupStart() {
+  ++group_depth;
+  return ncclSuccess;
+}
+ncclResult_t ncclGroupEnd() {
+  if (--group_depth > 0) return ncclSuccess;
+  for (auto const& enqueue : std::exchange(grouped, {})) enqueue();
+  return fake_cuda::enter("ncclGroupEnd") == cudaSuccess ? ncclSuccess : ncclInternalError;
+}
+
+ncclResult_t ncclCommUserRank(ncclComm_t const comm, int* rank) {
+  *rank = static_cast<int>(comm->self->rank);
+  return ncclSuccess;
+}
+ncclResult_t ncclCommCount(ncclComm_t const comm, int* size) {
+  *size = static_cast<int>(comm->self->group->size);
+  return ncclSuccess;
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* code) {
+  *code = comm->self->async_error;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  comm->self->aborted = true;
+  { std::lock_guard const lock{comm->self->group->mutex}; }
+  comm->self->group->changed.notify_all();
+  delete comm;
+  --made;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  delete comm;
+  --made;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* part, ncclConfig_t*) {
+  struct wish {
+    int color, key;
+  };
+  auto& self = *comm->self;
+  wish const mine{color, key};
+  auto const* const bytes = reinterpret_cast<std::byte const*>(&mine);
+  auto const number = self.next_split++;
+  auto const wishes = meet(self, &world::splits, number, {bytes, bytes + sizeof mine});
+  *part = nullptr;
+  if (wishes.empty() || color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  std::vector<std::pair<int, std::size_t>> members;
+  for (std::size_t r = 0; r < wishes.size(); ++r) {
+    wish other;
+    std::memcpy(&other, wishes[r].data(), sizeof other);
+    if (other.color == color) members.emplace_back(other.key, r);
+  }
+  std::sort(members.begin(), members.end());
+  static std::mutex mutex;
+  static std::map<std::tuple<std::shared_ptr<world>, long, int>, std::shared_ptr<world>> worlds;
+  std::lock_guard const lock{mutex};
+  auto& group = worlds[{self.group, number, color}];
+  if (!group) group = std::make_shared<world>(static_cast<int>(members.size()));
+  auto joined = std::make_shared<member>();
+  joined->group = group;
+  joined->rank =
+      static_cast<std::size_t>(std::find(members.begin(), members.end(), std::pair{key, self.rank}) - members.begin());
+  *part = new ncclComm{std::move(joined)};
+  ++made;
+  return ncclSuccess;
+}
+
+char const* ncclGetErrorString(ncclResult_t code) {
+  return code == ncclRemoteError ? "remote process exited or there was a network error" : "fake failure";
+}
+char const* ncclGetLastError(ncclComm_t) { return ""; }
+
+} // extern "C"

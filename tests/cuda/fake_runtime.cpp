@@ -1,0 +1,362 @@
+#include "cuda/fake_runtime.hpp"
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+struct CUgraph_st {
+  std::vector<std::function<void()>> work;
+};
+struct CUgraphExec_st {
+  std::vector<std::function<void()>> work;
+};
+
+struct CUevent_st {
+  struct point {
+    std::mutex mutex;
+    std::condition_variable reached;
+    long recorded = 0, completed = 0;
+  };
+  std::shared_ptr<point> latest = std::make_shared<point>(); // streams may outlast the event
+};
+
+struct CUstream_st {
+  explicit CUstream_st(int on) : device{on} {
+    thread = std::jthread{[this](std::stop_token stop) { run(stop); }};
+  }
+
+  void push(std::function<void()> work) {
+    {
+      std::lock_guard const lock{mutex};
+      queue.push_back(std::move(work));
+      ++pushed;
+    }
+    changed.notify_all();
+  }
+  void drain() {
+    std::unique_lock lock{mutex};
+    changed.wait(lock, [&] { return done == pushed; });
+  }
+  [[nodiscard]] bool idle() {
+    std::lock_guard const lock{mutex};
+    return done == pushed;
+  }
+
+  int device;
+  std::unique_ptr<CUgraph_st> captured; // while capturing
+  bool capture_failed = false;
+
+private:
+  void run(std::stop_token const& stop) {
+    std::unique_lock lock{mutex};
+    for (;;) {
+      changed.wait(lock, stop, [&] { return !queue.empty(); });
+      if (queue.empty()) return;
+      auto const work = std::move(queue.front());
+      queue.pop_front();
+      lock.unlock();
+      work();
+      lock.lock();
+      ++done;
+      changed.notify_all();
+    }
+  }
+
+  std::mutex mutex;
+  std::condition_variable_any changed;
+  std::deque<std::function<void()>> queue;
+  long pushed = 0, done = 0;
+  std::jthread thread; // last, so that it ends first
+};
+
+namespace {
+
+struct allocation {
+  std::size_t bytes;
+  cudaMemoryType type;
+  int device;
+};
+
+struct runtime {
+  std::mutex mutex;
+  std::map<char const*, allocation> memory;
+  std::map<std::string, int> calls;
+  std::map<std::string, cudaError_t> failures;
+  std::atomic<int> captures = 0;
+};
+
+runtime& state() {
+  static runtime all;
+  return all;
+}
+
+thread_local int current_device = 0;
+thread_local CUstream_st* capturing_stream = nullptr;
+
+CUstream_st& at(cudaStream_t stream) {
+  static CUstream_st null_stream{0};
+  return stream == nullptr ? null_stream : *stream;
+}
+
+using fake_cuda::enter;
+
+/// A call that is not allowed on a thread that is capturing, and spoils the capture.
+cudaError_t enter_outside_of_capture(char const* function) {
+  if (auto const code = enter(function); code != cudaSuccess) return code;
+  if (capturing_stream == nullptr) return cudaSuccess;
+  capturing_stream->capture_failed = true;
+  return cudaErrorStreamCaptureUnsupported;
+}
+
+cudaError_t allocate(char const* function, void** pointer, std::size_t bytes, cudaMemoryType type) {
+  if (auto const code = enter_outside_of_capture(function); code != cudaSuccess) return code;
+  auto& all = state();
+  std::lock_guard const lock{all.mutex};
+  *pointer = bytes == 0 ? nullptr : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (bytes == 0) return cudaSuccess;
+  std::memset(*pointer, 0xc5, bytes); // what has not been written is no number
+  all.memory[static_cast<char*>(*pointer)] = {bytes, type, current_device};
+  return cudaSuccess;
+}
+
+cudaError_t release(char const* function, void* pointer) {
+  if (auto const code = enter_outside_of_capture(function); code != cudaSuccess) return code;
+  if (pointer == nullptr) return cudaSuccess;
+  auto& all = state();
+  std::lock_guard const lock{all.mutex};
+  if (all.memory.erase(static_cast<char*>(pointer)) == 0) return cudaErrorInvalidValue;
+  std::free(pointer);
+  return cudaSuccess;
+}
+
+} // namespace
+
+namespace fake_cuda {
+
+cudaError_t enter(char const* function) {
+  auto& all = state();
+  std::lock_guard const lock{all.mutex};
+  ++all.calls[function];
+  auto const found = all.failures.find(function);
+  if (found == all.failures.end()) return cudaSuccess;
+  auto const code = found->second;
+  all.failures.erase(found);
+  return code;
+}
+int calls(std::string const& function) {
+  std::lock_guard const lock{state().mutex};
+  return state().calls[function];
+}
+void fail_next(std::string const& function, cudaError_t code) {
+  std::lock_guard const lock{state().mutex};
+  state().failures[function] = code;
+}
+void reset() {
+  std::lock_guard const lock{state().mutex};
+  state().calls.clear();
+  state().failures.clear();
+}
+std::size_t allocated() {
+  std::lock_guard const lock{state().mutex};
+  std::size_t bytes = 0;
+  for (auto const& [first, memory] : state().memory) bytes += memory.bytes;
+  return bytes;
+}
+cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
+  auto& to = at(stream);
+  if (to.captured)
+    to.captured->work.push_back(std::move(work));
+  else
+    to.push(std::move(work));
+  return cudaSuccess;
+}
+int device_of(cudaStream_t stream) { return at(stream).device; }
+
+} // namespace fake_cuda
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** pointer, std::size_t bytes) {
+  return allocate("cudaMalloc", pointer, bytes, cudaMemoryTypeDevice);
+}
+cudaError_t cudaFree(void* pointer) { return release("cudaFree", pointer); }
+cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) {
+  return allocate("cudaHostAlloc", pointer, bytes, cudaMemoryTypeHost);
+}
+cudaError_t cudaFreeHost(void* pointer) { return release("cudaFreeHost", pointer); }
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
+  *device = host;
+  return enter("cudaHostGetDevicePointer");
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, void const* pointer) {
+  if (auto const code = enter("cudaPointerGetAttributes"); code != cudaSuccess) return code;
+  auto& all = state();
+  std::lock_guard const lock{all.mutex};
+  *attributes = {};
+  attributes->type = cudaMemoryTypeUnregistered;
+  auto const after = all.memory.upper_bound(static_cast<char const*>(pointer));
+  if (after == all.memory.begin()) return cudaSuccess;
+  auto const& [first, memory] = *std::prev(after);
+  if (static_cast<char const*>(pointer) >= first + memory.bytes) return cudaSuccess;
+  attributes->type = memory.type;
+  attributes->device = memory.device;
+  attributes->devicePointer = const_cast<void*>(pointer);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, void const* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  if (auto const code = enter("cudaMemcpyAsync"); code != cudaSuccess) return code;
+  return fake_cuda::enqueue(stream, [=] { std::memmove(to, from, bytes); });
+}
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  if (auto const code = enter("cudaMemsetAsync"); code != cudaSuccess) return code;
+  return fake_cuda::enqueue(stream, [=] { std::memset(to, value, bytes); });
+}
+cudaError_t cudaMemcpy(void* to, void const* from, std::size_t bytes, cudaMemcpyKind) {
+  if (auto const code = enter_outside_of_capture("cudaMemcpy"); code != cudaSuccess) return code;
+  at(nullptr).drain();
+  std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
+  if (auto const code = enter_outside_of_capture("cudaMemset"); code != cudaSuccess) return code;
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = new CUstream_st{current_device};
+  return enter("cudaStreamCreateWithFlags");
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  stream->drain();
+  delete stream;
+  return enter("cudaStreamDestroy");
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (auto const code = enter_outside_of_capture("cudaStreamSynchronize"); code != cudaSuccess) return code;
+  at(stream).drain();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (auto const code = enter_outside_of_capture("cudaStreamQuery"); code != cudaSuccess) return code;
+  return at(stream).idle() ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = at(stream).captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return enter("cudaStreamIsCapturing");
+}
+cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
+  *device = at(stream).device;
+  return enter("cudaStreamGetDevice");
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  at(stream).captured = std::make_unique<CUgraph_st>();
+  at(stream).capture_failed = false;
+  capturing_stream = &at(stream);
+  return enter("cudaStreamBeginCapture");
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  capturing_stream = nullptr;
+  auto captured = std::move(at(stream).captured);
+  *graph = nullptr;
+  if (at(stream).capture_failed) return cudaErrorStreamCaptureInvalidated;
+  *graph = captured.release();
+  return enter("cudaStreamEndCapture");
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = new CUgraphExec_st{graph->work};
+  return enter("cudaGraphInstantiate");
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  for (auto const& work : exec->work) at(stream).push(work);
+  return enter("cudaGraphLaunch");
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  delete exec;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new CUevent_st;
+  return enter_outside_of_capture("cudaEventCreateWithFlags");
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (auto const code = enter("cudaEventRecord"); code != cudaSuccess) return code;
+  long number = 0;
+  {
+    std::lock_guard const lock{event->latest->mutex};
+    number = ++event->latest->recorded;
+  }
+  return fake_cuda::enqueue(stream, [number, latest = event->latest] {
+    std::lock_guard const lock{latest->mutex};
+    latest->completed = number;
+    latest->reached.notify_all();
+  });
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (auto const code = enter_outside_of_capture("cudaEventSynchronize"); code != cudaSuccess) return code;
+  auto& latest = *event->latest;
+  std::unique_lock lock{latest.mutex};
+  latest.reached.wait(lock, [&] { return latest.completed == latest.recorded; });
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return enter("cudaGetDevice");
+}
+cudaError_t cudaSetDevice(int device) {
+  current_device = device;
+  return enter("cudaSetDevice");
+}
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 2;
+  return enter("cudaGetDeviceCount");
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+  case cudaDevAttrComputeCapabilityMajor:
+    *value = 9;
+    break;
+  case cudaDevAttrMultiProcessorCount:
+    *value = 4;
+    break;
+  case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+    *value = 227 * 1024;
+    break;
+  case cudaDevAttrCooperativeLaunch:
+    *value = 1;
+    break;
+  default:
+    *value = 0;
+  }
+  return enter("cudaDeviceGetAttribute");
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+char const* cudaGetErrorString(cudaError_t code) {
+  return code == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing" : "fake error";
+}
+char const* cudaGetErrorName(cudaError_t) { return "cudaErrorFake"; }
+
+} // extern "C"

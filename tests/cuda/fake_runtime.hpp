@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+
+#include <cuda_runtime_api.h>
+
+/// A stand-in for the CUDA runtime, linked into tests in its place: the few functions that the library calls, on the host.
+/// Device memory is host memory that is known as such; a stream is a thread; a graph is the list of what was captured.
+/// It shows what is enqueued, in which order, and what an error does, and nothing about a GPU.
+namespace fake_cuda {
+
+/// How often `function` was called since the last `reset`, by any thread.
+int calls(std::string const& function);
+
+/// Lets the next call of `function` return `code`, by whichever thread.
+void fail_next(std::string const& function, cudaError_t code);
+
+/// Counts a call of `function`, and returns what is injected for it: success, unless there is something.
+cudaError_t enter(char const* function);
+
+/// Forgets calls and injected failures.
+void reset();
+
+/// Bytes of device and pinned memory that are allocated.
+std::size_t allocated();
+
+/// Enqueues what a kernel would do; records it where the stream is being captured.
+cudaError_t enqueue(cudaStream_t stream, std::function<void()> work);
+
+/// The device that a stream belongs to.
+int device_of(cudaStream_t stream);
+
+} // namespace fake_cuda
