@@ -8,6 +8,9 @@
 
 namespace syncnorm {
 
+// Constructors are written out where one would inherit them: nvcc 13.0 does not survive a default argument of an inherited
+// one that is a call.
+
 /// Root of every exception that syncnorm throws. `what()` is the message alone; `where()` is the throwing line.
 class error : public std::runtime_error {
 public:
@@ -23,13 +26,15 @@ private:
 /// An argument of this rank, or of another rank that the message names, cannot be used.
 class invalid_argument_error : public error {
 public:
-  using error::error;
+  explicit invalid_argument_error(std::string const& message, source_location where = source_location::current())
+      : error{message, where} {}
 };
 
 /// Ranks disagree on what they are computing: channels, element type, options, or the collective itself.
 class mismatch_error : public error {
 public:
-  using error::error;
+  explicit mismatch_error(std::string const& message, source_location where = source_location::current())
+      : error{message, where} {}
 };
 
 /// A collective failed. The communicator is unusable afterwards; everything else still is.
@@ -51,7 +56,9 @@ private:
 /// A peer did not join a collective within the communicator's timeout.
 class timeout_error : public communicator_error {
 public:
-  using communicator_error::communicator_error;
+  explicit timeout_error(std::string backend, std::string const& message, int native_code = 0,
+                         source_location where = source_location::current())
+      : communicator_error{std::move(backend), message, native_code, where} {}
 };
 
 /// A call of the CUDA runtime failed.

@@ -41,7 +41,9 @@ struct tensor_view {
     return part;
   }
 
-  SYNCNORM_HOST_DEVICE constexpr operator tensor_view<T const>() const requires(!std::is_const_v<T>) {
+  template <class Const>
+  requires(!std::is_const_v<T> && std::is_same_v<Const, T const>) SYNCNORM_HOST_DEVICE constexpr
+  operator tensor_view<Const>() const {
     return {data, samples, channels, spatial, stride_n, stride_c, stride_s};
   }
 };

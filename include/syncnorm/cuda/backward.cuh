@@ -1,10 +1,16 @@
 #pragma once
 
+#include <cstddef>
+
 #include <cuda_runtime_api.h>
 
+#include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/check.hpp>
+#include <syncnorm/cuda/detail/launch_backward.cuh>
 #include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/cuda/workspace.hpp>
 
 // The backward pass as kernels on a stream; see forward.cuh.
 namespace syncnorm::cuda {
@@ -15,11 +21,23 @@ namespace syncnorm::cuda {
 ///
 /// where dv is 0 where the mask makes the output 0. If the forward pass failed, saved.count = −1, the packet gets a fault.
 /// dy, x and the residual `[N, C, S]`, the mask `[N, S]`.
-template <class T>
+template <class T, class Architectures = detail::architectures>
 void backward_reduce(tensor_view<T const> dy, tensor_view<T const> x, affine_values const& affine,
                      batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
                      syncnorm::detail::packet_header const& header, std::byte* packet, workspace const& work,
-                     device_limits const& limits, cudaStream_t stream);
+                     device_limits const& limits, cudaStream_t stream) {
+  detail::operand_check const check{"backward_reduce"};
+  check.tensor(x, "x");
+  check.like(dy, "dy", x);
+  check.epilogue(epilogue, x);
+  check.saved(saved, x.channels);
+  check.packet(packet);
+  check.work(work, workspace_bytes(x.channels, limits));
+  syncnorm::detail::require_cuda(detail::launch_backward_reduce<Architectures>(
+                                     detail::device_view(dy), detail::device_view(x), affine,
+                                     detail::device_epilogue(epilogue), saved, header, packet, work, limits, stream),
+                                 "backward_reduce");
+}
 
 /// Adds the packets in rank order, adds inv_std·sum_dy_xmu and sum_dy of `own`, this rank's packet, to the gradients of
 /// gamma and beta, and writes, of all ranks' sums and saved.count,
@@ -29,10 +47,29 @@ void backward_reduce(tensor_view<T const> dy, tensor_view<T const> x, affine_val
 /// where m is 1 at positions that count and 0 elsewhere; dx = gamma·inv_std·dv where the count is 0. Without exchange,
 /// `packets` is `own` alone. A default dx or dresidual is not needed; each may be dy, x or the residual, but not the other.
 /// Where packets disagree or have a fault it writes `report` and nothing else.
-template <class T>
+template <class T, class Architectures = detail::architectures>
 void backward_elemt(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx, tensor_view<T> dresidual,
                     affine_values const& affine, batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
                     gathered_packets const& packets, std::byte const* own, affine_outputs const& gradients,
-                    fault_report const& report, device_limits const& limits, cudaStream_t stream);
+                    fault_report const& report, device_limits const& limits, cudaStream_t stream) {
+  detail::operand_check const check{"backward_elemt"};
+  check.tensor(x, "x");
+  check.like(dy, "dy", x);
+  check.optional(dx, "dx", x);
+  check.optional(dresidual, "dresidual", x);
+  check.require(dresidual.data == nullptr || epilogue.has_residual(),
+                "the gradient of a residual is asked for, but there is no residual");
+  check.require(dx.data == nullptr || dx.data != dresidual.data, "dx and dresidual are the same memory");
+  check.epilogue(epilogue, x);
+  check.saved(saved, x.channels);
+  check.packets(packets);
+  check.packet(own);
+  detail::backward_statistics const statistics{packets, own, saved, affine, gradients, report};
+  syncnorm::detail::require_cuda(
+      detail::launch_backward_elemt<Architectures>(detail::device_view(dy), detail::device_view(x),
+                                                   detail::device_view(dx), detail::device_view(dresidual),
+                                                   detail::device_epilogue(epilogue), statistics, limits, stream),
+      "backward_elemt");
+}
 
 } // namespace syncnorm::cuda

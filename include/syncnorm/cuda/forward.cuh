@@ -1,11 +1,17 @@
 #pragma once
 
+#include <cstddef>
+
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/check.hpp>
+#include <syncnorm/cuda/detail/launch_forward.cuh>
 #include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/cuda/workspace.hpp>
 
 // The forward pass as kernels on a stream: local_moments, an allgather of packets, normalize. Nothing here allocates,
 // synchronizes or copies to the host, so all of it may be captured in a graph. Every pointer is of device memory. Throws
@@ -16,9 +22,18 @@ namespace syncnorm::cuda {
 /// over the positions that count. Of a header with a fault nothing but the header is written.
 ///
 /// x `[N, C, S]`, mask `[N, S]`, packet `packet_bytes(C)`, aligned to 8 bytes.
-template <class T>
+template <class T, class Architectures = detail::architectures>
 void local_moments(tensor_view<T const> x, mask_view mask, syncnorm::detail::packet_header const& header,
-                   std::byte* packet, workspace const& work, device_limits const& limits, cudaStream_t stream);
+                   std::byte* packet, workspace const& work, device_limits const& limits, cudaStream_t stream) {
+  detail::operand_check const check{"local_moments"};
+  check.tensor(x, "x");
+  check.epilogue<std::remove_const_t<T>>({.mask = mask}, x);
+  check.packet(packet);
+  check.work(work, workspace_bytes(x.channels, limits));
+  syncnorm::detail::require_cuda(
+      detail::launch_local_moments<Architectures>(detail::device_view(x), mask, header, packet, work, limits, stream),
+      "local_moments");
+}
 
 /// Merges the packets in rank order, writes `saved`, moves the running statistics and their counter as `options` says,
 /// and normalizes,
@@ -28,26 +43,59 @@ void local_moments(tensor_view<T const> x, mask_view mask, syncnorm::detail::pac
 /// Where a packet has a fault, packets disagree, or there is one value per channel in all, it writes `report` and
 /// saved.count = −1 and nothing else. Shapes: x, y and the residual `[N, C, S]`, the mask `[N, S]`. y may be x or the
 /// residual. `work` is that of local_moments.
-template <class T>
+template <class T, class Architectures = detail::architectures>
 void normalize(tensor_view<T const> x, tensor_view<T> y, affine_values const& affine,
                batch_norm_epilogue<T> const& epilogue, batch_norm_options const& options,
                gathered_packets const& packets, saved_statistics const& saved, running_outputs const& running,
-               fault_report const& report, workspace const& work, device_limits const& limits, cudaStream_t stream);
+               fault_report const& report, workspace const& work, device_limits const& limits, cudaStream_t stream) {
+  detail::operand_check const check{"normalize"};
+  check.tensor(x, "x");
+  check.like(y, "y", x);
+  check.epilogue(epilogue, x);
+  check.packets(packets);
+  check.saved(saved, x.channels);
+  check.work(work, workspace_bytes(x.channels, limits));
+  detail::workspace_layout const layout{work, x.channels};
+  auto const statistics = detail::make_statistics(affine, options, packets, saved, running, report, layout.pass_ticket);
+  syncnorm::detail::require_cuda(detail::launch_normalize<Architectures>(detail::device_view(x), detail::device_view(y),
+                                                                         detail::device_epilogue(epilogue), statistics,
+                                                                         limits, stream),
+                                 "normalize");
+}
 
 /// The same by the running statistics, as in evaluation. `saved`, with its count 0, may be absent.
-template <class T>
+template <class T, class Architectures = detail::architectures>
 void normalize_constant(tensor_view<T const> x, tensor_view<T> y, affine_values const& affine,
                         batch_norm_epilogue<T> const& epilogue, batch_norm_options const& options,
                         channel_values const& running_mean, channel_values const& running_var,
-                        saved_statistics const& saved, device_limits const& limits, cudaStream_t stream);
+                        saved_statistics const& saved, device_limits const& limits, cudaStream_t stream) {
+  detail::operand_check const check{"normalize_constant"};
+  check.tensor(x, "x");
+  check.like(y, "y", x);
+  check.epilogue(epilogue, x);
+  check.require((running_mean.data != nullptr && running_var.data != nullptr) || x.channels == 0,
+                "the running statistics are null");
+  running_outputs running; // which are read alone
+  running.mean.data = const_cast<void*>(running_mean.data), running.mean.kind = running_mean.kind;
+  running.var.data = const_cast<void*>(running_var.data), running.var.kind = running_var.kind;
+  auto const statistics = detail::make_statistics(affine, options, {}, saved, running, {}, nullptr);
+  syncnorm::detail::require_cuda(detail::launch_normalize<Architectures>(detail::device_view(x), detail::device_view(y),
+                                                                         detail::device_epilogue(epilogue), statistics,
+                                                                         limits, stream),
+                                 "normalize_constant");
+}
 
 /// local_moments and normalize of one rank alone; in one launch, which reads x once, where the channels fit on the chip.
 /// `packet` is scratch.
-template <class T>
+template <class T, class Architectures = detail::architectures>
 void forward_alone(tensor_view<T const> x, tensor_view<T> y, affine_values const& affine,
                    batch_norm_epilogue<T> const& epilogue, batch_norm_options const& options,
                    syncnorm::detail::packet_header const& header, std::byte* packet, saved_statistics const& saved,
                    running_outputs const& running, fault_report const& report, workspace const& work,
-                   device_limits const& limits, cudaStream_t stream);
+                   device_limits const& limits, cudaStream_t stream) {
+  local_moments<T, Architectures>(x, epilogue.mask, header, packet, work, limits, stream);
+  normalize<T, Architectures>(x, y, affine, epilogue, options, {packet, 1}, saved, running, report, work, limits,
+                              stream);
+}
 
 } // namespace syncnorm::cuda

@@ -44,7 +44,7 @@ struct channel_values {
   channel_values() = default;
   template <class P>
   explicit channel_values(P const* values) : data{values}, kind{kind_of<P>} {}
-  channel_values(channel_outputs const& values) : data{values.data}, kind{values.kind} {}
+  SYNCNORM_HOST_DEVICE channel_values(channel_outputs const& values) : data{values.data}, kind{values.kind} {}
 };
 
 /// gamma and beta; absent ones stand for 1 and 0.
@@ -72,7 +72,7 @@ struct saved_statistics {
 
 /// Bytes of what a rank exchanges, [packet_header][values × C doubles]: two values forward (mean and m2) and backward
 /// (sum_dy and sum_dy_xmu), seven in double backward.
-[[nodiscard]] constexpr std::size_t packet_bytes(std::int64_t channels, int values = 2) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::size_t packet_bytes(std::int64_t channels, int values = 2) {
   return sizeof(syncnorm::detail::packet_header) +
          sizeof(double) * static_cast<std::size_t>(values) * static_cast<std::size_t>(channels > 0 ? channels : 0);
 }

@@ -1,14 +1,22 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/plan.hpp>
 #include <syncnorm/cuda/operands.hpp>
 
 namespace syncnorm::cuda {
 
-/// Bytes of the workspace for passes over tensors of these extents, whatever their strides.
-template <class T>
-[[nodiscard]] std::size_t workspace_bytes(tensor_view<T> const& x, device_limits const& limits);
+/// Bytes of the workspace for the passes of C channels, of any extents, strides and element type.
+[[nodiscard]] constexpr std::size_t workspace_bytes(std::int64_t channels, device_limits const& limits) {
+  // A reduction has at most so many blocks in all; beyond that, a group is one piece and leaves nothing. Each leaves at most 5
+  // numbers of 64 channels.
+  std::int64_t const blocks = 4 * detail::resident_blocks * limits.multiprocessors;
+  return detail::workspace_layout::ticket_bytes(std::max<std::int64_t>(channels, 0)) +
+         static_cast<std::size_t>(blocks) * 5 * 64 * sizeof(double);
+}
 
 } // namespace syncnorm::cuda

@@ -33,25 +33,34 @@ struct extent_of_pack {
 /// How a kernel's accesses treat the cache. `last`: what is read or written is not needed again soon.
 enum class cached : bool { normally, last };
 
-/// The elements of `part`, `step` apart, of which `at` is number 0; the others are unspecified.
-template <class Hw, class T>
+/// The elements of `part`, `step` apart, of which `at` is number 0; the others are unspecified. `Whole`: all of them, contiguous
+/// and aligned.
+template <bool Whole, class Hw, class T>
 [[nodiscard]] SYNCNORM_DEVICE pack<T> load_pack(Hw const& hw, T const* at, std::int64_t step,
                                                 extent_of_pack const& part, cached use) {
-  if (step == 1 && part.full<T>() && is_aligned(at)) return hw.load_pack(at, use);
-  pack<T> some{};
-  SYNCNORM_UNROLL
-  for (int e = 0; e < pack_length<T>; ++e)
-    if (e >= part.first && e < part.last) some.of[e] = hw.load(at + e * step);
-  return some;
+  if constexpr (Whole) {
+    return hw.load_pack(at, use);
+  } else {
+    if (step == 1 && part.template full<T>() && is_aligned(at)) return hw.load_pack(at, use);
+    pack<T> some{};
+    SYNCNORM_UNROLL
+    for (int e = 0; e < pack_length<T>; ++e)
+      if (e >= part.first && e < part.last) some.of[e] = hw.load(at + e * step);
+    return some;
+  }
 }
 
-template <class Hw, class T>
+template <bool Whole, class Hw, class T>
 SYNCNORM_DEVICE void store_pack(Hw const& hw, T* at, std::int64_t step, extent_of_pack const& part, pack<T> const& some,
                                 cached use) {
-  if (step == 1 && part.full<T>() && is_aligned(at)) return hw.store_pack(at, some, use);
-  SYNCNORM_UNROLL
-  for (int e = 0; e < pack_length<T>; ++e)
-    if (e >= part.first && e < part.last) hw.store(at + e * step, some.of[e]);
+  if constexpr (Whole) {
+    hw.store_pack(at, some, use);
+  } else {
+    if (step == 1 && part.template full<T>() && is_aligned(at)) return hw.store_pack(at, some, use);
+    SYNCNORM_UNROLL
+    for (int e = 0; e < pack_length<T>; ++e)
+      if (e >= part.first && e < part.last) hw.store(at + e * step, some.of[e]);
+  }
 }
 
 } // namespace syncnorm::cuda::detail

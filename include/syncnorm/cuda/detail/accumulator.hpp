@@ -1,0 +1,246 @@
+#pragma once
+
+#include <cstdint>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/pack.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// Whether the next packs of a thread are all there, and each one access.
+template <int Unroll, axis Axis, class Op, class T>
+[[nodiscard]] SYNCNORM_DEVICE bool all_whole(Op const& op, walk<Axis, T> items) {
+  bool whole = true;
+  SYNCNORM_UNROLL
+  for (int u = 0; u < Unroll; ++u) {
+    spot const at = items.here();
+    whole = whole && at.part.template full<T>() && op.template whole<Axis>(at);
+    items.advance();
+  }
+  return whole;
+}
+
+/// Packs of a thread that are in flight at a time, and which of their elements count.
+template <class Op, int Unroll>
+struct batch {
+  using T = typename Op::element_type;
+  static constexpr int unroll = Unroll;
+  static constexpr unsigned full = (1u << pack_length<T>)-1;
+
+  pack<T> in[Unroll][Op::inputs];
+  unsigned bits[Unroll];
+
+  template <bool Whole, axis Axis, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T>& items) {
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) {
+      spot const at = items.here();
+      bits[u] = counted<Axis, T, Whole>(hw, op.mask, at);
+      op.template load<Axis, Whole>(hw, at, in[u]);
+      items.advance();
+    }
+  }
+  [[nodiscard]] SYNCNORM_DEVICE bool all_full() const {
+    unsigned all = full;
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) all &= bits[u];
+    return all == full;
+  }
+};
+
+/// Adds all items of a thread to `sums`: by batches of packs that are one access each, and others one after the other.
+template <axis Axis, class Op, class Sums, class T, class Hw>
+SYNCNORM_DEVICE void add_items(Hw const& hw, Op const& op, walk<Axis, T>& items, Sums& sums) {
+  while (items.inside()) {
+    if (all_whole<Op::unroll>(op, items)) {
+      batch<Op, Op::unroll> some;
+      some.template load<true>(hw, op, items);
+      sums.add(hw, some);
+    } else {
+      batch<Op, 1> one;
+      one.template load<false>(hw, op, items);
+      sums.add(hw, one);
+    }
+  }
+}
+
+/// What a thread has summed of one channel, of packs along positions.
+template <class Op>
+class channel_accumulator {
+public:
+  using T = typename Op::element_type;
+  static constexpr int length = pack_length<T>;
+
+  template <class Hw>
+  SYNCNORM_DEVICE channel_accumulator(Hw const& hw, Op const& op, std::int64_t channel)
+      : op_{op}, constants_{op.constants_of(hw, channel)} {}
+
+  template <int Unroll, class Hw>
+  SYNCNORM_DEVICE void add(Hw const& hw, batch<Op, Unroll> const& some) {
+    if constexpr (Op::pivoted)
+      if (count_ == 0) find_pivot(some);
+    if (some.all_full()) {
+      add_all<true>(some);
+      count_ += Unroll * length;
+    } else {
+      add_all<false>(some);
+      SYNCNORM_UNROLL
+      for (int u = 0; u < Unroll; ++u) count_ += hw.population(some.bits[u]);
+    }
+    packs_ += Unroll;
+    if (packs_ * length >= 64) flush();
+  }
+
+  SYNCNORM_DEVICE void finish(double (&part)[Op::parts]) {
+    flush();
+    op_.finish(fine_, constants_, sums_, count_, part);
+  }
+
+private:
+  template <bool Full, int Unroll>
+  SYNCNORM_DEVICE void add_all(batch<Op, Unroll> const& some) {
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) {
+      SYNCNORM_UNROLL
+      for (int e = 0; e < length; ++e) {
+        T in[Op::inputs];
+        SYNCNORM_UNROLL
+        for (int i = 0; i < Op::inputs; ++i) in[i] = some.in[u][i].of[e];
+        op_.add(fine_, constants_, in, Full || (some.bits[u] >> e & 1u) != 0);
+      }
+    }
+  }
+  template <int Unroll>
+  SYNCNORM_DEVICE void find_pivot(batch<Op, Unroll> const& some) {
+    bool found = false;
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) {
+      SYNCNORM_UNROLL
+      for (int e = 0; e < length; ++e)
+        if (!found && (some.bits[u] >> e & 1u) != 0) {
+          Op::set_pivot(fine_, some.in[u][0].of[e]);
+          found = true;
+        }
+    }
+  }
+  SYNCNORM_DEVICE void flush() {
+    Op::flush(fine_, sums_, count_);
+    packs_ = 0;
+  }
+
+  Op const& op_;
+  typename Op::constants constants_;
+  typename Op::fine fine_{};
+  double sums_[Op::sums]{};
+  std::int64_t count_ = 0;
+  int packs_ = 0;
+};
+
+/// What a thread has summed of the channels of a pack, of packs along channels. The doubles are in shared memory, of which
+/// cell (i, e) belongs to double i of channel e of this thread.
+template <class Op, int Threads>
+class pack_accumulator {
+public:
+  using T = typename Op::element_type;
+  static constexpr int length = pack_length<T>;
+  static constexpr int cells = Op::counts ? Op::parts - 1 : Op::parts;
+  static_assert(cells == Op::sums);
+  struct storage {
+    double of[cells][length][Threads];
+    double count[Threads];
+  };
+
+  template <class Hw>
+  SYNCNORM_DEVICE pack_accumulator(Hw const& hw, Op const& op, storage& shared, std::int64_t channel,
+                                   std::int64_t channels)
+      : op_{op}, shared_{shared} {
+    SYNCNORM_UNROLL
+    for (int e = 0; e < length; ++e) {
+      // A pack's channels beyond the last one have nothing to count.
+      constants_[e] = op.constants_of(hw, channel + e < channels ? channel + e : channels - 1);
+      SYNCNORM_UNROLL
+      for (int i = 0; i < cells; ++i) hw.store(&shared_.of[i][e][hw.thread()], 0.0);
+    }
+  }
+
+  template <int Unroll, class Hw>
+  SYNCNORM_DEVICE void add(Hw const& hw, batch<Op, Unroll> const& some) {
+    if constexpr (Op::pivoted)
+      if (count_ == 0) find_pivot(some);
+    if (some.all_full()) {
+      add_all<true>(some);
+      count_ += Unroll;
+    } else {
+      add_all<false>(some);
+      SYNCNORM_UNROLL
+      for (int u = 0; u < Unroll; ++u) count_ += some.bits[u] != 0 ? 1 : 0;
+    }
+    packs_ += Unroll;
+    if (packs_ >= 64) flush(hw);
+  }
+
+  /// Leaves the parts in the cells, and the count.
+  template <class Hw>
+  SYNCNORM_DEVICE void finish(Hw const& hw) {
+    flush(hw);
+    SYNCNORM_UNROLL
+    for (int e = 0; e < length; ++e) {
+      double sums[Op::sums], part[Op::parts];
+      SYNCNORM_UNROLL
+      for (int i = 0; i < cells; ++i) sums[i] = hw.load(&shared_.of[i][e][hw.thread()]);
+      op_.finish(fine_[e], constants_[e], sums, count_, part);
+      SYNCNORM_UNROLL
+      for (int i = 0; i < cells; ++i) hw.store(&shared_.of[i][e][hw.thread()], part[Op::parts - cells + i]);
+    }
+    hw.store(&shared_.count[hw.thread()], static_cast<double>(count_));
+  }
+
+private:
+  template <bool Full, int Unroll>
+  SYNCNORM_DEVICE void add_all(batch<Op, Unroll> const& some) {
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) {
+      SYNCNORM_UNROLL
+      for (int e = 0; e < length; ++e) {
+        T in[Op::inputs];
+        SYNCNORM_UNROLL
+        for (int i = 0; i < Op::inputs; ++i) in[i] = some.in[u][i].of[e];
+        op_.add(fine_[e], constants_[e], in, Full || (some.bits[u] >> e & 1u) != 0);
+      }
+    }
+  }
+  template <int Unroll>
+  SYNCNORM_DEVICE void find_pivot(batch<Op, Unroll> const& some) {
+    bool found = false;
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) {
+      if (found || some.bits[u] == 0) continue;
+      SYNCNORM_UNROLL
+      for (int e = 0; e < length; ++e) Op::set_pivot(fine_[e], some.in[u][0].of[e]);
+      found = true;
+    }
+  }
+  template <class Hw>
+  SYNCNORM_DEVICE void flush(Hw const& hw) {
+    SYNCNORM_UNROLL
+    for (int e = 0; e < length; ++e) {
+      double sums[Op::sums];
+      SYNCNORM_UNROLL
+      for (int i = 0; i < cells; ++i) sums[i] = hw.load(&shared_.of[i][e][hw.thread()]);
+      Op::flush(fine_[e], sums, count_);
+      SYNCNORM_UNROLL
+      for (int i = 0; i < cells; ++i) hw.store(&shared_.of[i][e][hw.thread()], sums[i]);
+    }
+    packs_ = 0;
+  }
+
+  Op const& op_;
+  storage& shared_;
+  typename Op::constants constants_[length];
+  typename Op::fine fine_[length]{};
+  std::int64_t count_ = 0;
+  int packs_ = 0;
+};
+
+} // namespace syncnorm::cuda::detail

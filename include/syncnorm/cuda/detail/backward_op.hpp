@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cstdint>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/channel_access.hpp>
+#include <syncnorm/cuda/detail/epilogue_math.hpp>
+#include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/detail/packet_access.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// The sums of a backward pass over all ranks, and of this one.
+struct backward_statistics {
+  gathered_packets packets{};
+  std::byte const* own = nullptr;
+  saved_statistics saved{};
+  affine_values affine{};
+  affine_outputs gradients{};
+  fault_report report{};
+
+  static constexpr int values = 2;
+
+  struct summary {
+    double mean, inv_std, sum_dy, sum_dy_xmu, own_dy, own_dy_xmu;
+    std::int64_t count;
+  };
+
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
+    incoming_packets const from{packets, channels, values}, mine{{own, 1}, channels, values};
+    summary s{hw.load(saved.mean + c), hw.load(saved.inv_std + c), 0, 0, mine.value(hw, 0, 0, c),
+              mine.value(hw, 0, 1, c), hw.load(saved.count)};
+    for (int rank = 0; rank < from.ranks(); ++rank) {
+      s.sum_dy += from.value(hw, rank, 0, c);
+      s.sum_dy_xmu += from.value(hw, rank, 1, c);
+    }
+    return s;
+  }
+  template <class Hw>
+  SYNCNORM_DEVICE void commit(Hw const& hw, std::int64_t c, summary const& s) const {
+    add_value(hw, gradients.gamma, c, s.inv_std * s.own_dy_xmu);
+    add_value(hw, gradients.beta, c, s.own_dy);
+  }
+  template <class Hw>
+  SYNCNORM_DEVICE void count_pass(Hw const&, std::uint32_t, std::int64_t) const {}
+  template <class Hw>
+  SYNCNORM_DEVICE void fail(Hw const& hw, incoming_packets const& from, pass_fault fault) const {
+    from.tell(hw, report, fault);
+  }
+};
+
+/// dx = dv·dy_scale + (x − center)·x_scale + shift, of which positions that do not count have the first term alone; dv is dy,
+/// with an epilogue the gradient of what was activated, and that of a residual.
+template <class T, bool Epilogue>
+struct gradient_op {
+  using element_type = T;
+  using A = accumulate_t<T>;
+  static constexpr int inputs = Epilogue ? 3 : 2, outputs = Epilogue ? 2 : 1, coefficients = Epilogue ? 6 : 4;
+  static constexpr int unroll = Epilogue && sizeof(T) == 2 ? 1 : 2, threads = 256;
+  static constexpr int resident[] = {Epilogue ? 2 : 3, Epilogue && sizeof(T) == 2 ? 1 : 2};
+
+  tensor_view<T const> dy, x, residual{}; ///< residual without data: none
+  tensor_view<T> dx, dresidual{};         ///< without data: not needed
+  mask_view mask{};                       ///< of the positions that count
+  A slope = 1;
+  bool zeroes = false; ///< outputs that do not count are 0
+  backward_statistics statistics{};
+  cached use = cached::normally;
+
+  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  template <axis Axis>
+  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+    return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) &&
+           (residual.data == nullptr || is_whole<Axis>(residual, at)) &&
+           (dx.data == nullptr || is_whole<Axis>(dx, at)) &&
+           (dresidual.data == nullptr || is_whole<Axis>(dresidual, at)) && is_whole_mask<Axis, T>(mask, at);
+  }
+
+  SYNCNORM_DEVICE void coefficients_of(backward_statistics::summary const& s, double gamma, double beta,
+                                       A (&k)[coefficients]) const {
+    bool const constant = s.count == 0;
+    auto const made = make_backward_coefficients<A>(s.mean, s.inv_std, gamma, constant ? 0 : s.sum_dy,
+                                                    constant ? 0 : s.sum_dy_xmu, s.count);
+    k[0] = made.dy_scale, k[1] = made.center, k[2] = made.x_scale, k[3] = made.shift;
+    if constexpr (Epilogue) {
+      auto const v = make_normalize_coefficients<A>(s.mean, s.inv_std, gamma, beta);
+      k[4] = v.scale, k[5] = v.shift;
+    }
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
+    in[0] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
+    in[1] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    if constexpr (Epilogue) {
+      in[2] = pack<T>{};
+      if (residual.data != nullptr)
+        in[2] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
+    }
+  }
+  SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
+    A dv = static_cast<A>(in[0]);
+    A const d = static_cast<A>(in[1]) - k[1];
+    if constexpr (Epilogue) {
+      A v = d * k[4] + k[5];
+      if (residual.data != nullptr) v += static_cast<A>(in[2]);
+      dv = activation_gradient(v, dv, slope);
+      dv = counts || !zeroes ? dv : A{0};
+      out[1] = static_cast<T>(dv);
+      out[0] = static_cast<T>(dv * k[0] + (counts ? d * k[2] + k[3] : A{0}));
+    } else {
+      out[0] = static_cast<T>(dv * k[0] + (d * k[2] + k[3]));
+    }
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
+    if (dx.data != nullptr) store_pack<Whole>(hw, address(dx, at), step_of<Axis>(dx), at.part, out[0], use);
+    if constexpr (Epilogue)
+      if (dresidual.data != nullptr)
+        store_pack<Whole>(hw, address(dresidual, at), step_of<Axis>(dresidual), at.part, out[1], use);
+  }
+};
+
+} // namespace syncnorm::cuda::detail

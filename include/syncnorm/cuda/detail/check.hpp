@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// Throws what is wrong with the operands of a launch, whose name is `call`.
+class operand_check {
+public:
+  explicit operand_check(char const* call) : call_{call} {}
+
+  void require(bool holds, std::string const& message) const {
+    if (!holds) throw invalid_argument_error{std::string{call_} + ": " + message};
+  }
+
+  template <class T>
+  void tensor(tensor_view<T> const& x, char const* name) const {
+    require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0, std::string{name} + " has a negative extent");
+    require(x.channels < std::int64_t{1} << 31, std::string{name} + " has more than 2^31 - 1 channels");
+    require(x.data != nullptr || x.size() == 0, std::string{name} + " is null");
+    require(reinterpret_cast<std::uintptr_t>(x.data) % sizeof(T) == 0,
+            std::string{name} + " is not aligned to its elements");
+  }
+  template <class T, class X>
+  void like(tensor_view<T> const& y, char const* name, tensor_view<X> const& x) const {
+    tensor(y, name);
+    require(y.samples == x.samples && y.channels == x.channels && y.spatial == x.spatial,
+            std::string{name} + " has other extents than x");
+  }
+  template <class T, class X>
+  void optional(tensor_view<T> const& y, char const* name, tensor_view<X> const& x) const {
+    if (y.data != nullptr) like(y, name, x);
+  }
+  template <class T>
+  void epilogue(batch_norm_epilogue<T> const& of, tensor_view<T const> const& x) const {
+    if (of.has_residual()) like(of.residual, "the residual", x);
+    if (!of.mask) return;
+    require(of.mask.samples == x.samples && of.mask.spatial == x.spatial, "the mask has other extents than x");
+    require(of.mask.data != nullptr || x.count() == 0, "the mask is null");
+  }
+  void packet(std::byte const* data) const {
+    require(data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 8 == 0,
+            "a packet is null or not aligned to 8 bytes");
+  }
+  void packets(gathered_packets const& of) const {
+    packet(of.data);
+    require(of.ranks > 0, "there are no packets");
+  }
+  void saved(saved_statistics const& of, std::int64_t channels) const {
+    require((of.mean != nullptr && of.inv_std != nullptr) || channels == 0, "the saved statistics are null");
+    require(of.count != nullptr, "the saved count is null");
+  }
+  void work(workspace const& of, std::size_t needed) const {
+    require(of.data != nullptr && reinterpret_cast<std::uintptr_t>(of.data) % 16 == 0,
+            "the workspace is null or not aligned to 16 bytes");
+    require(of.bytes >= needed,
+            "the workspace has " + std::to_string(of.bytes) + " bytes, of " + std::to_string(needed));
+  }
+
+private:
+  char const* call_;
+};
+
+} // namespace syncnorm::cuda::detail

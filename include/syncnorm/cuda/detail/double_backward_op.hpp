@@ -1,0 +1,137 @@
+#pragma once
+
+#include <cstdint>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/channel_access.hpp>
+#include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/detail/packet_access.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// The sums of a double backward pass over all ranks, and of this one; rows as in `double_backward_sums_op`.
+struct double_backward_statistics {
+  gathered_packets packets{};
+  std::byte const* own = nullptr;
+  saved_statistics saved{};
+  affine_values affine{};                           ///< gamma alone
+  channel_values gamma_gradient{}, beta_gradient{}; ///< the gradients with respect to those of gamma and beta
+  channel_outputs to_gamma{};
+  fault_report report{};
+
+  static constexpr int values = 7;
+
+  struct summary {
+    double mean, inv_std, a, b;
+    double g, g_xhat, u, u_xhat, u_g, a_g, a_g_xhat; ///< sums over all ranks, by x̂ = (x − mean)·inv_std
+    double own_u_g, own_u, own_u_xhat;
+    std::int64_t count;
+  };
+
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
+    incoming_packets const from{packets, channels, values}, mine{{own, 1}, channels, values};
+    double sums[values];
+    for (int v = 0; v < values; ++v) {
+      sums[v] = 0;
+      for (int rank = 0; rank < from.ranks(); ++rank) sums[v] += from.value(hw, rank, v, c);
+    }
+    double const r = hw.load(saved.inv_std + c);
+    return {hw.load(saved.mean + c),
+            r,
+            load_value(hw, gamma_gradient, c, 0),
+            load_value(hw, beta_gradient, c, 0),
+            sums[0],
+            r * sums[1],
+            sums[2],
+            r * sums[3],
+            sums[4],
+            sums[5],
+            r * sums[6],
+            mine.value(hw, 0, 4, c),
+            mine.value(hw, 0, 2, c),
+            r * mine.value(hw, 0, 3, c),
+            hw.load(saved.count)};
+  }
+  [[nodiscard]] static SYNCNORM_DEVICE double per_count(summary const& s) {
+    return s.count > 0 ? 1 / static_cast<double>(s.count) : 0; // 0: constant statistics
+  }
+  template <class Hw>
+  SYNCNORM_DEVICE void commit(Hw const& hw, std::int64_t c, summary const& s) const {
+    double const term = s.own_u_g - (s.own_u * s.g + s.own_u_xhat * s.g_xhat) * per_count(s);
+    add_value(hw, to_gamma, c, s.inv_std * term);
+  }
+  template <class Hw>
+  SYNCNORM_DEVICE void count_pass(Hw const&, std::uint32_t, std::int64_t) const {}
+  template <class Hw>
+  SYNCNORM_DEVICE void fail(Hw const& hw, incoming_packets const& from, pass_fault fault) const {
+    from.tell(hw, report, fault);
+  }
+};
+
+/// to_dy = u·k₀ + d·k₁ + k₂ and to_x = u·k₃ + dy·k₄ + d·k₅ + k₆, where d = x − center.
+template <class T>
+struct double_gradient_op {
+  using element_type = T;
+  using A = accumulate_t<T>;
+  static constexpr int inputs = 3, outputs = 2, coefficients = 8, unroll = sizeof(T) == 2 ? 1 : 2, threads = 256;
+  static constexpr int resident[] = {2, sizeof(T) == 2 ? 1 : 2};
+
+  tensor_view<T const> u, dy, x;  ///< u without data: 0
+  tensor_view<T> to_dy{}, to_x{}; ///< without data: not needed
+  mask_view mask{};
+  double_backward_statistics statistics{};
+  cached use = cached::normally;
+
+  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  template <axis Axis>
+  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+    return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) && (u.data == nullptr || is_whole<Axis>(u, at)) &&
+           (to_dy.data == nullptr || is_whole<Axis>(to_dy, at)) && (to_x.data == nullptr || is_whole<Axis>(to_x, at)) &&
+           is_whole_mask<Axis, T>(mask, at);
+  }
+
+  SYNCNORM_DEVICE void coefficients_of(double_backward_statistics::summary const& s, double gamma, double,
+                                       A (&k)[coefficients]) const {
+    double const pc = double_backward_statistics::per_count(s), r = s.inv_std, scale = gamma * r, rn = r * pc;
+    A const center = static_cast<A>(s.mean);
+    double const lost = s.mean - static_cast<double>(center);
+    double const dy_x = r * (s.a - scale * s.u_xhat * pc), dy_shift = s.b - scale * s.u * pc;
+    double const spread = s.u_g - (s.u * s.g + 3 * s.u_xhat * s.g_xhat) * pc;
+    double const x_x = -r * rn * (s.a_g_xhat + scale * spread);
+    double const x_shift = scale * rn * pc * (s.u * s.g_xhat + s.g * s.u_xhat) - rn * s.a_g;
+    k[0] = static_cast<A>(scale);
+    k[1] = static_cast<A>(dy_x);
+    k[2] = static_cast<A>(dy_shift - lost * dy_x);
+    k[3] = static_cast<A>(-scale * rn * s.g_xhat);
+    k[4] = static_cast<A>(s.a * r - scale * rn * s.u_xhat);
+    k[5] = static_cast<A>(x_x);
+    k[6] = static_cast<A>(x_shift - lost * x_x);
+    k[7] = center;
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
+    in[0] = pack<T>{};
+    if (u.data != nullptr) in[0] = load_pack<Whole>(hw, address(u, at), step_of<Axis>(u), at.part, use);
+    in[1] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
+    in[2] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+  }
+  SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool, T (&out)[outputs]) const {
+    A const second = u.data == nullptr ? A{0} : static_cast<A>(in[0]);
+    A const g = static_cast<A>(in[1]), d = static_cast<A>(in[2]) - k[7];
+    out[0] = static_cast<T>(second * k[0] + (d * k[1] + k[2]));
+    out[1] = static_cast<T>(second * k[3] + (g * k[4] + (d * k[5] + k[6])));
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
+    if (to_dy.data != nullptr) store_pack<Whole>(hw, address(to_dy, at), step_of<Axis>(to_dy), at.part, out[0], use);
+    if (to_x.data != nullptr) store_pack<Whole>(hw, address(to_x, at), step_of<Axis>(to_x), at.part, out[1], use);
+  }
+};
+
+} // namespace syncnorm::cuda::detail

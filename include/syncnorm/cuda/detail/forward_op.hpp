@@ -1,0 +1,146 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/moments.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/channel_access.hpp>
+#include <syncnorm/cuda/detail/epilogue_math.hpp>
+#include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/detail/packet_access.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// The statistics of a forward pass: of all ranks' packets, or, where there are none, of the running statistics.
+struct forward_statistics {
+  gathered_packets packets{};
+  double eps = 0, momentum = -1; ///< −1: cumulative average
+  running_variance variance = running_variance::unbiased;
+  saved_statistics saved{};
+  running_outputs running{};
+  affine_values affine{};
+  fault_report report{};
+  std::uint32_t* ticket = nullptr; ///< how many groups are done with the counter; 0 between launches
+
+  static constexpr int values = 2;
+
+  struct summary {
+    double mean, inv_std, variance;
+    std::int64_t count;
+  };
+
+  [[nodiscard]] SYNCNORM_DEVICE bool constant() const { return packets.data == nullptr; }
+
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
+    moments<double> all;
+    if (constant()) {
+      double const held = load_value(hw, running.var, c, 1);
+      double const inv_std = 1 / (variance == running_variance::standard_deviation ? held : std::sqrt(held + eps));
+      return {load_value(hw, running.mean, c, 0), inv_std, held, 0};
+    }
+    incoming_packets const from{packets, channels, values};
+    for (int rank = 0; rank < from.ranks(); ++rank)
+      all = merge(all, {from.count(hw, rank), from.value(hw, rank, 0, c), from.value(hw, rank, 1, c)});
+    return summarize(all);
+  }
+  [[nodiscard]] SYNCNORM_DEVICE summary summarize(moments<double> const& all) const {
+    if (all.count == 0) return {0, 0, 0, 0};
+    auto const count = static_cast<double>(all.count);
+    return {all.mean, 1 / std::sqrt(all.m2 / count + eps), all.m2, all.count};
+  }
+
+  /// Writes what a channel leaves.
+  template <class Hw>
+  SYNCNORM_DEVICE void commit(Hw const& hw, std::int64_t c, summary const& s) const {
+    if (saved.mean != nullptr) {
+      hw.store(saved.mean + c, s.mean);
+      hw.store(saved.inv_std + c, s.inv_std);
+      if (c == 0) hw.store(saved.count, s.count);
+    }
+    if (constant() || running.mean.data == nullptr || s.count == 0) return;
+    double const weight = momentum < 0 ? 1 / static_cast<double>(hw.load(running.num_batches_tracked) + 1) : momentum;
+    double value = s.variance / static_cast<double>(variance == running_variance::unbiased ? s.count - 1 : s.count);
+    if (variance == running_variance::standard_deviation) value = std::sqrt(value + eps);
+    store_value(hw, running.mean, c, (1 - weight) * load_value(hw, running.mean, c, 0) + weight * s.mean);
+    store_value(hw, running.var, c, (1 - weight) * load_value(hw, running.var, c, 1) + weight * value);
+  }
+  /// Counts the pass, when the last of `groups` blocks has read the counter. By one block of each group, all threads of it.
+  template <class Hw>
+  SYNCNORM_DEVICE void count_pass(Hw const& hw, std::uint32_t groups, std::int64_t count) const {
+    if (constant() || running.mean.data == nullptr || running.num_batches_tracked == nullptr) return;
+    hw.barrier();
+    if (hw.thread() != 0 || count == 0) return;
+    hw.fence();
+    if (hw.atomic_add(ticket, 1u) != groups - 1) return;
+    hw.atomic_exchange(ticket, 0u);
+    hw.fence();
+    hw.store(running.num_batches_tracked, hw.load(running.num_batches_tracked) + 1);
+  }
+  template <class Hw>
+  SYNCNORM_DEVICE void fail(Hw const& hw, incoming_packets const& from, pass_fault fault) const {
+    from.tell(hw, report, fault);
+    if (hw.thread() == 0 && saved.count != nullptr) hw.store(saved.count, std::int64_t{-1});
+  }
+};
+
+/// y = f((x − center)·scale + shift + residual), or 0 where positions do not count.
+template <class T, bool Epilogue>
+struct normalize_op {
+  using element_type = T;
+  using A = accumulate_t<T>;
+  static constexpr int inputs = Epilogue ? 2 : 1, outputs = 1, coefficients = 3, unroll = Epilogue ? 2 : 4,
+                       threads = 256;
+  static constexpr int resident[] = {Epilogue && sizeof(T) == 2 ? 2 : 3, 2};
+
+  tensor_view<T const> x, residual{}; ///< residual without data: none
+  tensor_view<T> y;
+  mask_view mask{}; ///< of the outputs that are not 0
+  A slope = 1;
+  forward_statistics statistics{};
+  cached use = cached::normally;
+
+  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  template <axis Axis>
+  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+    return is_whole<Axis>(x, at) && is_whole<Axis>(y, at) &&
+           (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
+  }
+
+  template <class Summary>
+  SYNCNORM_DEVICE void coefficients_of(Summary const& s, double gamma, double beta, A (&k)[coefficients]) const {
+    auto const made = make_normalize_coefficients<A>(s.mean, s.inv_std, gamma, beta);
+    k[0] = made.center, k[1] = made.scale, k[2] = made.shift;
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
+    in[0] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    if constexpr (Epilogue) {
+      in[1] = pack<T>{};
+      if (residual.data != nullptr)
+        in[1] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
+    }
+  }
+  SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
+    A v = (static_cast<A>(in[0]) - k[0]) * k[1] + k[2];
+    if constexpr (Epilogue) {
+      if (residual.data != nullptr) v += static_cast<A>(in[1]);
+      v = counts ? activate(v, slope) : A{0};
+    }
+    out[0] = static_cast<T>(v);
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
+    store_pack<Whole>(hw, address(y, at), step_of<Axis>(y), at.part, out[0], use);
+  }
+};
+
+} // namespace syncnorm::cuda::detail

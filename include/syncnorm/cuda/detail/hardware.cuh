@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/cuda/detail/pack.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// The GPU as kernels see it; tests/simt has its counterpart on the CPU.
+struct hardware {
+  [[nodiscard]] static __device__ int thread() { return static_cast<int>(threadIdx.x); }
+  [[nodiscard]] static __device__ int threads() { return static_cast<int>(blockDim.x); }
+  [[nodiscard]] static __device__ std::uint32_t block() { return blockIdx.x; }
+  [[nodiscard]] static __device__ std::uint32_t blocks() { return gridDim.x; }
+
+  static __device__ void barrier() { __syncthreads(); }
+  [[nodiscard]] static __device__ bool barrier_or(bool value) { return __syncthreads_or(value ? 1 : 0) != 0; }
+  template <class V>
+  [[nodiscard]] static __device__ V shuffle_xor(V value, int lanes) {
+    return __shfl_xor_sync(~0u, value, lanes);
+  }
+  [[nodiscard]] static __device__ unsigned ballot(unsigned among, bool value) { return __ballot_sync(among, value); }
+  [[nodiscard]] static __device__ int population(unsigned bits) { return __popc(bits); }
+
+  template <class S>
+  [[nodiscard]] static __device__ S& shared() {
+    __shared__ alignas(16) std::byte room[sizeof(S)];
+    return *reinterpret_cast<S*>(room);
+  }
+  [[nodiscard]] static __device__ std::byte* dynamic_shared() {
+    extern __shared__ uint4 syncnorm_dynamic_shared[];
+    return reinterpret_cast<std::byte*>(syncnorm_dynamic_shared);
+  }
+
+  template <class T>
+  [[nodiscard]] static __device__ T load(T const* at) {
+    return *at;
+  }
+  template <class T, class V>
+  static __device__ void store(T* at, V const& value) {
+    *at = value;
+  }
+  /// What is not needed again goes first when the cache wants room.
+  template <class T>
+  [[nodiscard]] static __device__ pack<T> load_pack(T const* at, cached use) {
+    auto const* const from = reinterpret_cast<uint4 const*>(at);
+    uint4 const bits = use == cached::last ? __ldcs(from) : *from;
+    pack<T> some;
+    memcpy(&some, &bits, sizeof bits);
+    return some;
+  }
+  template <class T>
+  static __device__ void store_pack(T* at, pack<T> const& some, cached use) {
+    uint4 bits;
+    memcpy(&bits, &some, sizeof bits);
+    if (use == cached::last)
+      __stcs(reinterpret_cast<uint4*>(at), bits);
+    else
+      *reinterpret_cast<uint4*>(at) = bits;
+  }
+
+  static __device__ std::uint32_t atomic_add(std::uint32_t* at, std::uint32_t value) { return atomicAdd(at, value); }
+  static __device__ std::uint32_t atomic_exchange(std::uint32_t* at, std::uint32_t value) {
+    return atomicExch(at, value);
+  }
+  static __device__ void fence() { __threadfence(); }
+  static __device__ void fence_system() { __threadfence_system(); }
+};
+
+} // namespace syncnorm::cuda::detail

@@ -1,0 +1,143 @@
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/cuda/detail/accumulator.hpp>
+#include <syncnorm/cuda/detail/backward_op.hpp>
+#include <syncnorm/cuda/detail/channel_access.hpp>
+#include <syncnorm/cuda/detail/double_backward_op.hpp>
+#include <syncnorm/cuda/detail/forward_op.hpp>
+#include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/detail/packet_access.hpp>
+
+namespace syncnorm::cuda::detail {
+
+template <class Op>
+struct map_arguments {
+  geometry cut;
+  Op op;
+};
+
+/// The coefficients of a group's channels.
+template <class Op, axis Axis>
+struct map_storage {
+  using A = typename Op::A;
+  static constexpr int width = Axis == axis::positions ? 1 : 8 * pack_length<typename Op::element_type>;
+  A k[Op::coefficients][width];
+};
+
+/// Packs of a thread that are in flight at a time.
+template <class Op, axis Axis, int Unroll>
+struct map_batch {
+  using T = typename Op::element_type;
+  using A = typename Op::A;
+  static constexpr int length = pack_length<T>, sets = Axis == axis::positions ? 1 : length;
+
+  pack<T> in[Unroll][Op::inputs];
+
+  template <bool Whole, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T> items) {
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) {
+      op.template load<Axis, Whole>(hw, items.here(), in[u]);
+      items.advance();
+    }
+  }
+  template <bool Whole, class Hw>
+  SYNCNORM_DEVICE void store(Hw const& hw, Op const& op, walk<Axis, T>& items, A const (&k)[sets][Op::coefficients]) {
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) {
+      spot const at = items.here();
+      unsigned const bits = op.mask.data == nullptr ? ~0u : counted<Axis, T, Whole>(hw, op.mask, at);
+      pack<T> out[Op::outputs];
+      SYNCNORM_UNROLL
+      for (int e = 0; e < length; ++e) {
+        T one[Op::inputs], made[Op::outputs];
+        SYNCNORM_UNROLL
+        for (int i = 0; i < Op::inputs; ++i) one[i] = in[u][i].of[e];
+        op.apply(k[sets == 1 ? 0 : e], one, (bits >> e & 1u) != 0, made);
+        SYNCNORM_UNROLL
+        for (int o = 0; o < Op::outputs; ++o) out[o].of[e] = made[o];
+      }
+      op.template store<Axis, Whole>(hw, at, out);
+      items.advance();
+    }
+  }
+};
+
+/// Merges the packets of all ranks, in each block for its own channels, and maps the elements by what comes of it. Where
+/// ranks disagree, nothing is written but the report. The pieces are taken in the opposite order of reduce_kernel: what it
+/// read last is the likeliest to be in the cache.
+template <class Op, axis Axis, int Threads, class Hw>
+SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
+  using T = typename Op::element_type;
+  using A = typename Op::A;
+  using batch_type = map_batch<Op, Axis, Op::unroll>;
+  using statistics_type = std::remove_cvref_t<decltype(a.op.statistics)>;
+  constexpr int length = pack_length<T>;
+  geometry const& cut = a.cut;
+  auto const& statistics = a.op.statistics;
+  std::uint32_t const block = hw.blocks() - 1 - hw.block();
+  std::uint32_t const groups = cut.groups > 0 ? cut.groups : 1, group = block % groups, piece = block / groups;
+
+  // The first loads are in flight while the statistics are merged.
+  walk<Axis, T> items{cut, a.op.lead(), group, piece, hw.thread(), Threads};
+  batch_type some;
+  bool whole = all_whole<Op::unroll>(a.op, items);
+  if (whole) some.template load<true>(hw, a.op, items);
+
+  auto& shared = hw.template shared<map_storage<Op, Axis>>();
+  incoming_packets const from{statistics.packets, cut.channels, statistics_type::values};
+  bool const disagree = statistics.packets.data != nullptr && from.disagree(hw);
+  int const channels = Axis == axis::positions ? 1 : cut.lanes * length;
+  std::int64_t const channel = static_cast<std::int64_t>(group) * channels + hw.thread();
+  bool const has_channel = hw.thread() < channels && channel < cut.channels;
+  bool too_few = false;
+  typename statistics_type::summary of_channel{};
+  if (has_channel) {
+    of_channel = statistics.merge_ranks(hw, cut.channels, channel);
+    if constexpr (std::is_same_v<statistics_type, forward_statistics>) too_few = of_channel.count == 1;
+    A k[Op::coefficients];
+    a.op.coefficients_of(of_channel, load_value(hw, statistics.affine.gamma, channel, 1),
+                         load_value(hw, statistics.affine.beta, channel, 0), k);
+    SYNCNORM_UNROLL
+    for (int i = 0; i < Op::coefficients; ++i) hw.store(&shared.k[i][hw.thread()], k[i]);
+  }
+  if (hw.barrier_or(disagree || too_few)) {
+    if (block != 0) return;
+    bool const others = hw.barrier_or(disagree);
+    statistics.fail(hw, from, others ? pass_fault::disagreement : pass_fault::one_value);
+    return;
+  }
+  if (piece == 0) {
+    if (has_channel) statistics.commit(hw, channel, of_channel);
+    statistics.count_pass(hw, groups, of_channel.count);
+  }
+
+  constexpr int sets = batch_type::sets;
+  A k[sets][Op::coefficients];
+  int const first = Axis == axis::positions ? 0 : hw.thread() % cut.lanes * length;
+  SYNCNORM_UNROLL
+  for (int e = 0; e < sets; ++e) {
+    SYNCNORM_UNROLL
+    for (int i = 0; i < Op::coefficients; ++i)
+      k[e][i] = items.channel() + e < cut.channels ? hw.load(&shared.k[i][first + e]) : A{0};
+  }
+  while (items.inside()) {
+    if (whole) {
+      some.template store<true>(hw, a.op, items, k);
+    } else {
+      map_batch<Op, Axis, 1> one;
+      one.template load<false>(hw, a.op, items);
+      one.template store<false>(hw, a.op, items, k);
+    }
+    whole = all_whole<Op::unroll>(a.op, items);
+    if (whole) some.template load<true>(hw, a.op, items);
+  }
+}
+
+} // namespace syncnorm::cuda::detail

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+namespace syncnorm::cuda::detail {
+
+using syncnorm::detail::packet_header;
+
+inline constexpr int header_words = static_cast<int>(sizeof(packet_header) / sizeof(std::uint64_t));
+inline constexpr int agreed_words = static_cast<int>(syncnorm::detail::agreed_bytes / sizeof(std::uint64_t));
+inline constexpr int count_word = static_cast<int>(offsetof(packet_header, count) / sizeof(std::uint64_t));
+inline constexpr int fault_word = static_cast<int>(offsetof(packet_header, fault) / sizeof(std::uint64_t));
+static_assert(offsetof(packet_header, count) % sizeof(std::uint64_t) == 0);
+static_assert(offsetof(packet_header, backward) == 8 * (count_word + 1));
+static_assert(offsetof(packet_header, fault) % sizeof(std::uint64_t) == 0);
+
+/// A header as words, which is how kernels take, write and compare it.
+struct header_image {
+  std::uint64_t words[header_words];
+};
+
+/// What a rank sends. `failed`: what the fault begins with if the forward pass failed.
+struct outgoing_packet {
+  header_image header;
+  std::uint64_t failed[4];
+  std::byte* data;
+};
+
+/// The doubles of a packet.
+[[nodiscard]] SYNCNORM_DEVICE inline double* values_of(outgoing_packet const& packet) {
+  return reinterpret_cast<double*>(packet.data + sizeof(packet_header));
+}
+
+/// Writes the header, by one thread; with `count` in it where `counts`.
+template <class Hw>
+SYNCNORM_DEVICE void write_header(Hw const& hw, outgoing_packet const& packet, std::int64_t const* saved_count,
+                                  double count, bool counts) {
+  auto* const words = reinterpret_cast<std::uint64_t*>(packet.data);
+  bool const failed = saved_count != nullptr && hw.load(saved_count) < 0;
+  for (int i = 0; i < header_words; ++i) {
+    std::uint64_t word = packet.header.words[i];
+    if (i == count_word && counts) word = static_cast<std::uint64_t>(count);
+    if (failed && i >= fault_word && i < fault_word + 4) word = packet.failed[i - fault_word];
+    hw.store(words + i, word);
+  }
+}
+
+/// The packets of all ranks as a kernel reads them.
+class incoming_packets {
+public:
+  SYNCNORM_DEVICE incoming_packets(gathered_packets const& from, std::int64_t channels, int values)
+      : data_{from.data}, bytes_{packet_bytes(channels, values)}, channels_{channels}, ranks_{from.ranks} {}
+
+  [[nodiscard]] SYNCNORM_DEVICE int ranks() const { return ranks_; }
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE std::int64_t count(Hw const& hw, int rank) const {
+    return static_cast<std::int64_t>(word(hw, rank, count_word));
+  }
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE double value(Hw const& hw, int rank, int row, std::int64_t c) const {
+    return hw.load(reinterpret_cast<double const*>(at(rank) + sizeof(packet_header)) + row * channels_ + c);
+  }
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE std::uint64_t word(Hw const& hw, int rank, int i) const {
+    return hw.load(reinterpret_cast<std::uint64_t const*>(at(rank)) + i);
+  }
+
+  /// Whether, by what this thread looked at, a rank has a fault or disagrees. A pass that one rank needs to be followed by a
+  /// backward pass and another cannot is such a case.
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE bool disagree(Hw const& hw) const {
+    bool wrong = false;
+    for (int i = hw.thread(); i < ranks_ * agreed_words; i += hw.threads())
+      wrong |= word(hw, i / agreed_words, i % agreed_words) != word(hw, 0, i % agreed_words);
+    bool needed = false, impossible = false;
+    for (int rank = hw.thread(); rank < ranks_; rank += hw.threads()) {
+      wrong |= (word(hw, rank, fault_word) & 0xffu) != 0;
+      auto const backward = static_cast<std::uint32_t>(word(hw, rank, count_word + 1));
+      needed |= backward == 1, impossible |= backward == 2;
+    }
+    if (ranks_ == 1) return wrong;
+    bool const some_need = hw.barrier_or(needed), some_cannot = hw.barrier_or(impossible);
+    return wrong || (some_need && some_cannot);
+  }
+
+  /// Leaves word, by one block, all threads of it.
+  template <class Hw>
+  SYNCNORM_DEVICE void tell(Hw const& hw, fault_report const& report, pass_fault fault) const {
+    auto* const state = reinterpret_cast<std::uint32_t*>(report.fault);
+    if (state == nullptr || hw.barrier_or(hw.thread() == 0 && hw.load(state) != 0)) return;
+    if (report.headers != nullptr)
+      for (int i = hw.thread(); i < ranks_ * header_words; i += hw.threads())
+        hw.store(reinterpret_cast<std::uint64_t*>(report.headers) + i, word(hw, i / header_words, i % header_words));
+    hw.fence_system();
+    hw.barrier();
+    if (hw.thread() == 0) hw.store(state, static_cast<std::uint32_t>(fault));
+  }
+
+private:
+  [[nodiscard]] SYNCNORM_DEVICE std::byte const* at(int rank) const {
+    return data_ + static_cast<std::size_t>(rank) * bytes_;
+  }
+
+  std::byte const* data_;
+  std::size_t bytes_;
+  std::int64_t channels_;
+  int ranks_;
+};
+
+} // namespace syncnorm::cuda::detail

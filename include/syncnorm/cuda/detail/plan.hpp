@@ -1,0 +1,93 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// Blocks of 256 threads that a multiprocessor holds at a time, by the registers that the kernels take.
+inline constexpr std::int64_t resident_blocks = 4;
+
+[[nodiscard]] constexpr std::int64_t up_to(std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit; }
+
+/// Along which axis the packs of a launch lie: what is contiguous.
+template <class T>
+[[nodiscard]] constexpr axis axis_of(tensor_view<T> const& x) {
+  return x.stride_c == 1 && (x.stride_s != 1 || x.spatial == 1) ? axis::channels : axis::positions;
+}
+
+/// Cuts `[N, C, S]` into about `blocks` pieces in all, of at least `least` packs for each thread, and at most `most` pieces
+/// for a group.
+template <class T>
+[[nodiscard]] geometry cut_tensor(tensor_view<T> const& lead, int threads, std::int64_t blocks, std::int64_t least,
+                                  std::int64_t most) {
+  constexpr std::int64_t length = pack_length<std::remove_const_t<T>>;
+  geometry cut;
+  bool const is_empty = lead.samples == 0 || lead.spatial == 0;
+  cut.samples = is_empty ? 0 : lead.samples;
+  cut.channels = lead.channels;
+  cut.spatial = lead.spatial;
+  std::int64_t stride = threads;
+  if (axis_of(lead) == axis::positions) {
+    // Packs begin where they are aligned, so a row may have one more than it has room for.
+    auto const off = [](std::int64_t elements) { return elements % length != 0; };
+    bool const aligned = reinterpret_cast<std::uintptr_t>(lead.data) % 16 == 0 &&
+                         !(off(lead.stride_n) && lead.samples > 1) && !(off(lead.stride_c) && lead.channels > 1);
+    bool const anywhere = aligned || lead.stride_s != 1;
+    cut.inner = std::max<std::int64_t>(1, up_to(lead.spatial + (anywhere ? 0 : length - 1), length));
+    cut.groups = static_cast<std::uint32_t>(lead.channels);
+  } else {
+    // 8 lanes read 128 bytes, a line of the cache.
+    while (cut.lanes < 8 && cut.lanes * length < lead.channels) cut.lanes *= 2;
+    stride = threads / cut.lanes;
+    cut.inner = std::max<std::int64_t>(1, lead.spatial);
+    cut.groups = static_cast<std::uint32_t>(up_to(lead.channels, cut.lanes * length));
+  }
+  std::int64_t const items = cut.items(), groups = std::max<std::int64_t>(1, cut.groups);
+  std::int64_t const wanted = std::min({blocks / groups, up_to(items, stride * least), most});
+  cut.per_piece = std::max<std::int64_t>(1, up_to(up_to(items, std::max<std::int64_t>(1, wanted)), stride)) * stride;
+  cut.pieces = static_cast<std::uint32_t>(std::max<std::int64_t>(1, up_to(items, cut.per_piece)));
+  cut.step_outer = stride / cut.inner;
+  cut.step_inner = stride % cut.inner;
+  return cut;
+}
+
+/// Pieces of a group of a reduction at most, whose parts the last block puts together.
+inline constexpr std::int64_t most_pieces = 256;
+
+/// A reduction along channels is one wave of blocks, each with as many packs as it takes: what the blocks leave to be put
+/// together is a table of pieces × channels. Along positions it is a number for each piece: many short pieces, so that
+/// multiprocessors which are done early have something left to do. 16 packs a thread are 64 KB a block.
+template <class T>
+[[nodiscard]] geometry cut_for_reduction(tensor_view<T> const& lead, int threads, device_limits const& limits) {
+  std::int64_t const wave = resident_blocks * limits.multiprocessors;
+  return cut_tensor(lead, threads, axis_of(lead) == axis::channels ? wave : 4 * wave, 16, most_pieces);
+}
+
+/// Blocks of a map do not wait for each other. 8 packs a thread: 32 KB for each tensor.
+template <class T>
+[[nodiscard]] geometry cut_for_map(tensor_view<T> const& lead, int threads, device_limits const& limits) {
+  return cut_tensor(lead, threads, 8 * resident_blocks * limits.multiprocessors, 8, std::int64_t{1} << 20);
+}
+
+/// Where in a workspace a launch of C channels finds what is its own.
+struct workspace_layout {
+  std::uint32_t* tickets;     ///< of groups
+  std::uint32_t* pass_ticket; ///< of forward_statistics
+  double* partials;
+
+  [[nodiscard]] static constexpr std::size_t ticket_bytes(std::int64_t channels) {
+    return static_cast<std::size_t>(up_to(channels + 1, 4)) * 16;
+  }
+  workspace_layout(workspace const& work, std::int64_t channels)
+      : tickets{static_cast<std::uint32_t*>(work.data)}, pass_ticket{tickets + channels},
+        partials{reinterpret_cast<double*>(static_cast<std::byte*>(work.data) + ticket_bytes(channels))} {}
+};
+
+} // namespace syncnorm::cuda::detail

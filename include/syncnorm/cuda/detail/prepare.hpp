@@ -1,0 +1,135 @@
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/map_kernel.hpp>
+#include <syncnorm/cuda/detail/plan.hpp>
+#include <syncnorm/cuda/detail/reduce_kernel.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+// The arguments of launches. Kernels know 16-bit elements by types of their own, so views come in with their element type
+// replaced already.
+namespace syncnorm::cuda::detail {
+
+[[nodiscard]] inline outgoing_packet make_outgoing(packet_header const& header, std::byte* data) {
+  outgoing_packet packet{std::bit_cast<header_image>(header), {}, data};
+  static constexpr char failed[] = "the forward pass failed";
+  static_assert(sizeof failed <= sizeof packet.failed);
+  std::memcpy(packet.failed, failed, sizeof failed);
+  return packet;
+}
+
+template <class Op>
+[[nodiscard]] reduce_arguments<Op> make_reduction(Op const& op, packet_header const& header, std::byte* packet,
+                                                  workspace const& work, device_limits const& limits, int threads) {
+  workspace_layout const layout{work, op.lead().channels};
+  reduce_arguments<Op> a{{}, op, make_outgoing(header, packet), layout.tickets, layout.partials};
+  // Of a header with a fault the header alone is written.
+  if (header.fault[0] == '\0') a.cut = cut_for_reduction(op.lead(), threads, limits);
+  return a;
+}
+
+template <class Op>
+[[nodiscard]] map_arguments<Op> make_map(Op const& op, device_limits const& limits, int threads) {
+  return {cut_for_map(op.lead(), threads, limits), op};
+}
+
+/// Whether what a pass reads and writes is more than the cache holds, so that it is not kept.
+template <class T>
+[[nodiscard]] constexpr cached use_of(tensor_view<T> const& x) {
+  return x.size() * static_cast<std::int64_t>(sizeof(T)) > (std::int64_t{16} << 20) ? cached::last : cached::normally;
+}
+
+template <class T>
+[[nodiscard]] mask_view written_mask(batch_norm_epilogue<T> const& epilogue) {
+  return epilogue.masked == masked_outputs::zero ? epilogue.mask : mask_view{};
+}
+
+template <class T, bool Epilogue>
+[[nodiscard]] normalize_op<T, Epilogue> make_normalize(tensor_view<T const> x, tensor_view<T> y,
+                                                       batch_norm_epilogue<T> const& epilogue,
+                                                       forward_statistics const& statistics) {
+  normalize_op<T, Epilogue> op;
+  op.x = x, op.y = y;
+  op.statistics = statistics;
+  op.use = use_of(x);
+  if constexpr (Epilogue) {
+    op.residual = epilogue.residual;
+    op.mask = written_mask(epilogue);
+    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
+  }
+  return op;
+}
+
+[[nodiscard]] inline forward_statistics make_statistics(affine_values const& affine, batch_norm_options const& options,
+                                                        gathered_packets const& packets, saved_statistics const& saved,
+                                                        running_outputs const& running, fault_report const& report,
+                                                        std::uint32_t* ticket) {
+  return {packets, options.eps, options.momentum.value_or(-1.0), options.variance, saved, running, affine,
+          report,  ticket};
+}
+
+template <class T, bool Epilogue>
+[[nodiscard]] backward_sums_op<T, Epilogue>
+make_backward_sums(tensor_view<T const> dy, tensor_view<T const> x, affine_values const& affine,
+                   batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved) {
+  backward_sums_op<T, Epilogue> op;
+  op.dy = dy, op.x = x;
+  op.saved = saved;
+  op.saved_count = saved.count;
+  op.affine = affine;
+  if constexpr (Epilogue) {
+    op.residual = epilogue.residual;
+    op.mask = written_mask(epilogue);
+    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
+  }
+  return op;
+}
+
+template <class T, bool Epilogue>
+[[nodiscard]] gradient_op<T, Epilogue> make_gradient(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx,
+                                                     tensor_view<T> dresidual, batch_norm_epilogue<T> const& epilogue,
+                                                     backward_statistics const& statistics) {
+  gradient_op<T, Epilogue> op;
+  op.dy = dy, op.x = x, op.dx = dx, op.dresidual = dresidual;
+  op.statistics = statistics;
+  op.use = use_of(x);
+  if constexpr (Epilogue) {
+    op.residual = epilogue.residual;
+    op.mask = epilogue.mask;
+    op.zeroes = epilogue.masked == masked_outputs::zero;
+    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
+  }
+  return op;
+}
+
+template <class T>
+[[nodiscard]] double_backward_sums_op<T>
+make_double_backward_sums(tensor_view<T const> u, tensor_view<T const> dy, tensor_view<T const> x,
+                          saved_statistics const& saved, channel_values const& gamma_gradient) {
+  double_backward_sums_op<T> op;
+  op.u = u, op.dy = dy, op.x = x;
+  op.saved = saved;
+  op.saved_count = saved.count;
+  op.gamma_gradient = gamma_gradient;
+  return op;
+}
+
+template <class T>
+[[nodiscard]] double_gradient_op<T>
+make_double_gradient(tensor_view<T const> u, tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> to_dy,
+                     tensor_view<T> to_x, double_backward_statistics const& statistics) {
+  double_gradient_op<T> op;
+  op.u = u, op.dy = dy, op.x = x, op.to_dy = to_dy, op.to_x = to_x;
+  op.statistics = statistics;
+  op.use = use_of(x);
+  return op;
+}
+
+} // namespace syncnorm::cuda::detail

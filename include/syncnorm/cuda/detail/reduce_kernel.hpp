@@ -1,0 +1,165 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/cuda/detail/accumulator.hpp>
+#include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/detail/packet_access.hpp>
+#include <syncnorm/cuda/detail/reduce_ops.hpp>
+
+namespace syncnorm::cuda::detail {
+
+template <class Op>
+struct reduce_arguments {
+  geometry cut;
+  Op op;
+  outgoing_packet packet;
+  std::uint32_t* tickets; ///< of each group: how many of its pieces are done; 0 between launches
+  double* partials;       ///< of each piece of each group: the parts of its channels
+};
+
+/// What the blocks of a group put together.
+template <class Op, axis Axis>
+inline constexpr int most_channels = Axis == axis::positions ? 1 : 8 * pack_length<typename Op::element_type>;
+
+template <class Op, axis Axis, int Threads>
+struct reduce_storage {
+  double parts[Op::parts][Threads / 32];
+  bool last;
+};
+template <class Op, int Threads>
+struct reduce_storage<Op, axis::channels, Threads> {
+  typename pack_accumulator<Op, Threads>::storage cells;
+  bool last;
+};
+
+template <class Op, axis Axis, int Threads>
+class reduction {
+public:
+  using T = typename Op::element_type;
+  using storage = reduce_storage<Op, Axis, Threads>;
+  static constexpr int length = pack_length<T>;
+
+  /// The parts of a group's channels over the items of a piece: of channel number i in thread i.
+  template <class Hw>
+  static SYNCNORM_DEVICE void sum_piece(Hw const& hw, Op const& op, geometry const& cut, std::uint32_t group,
+                                        std::uint32_t piece, storage& shared, double (&all)[Op::parts]) {
+    walk<Axis, T> items{cut, op.lead(), group, piece, hw.thread(), Threads};
+    if constexpr (Axis == axis::positions) {
+      channel_accumulator<Op> sums{hw, op, items.channel()};
+      add_items(hw, op, items, sums);
+      sums.finish(all);
+      combine_block(hw, shared, all);
+    } else {
+      pack_accumulator<Op, Threads> sums{hw, op, shared.cells, items.channel(), cut.channels};
+      add_items(hw, op, items, sums);
+      sums.finish(hw);
+      hw.barrier();
+      int const channel = hw.thread(), lane = channel / length, e = channel % length;
+      if (channel < cut.lanes * length) {
+        auto const at = [&](int row, int p) {
+          int const thread = row * cut.lanes + lane;
+          if constexpr (Op::counts)
+            if (p == 0) return hw.load(&shared.cells.count[thread]);
+          return hw.load(&shared.cells.of[p - (Op::counts ? 1 : 0)][e][thread]);
+        };
+        Op::combine(at, Threads / cut.lanes, all);
+      }
+    }
+  }
+
+  /// Parts of k pieces, of channel number i in thread i: rows of threads take every so many pieces, and then what they got is
+  /// put together.
+  template <class Hw, class At>
+  static SYNCNORM_DEVICE void combine_pieces(Hw const& hw, storage& shared, At const& at, int channels, int k,
+                                             double (&all)[Op::parts]) {
+    int const rows = Threads / channels, row = hw.thread() / channels;
+    auto const of_row = [&](int i, int p) { return at(i * rows + row, p); };
+    Op::combine(of_row, k > row ? (k - row + rows - 1) / rows : 0, all);
+    double* const scratch = &shared.cells.of[0][0][0];
+    static_assert(sizeof(shared.cells.of) >= Op::parts * Threads * sizeof(double));
+    SYNCNORM_UNROLL
+    for (int p = 0; p < Op::parts; ++p) hw.store(scratch + p * Threads + hw.thread(), all[p]);
+    hw.barrier();
+    if (row != 0) return;
+    auto const of_thread = [&](int i, int p) { return hw.load(scratch + p * Threads + i * channels + hw.thread()); };
+    Op::combine(of_thread, rows, all);
+  }
+
+  template <class Hw>
+  static SYNCNORM_DEVICE void combine_block(Hw const& hw, storage& shared, double (&all)[Op::parts]) {
+    constexpr int warps = Threads / 32;
+    Op::combine_warp(hw, all);
+    int const lane = hw.thread() % 32, warp = hw.thread() / 32;
+    if (lane == 0) {
+      SYNCNORM_UNROLL
+      for (int p = 0; p < Op::parts; ++p) hw.store(&shared.parts[p][warp], all[p]);
+    }
+    hw.barrier();
+    if (warp != 0) return;
+    SYNCNORM_UNROLL
+    for (int p = 0; p < Op::parts; ++p) all[p] = lane < warps ? hw.load(&shared.parts[p][lane]) : 0.0;
+    Op::combine_warp(hw, all);
+  }
+};
+
+/// Sums the channels of `[N, C, S]` and writes this rank's packet. The last block of a group to arrive puts the parts of all
+/// together, in the order of pieces, so that the bits do not depend on who that is.
+template <class Op, axis Axis, int Threads, class Hw>
+SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) {
+  using reducer = reduction<Op, Axis, Threads>;
+  if (a.cut.groups == 0) {
+    if (hw.thread() == 0) write_header(hw, a.packet, a.op.saved_count, 0.0, false);
+    return;
+  }
+  std::uint32_t const group = hw.block() % a.cut.groups, piece = hw.block() / a.cut.groups;
+  auto& shared = hw.template shared<typename reducer::storage>();
+  double all[Op::parts]{};
+  reducer::sum_piece(hw, a.op, a.cut, group, piece, shared, all);
+
+  constexpr int width = most_channels<Op, Axis>;
+  int const lane = hw.thread(), channels = Axis == axis::positions ? 1 : a.cut.lanes * reducer::length;
+  if (a.cut.pieces > 1) {
+    double* const of_group = a.partials + static_cast<std::size_t>(group) * a.cut.pieces * (Op::parts * width);
+    if (lane < channels) {
+      SYNCNORM_UNROLL
+      for (int p = 0; p < Op::parts; ++p)
+        hw.store(of_group + (static_cast<std::int64_t>(piece) * Op::parts + p) * width + lane, all[p]);
+    }
+    hw.barrier();
+    if (hw.thread() == 0) {
+      hw.fence();
+      bool const last = hw.atomic_add(a.tickets + group, 1u) == a.cut.pieces - 1;
+      if (last) {
+        hw.atomic_exchange(a.tickets + group, 0u);
+        hw.fence();
+      }
+      hw.store(&shared.last, last);
+    }
+    hw.barrier();
+    if (!hw.load(&shared.last)) return;
+    auto const at = [&](int i, int p) {
+      return hw.load(of_group + (static_cast<std::size_t>(i) * Op::parts + static_cast<std::size_t>(p)) * width +
+                     (Axis == axis::positions ? 0 : lane % channels));
+    };
+    if constexpr (Axis == axis::positions) {
+      if (hw.thread() >= 32) return;
+      int const pieces = static_cast<int>(a.cut.pieces);
+      auto const of_lane = [&](int i, int p) { return at(i * 32 + lane, p); };
+      Op::combine(of_lane, pieces > lane ? (pieces - lane + 31) / 32 : 0, all);
+      Op::combine_warp(hw, all);
+    } else {
+      reducer::combine_pieces(hw, shared, at, channels, static_cast<int>(a.cut.pieces), all);
+    }
+  }
+  std::int64_t const channel = static_cast<std::int64_t>(group) * channels + lane;
+  if (lane >= channels || channel >= a.cut.channels) return;
+  a.op.write(hw, values_of(a.packet), a.cut.channels, channel, all);
+  if (channel == 0) write_header(hw, a.packet, a.op.saved_count, all[0], Op::counts);
+}
+
+} // namespace syncnorm::cuda::detail

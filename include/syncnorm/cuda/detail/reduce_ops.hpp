@@ -1,0 +1,304 @@
+#pragma once
+
+#include <cstdint>
+
+#include <syncnorm/config.hpp>
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/channel_access.hpp>
+#include <syncnorm/cuda/detail/epilogue_math.hpp>
+#include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+// What reduce_kernel sums. A thread keeps `fine` sums of a channel in the type of the elements' arithmetic, over at most 64
+// elements, and puts them into `sums` doubles of its own (`flush`); of these it makes `parts` doubles at the end
+// (`finish`), which are put together in the order of threads, warps and blocks (`combine`).
+namespace syncnorm::cuda::detail {
+
+template <class Hw>
+[[nodiscard]] SYNCNORM_DEVICE double warp_sum(Hw const& hw, double value) {
+  SYNCNORM_UNROLL
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += hw.shuffle_xor(value, lanes);
+  return value;
+}
+
+/// Parts that are put together by adding.
+template <int Parts>
+struct added_parts {
+  static constexpr int parts = Parts, sums = Parts;
+  static constexpr bool counts = false;
+
+  template <class At>
+  static SYNCNORM_DEVICE void combine(At const& at, int k, double (&all)[Parts]) {
+    SYNCNORM_UNROLL
+    for (int p = 0; p < Parts; ++p) all[p] = 0;
+    SYNCNORM_UNROLL_FOUR
+    for (int i = 0; i < k; ++i) {
+      SYNCNORM_UNROLL
+      for (int p = 0; p < Parts; ++p) all[p] += at(i, p);
+    }
+  }
+  template <class Hw>
+  static SYNCNORM_DEVICE void combine_warp(Hw const& hw, double (&all)[Parts]) {
+    SYNCNORM_UNROLL
+    for (int p = 0; p < Parts; ++p) all[p] = warp_sum(hw, all[p]);
+  }
+};
+
+/// Count, mean and m2. k of them are put together by Chan's formula for all at once: mean = Σ n·mean / Σ n and m2 = Σ m2 +
+/// Σ n·(meanᵢ − mean)², which divides once where merging one after the other would divide k times.
+template <class T>
+struct moments_op {
+  using element_type = T;
+  using A = accumulate_t<T>;
+  static constexpr int inputs = 1, sums = 2, parts = 3, unroll = 4, threads = 256;
+  /// Blocks that a multiprocessor holds at a time by their registers, of packs along positions and along channels.
+  static constexpr int resident[] = {3, 2};
+  static constexpr bool counts = true; ///< part 0 is the count
+  static constexpr bool pivoted = true;
+
+  tensor_view<T const> x;
+  mask_view mask{};
+  std::int64_t const* saved_count = nullptr;
+
+  struct constants {};
+  /// Sums of x − pivot and its square. The pivot is the first element of a thread, and from flush to flush the mean of its
+  /// elements so far: so the squares that are lost to rounding are of differences that m2 holds anyway.
+  struct fine {
+    A pivot, first, second;
+  };
+
+  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  template <axis Axis>
+  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+    return is_whole<Axis>(x, at) && is_whole_mask<Axis, T>(mask, at);
+  }
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const&, std::int64_t) const {
+    return {};
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
+    in[0] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+  }
+  static SYNCNORM_DEVICE void set_pivot(fine& to, T value) { to.pivot = static_cast<A>(value); }
+  SYNCNORM_DEVICE void add(fine& to, constants const&, T const (&in)[inputs], bool counts_too) const {
+    A const d = counts_too ? static_cast<A>(in[0]) - to.pivot : A{0};
+    to.first += d;
+    to.second += d * d;
+  }
+  /// `n`: how many elements the sums are of.
+  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums], std::int64_t n) {
+    sum[0] += static_cast<double>(from.first);
+    sum[1] += static_cast<double>(from.second);
+    from.first = from.second = 0;
+    if (n == 0) return;
+    A const pivot = from.pivot + static_cast<A>(sum[0]) / static_cast<A>(n);
+    double const moved = static_cast<double>(from.pivot) - static_cast<double>(pivot);
+    double const count = static_cast<double>(n);
+    sum[1] += moved * (2 * sum[0] + count * moved);
+    sum[0] += count * moved;
+    from.pivot = pivot;
+  }
+  SYNCNORM_DEVICE void finish(fine const& from, constants const&, double const (&sum)[sums], std::int64_t n,
+                              double (&part)[parts]) const {
+    double const count = static_cast<double>(n), m2 = n == 0 ? 0 : sum[1] - sum[0] * (sum[0] / count);
+    part[0] = count;
+    part[1] = n == 0 ? 0 : static_cast<double>(from.pivot) + sum[0] / count;
+    part[2] = m2 < 0 ? 0 : m2;
+  }
+
+  template <class At>
+  static SYNCNORM_DEVICE void combine(At const& at, int k, double (&all)[parts]) {
+    double count = 0, sum = 0, m2 = 0;
+    SYNCNORM_UNROLL_FOUR
+    for (int i = 0; i < k; ++i) {
+      count += at(i, 0);
+      sum += at(i, 0) * at(i, 1);
+    }
+    double const mean = count > 0 ? sum / count : 0;
+    SYNCNORM_UNROLL_FOUR
+    for (int i = 0; i < k; ++i) {
+      double const d = at(i, 1) - mean;
+      m2 += at(i, 2) + at(i, 0) * (d * d);
+    }
+    all[0] = count, all[1] = mean, all[2] = m2;
+  }
+  template <class Hw>
+  static SYNCNORM_DEVICE void combine_warp(Hw const& hw, double (&all)[parts]) {
+    double const count = warp_sum(hw, all[0]), sum = warp_sum(hw, all[0] * all[1]);
+    double const mean = count > 0 ? sum / count : 0, d = all[1] - mean;
+    all[2] = warp_sum(hw, all[2] + all[0] * (d * d));
+    all[0] = count, all[1] = mean;
+  }
+
+  static constexpr int values = 2;
+  template <class Hw>
+  SYNCNORM_DEVICE void write(Hw const& hw, double* rows, std::int64_t channels, std::int64_t c,
+                             double const (&all)[parts]) const {
+    hw.store(rows + c, all[1]);
+    hw.store(rows + channels + c, all[2]);
+  }
+};
+
+/// sum_dy and sum_dy_xmu; with an epilogue, of what was activated.
+template <class T, bool Epilogue>
+struct backward_sums_op : added_parts<2> {
+  using element_type = T;
+  using A = accumulate_t<T>;
+  static constexpr int inputs = Epilogue ? 3 : 2, unroll = Epilogue ? 2 : 4, threads = 256;
+  static constexpr int resident[] = {sizeof(T) == 8 ? 2 : 3, Epilogue && sizeof(T) == 2 ? 1 : 2};
+  static constexpr bool pivoted = false;
+
+  tensor_view<T const> dy, x, residual{}; ///< residual without data: none
+  mask_view mask{};                       ///< of the outputs that have a gradient
+  saved_statistics saved{};
+  affine_values affine{};
+  A slope = 1;
+  std::int64_t const* saved_count = nullptr;
+
+  struct constants {
+    A center, scale, shift;
+  };
+  struct fine {
+    A first, second;
+  };
+
+  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  template <axis Axis>
+  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+    return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) &&
+           (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
+  }
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const& hw, std::int64_t c) const {
+    double const mean = hw.load(saved.mean + c);
+    if constexpr (!Epilogue) return {static_cast<A>(mean), 0, 0};
+    auto const k = make_normalize_coefficients<A>(mean, hw.load(saved.inv_std + c), load_value(hw, affine.gamma, c, 1),
+                                                  load_value(hw, affine.beta, c, 0));
+    return {k.center, k.scale, k.shift};
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
+    in[0] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
+    in[1] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+    if constexpr (Epilogue) {
+      in[2] = pack<T>{};
+      if (residual.data != nullptr)
+        in[2] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, cached::normally);
+    }
+  }
+  static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
+  SYNCNORM_DEVICE void add(fine& to, constants const& k, T const (&in)[inputs], bool counts_too) const {
+    A g = static_cast<A>(in[0]);
+    A const d = static_cast<A>(in[1]) - k.center;
+    if constexpr (Epilogue) {
+      A v = d * k.scale + k.shift;
+      if (residual.data != nullptr) v += static_cast<A>(in[2]);
+      g = activation_gradient(v, g, slope);
+    }
+    to.first += counts_too ? g : A{0};
+    to.second += counts_too ? g * d : A{0};
+  }
+  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums], std::int64_t) {
+    sum[0] += static_cast<double>(from.first);
+    sum[1] += static_cast<double>(from.second);
+    from.first = from.second = 0;
+  }
+  SYNCNORM_DEVICE void finish(fine const&, constants const&, double const (&sum)[sums], std::int64_t,
+                              double (&part)[parts]) const {
+    part[0] = sum[0], part[1] = sum[1];
+  }
+
+  static constexpr int values = 2;
+  template <class Hw>
+  SYNCNORM_DEVICE void write(Hw const& hw, double* rows, std::int64_t channels, std::int64_t c,
+                             double const (&all)[parts]) const {
+    // Makes up for what rounding the mean lost.
+    double const mean = hw.load(saved.mean + c), lost = mean - static_cast<double>(static_cast<A>(mean));
+    hw.store(rows + c, all[0]);
+    hw.store(rows + channels + c, all[1] - lost * all[0]);
+  }
+};
+
+/// Σ g, Σ g·X, Σ u, Σ u·X, Σ u·g where g is dy, u the gradient with respect to dx, and X = x − mean.
+template <class T>
+struct double_backward_sums_op : added_parts<5> {
+  using element_type = T;
+  using A = accumulate_t<T>;
+  static constexpr int inputs = 3, unroll = 2, threads = 128;
+  static constexpr int resident[] = {6, sizeof(T) == 2 ? 2 : 3};
+  static constexpr bool pivoted = false;
+
+  tensor_view<T const> u, dy, x; ///< u without data: 0
+  saved_statistics saved{};
+  channel_values gamma_gradient{};
+  mask_view mask{};
+  std::int64_t const* saved_count = nullptr;
+
+  struct constants {
+    A center;
+  };
+  struct fine {
+    A of[sums];
+  };
+
+  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  template <axis Axis>
+  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+    return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) && (u.data == nullptr || is_whole<Axis>(u, at)) &&
+           is_whole_mask<Axis, T>(mask, at);
+  }
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const& hw, std::int64_t c) const {
+    return {static_cast<A>(hw.load(saved.mean + c))};
+  }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
+    in[0] = pack<T>{};
+    if (u.data != nullptr) in[0] = load_pack<Whole>(hw, address(u, at), step_of<Axis>(u), at.part, cached::normally);
+    in[1] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
+    in[2] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+  }
+  static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
+  SYNCNORM_DEVICE void add(fine& to, constants const& k, T const (&in)[inputs], bool counts_too) const {
+    if (!counts_too) return;
+    A const second = u.data == nullptr ? A{0} : static_cast<A>(in[0]), g = static_cast<A>(in[1]);
+    A const d = static_cast<A>(in[2]) - k.center;
+    to.of[0] += g;
+    to.of[1] += g * d;
+    to.of[2] += second;
+    to.of[3] += second * d;
+    to.of[4] += second * g;
+  }
+  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums], std::int64_t) {
+    SYNCNORM_UNROLL
+    for (int i = 0; i < sums; ++i) {
+      sum[i] += static_cast<double>(from.of[i]);
+      from.of[i] = 0;
+    }
+  }
+  SYNCNORM_DEVICE void finish(fine const&, constants const&, double const (&sum)[sums], std::int64_t,
+                              double (&part)[parts]) const {
+    SYNCNORM_UNROLL
+    for (int i = 0; i < sums; ++i) part[i] = sum[i];
+  }
+
+  static constexpr int values = 7;
+  /// Rows as in `double_backward_sums`: g, g_xmu, u, u_xmu, u_g, a_g, a_g_xmu.
+  template <class Hw>
+  SYNCNORM_DEVICE void write(Hw const& hw, double* rows, std::int64_t channels, std::int64_t c,
+                             double const (&all)[parts]) const {
+    double const mean = hw.load(saved.mean + c), lost = mean - static_cast<double>(static_cast<A>(mean));
+    double const a = load_value(hw, gamma_gradient, c, 0);
+    double const g_xmu = all[1] - lost * all[0], u_xmu = all[3] - lost * all[2];
+    double const row[values] = {all[0], g_xmu, all[2], u_xmu, all[4], a * all[0], a * g_xmu};
+    SYNCNORM_UNROLL
+    for (int v = 0; v < values; ++v) hw.store(rows + v * channels + c, row[v]);
+  }
+};
+
+} // namespace syncnorm::cuda::detail

@@ -1,0 +1,270 @@
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <simt/ranks.hpp>
+
+namespace {
+
+using namespace syncnorm;
+using namespace test;
+
+struct pass_case {
+  std::vector<std::int64_t> samples; ///< of each rank
+  std::int64_t channels, spatial;
+  arrangement order = arrangement::nchw;
+  std::int64_t offset = 0; ///< of x, in elements
+  std::int64_t y_offset = 0;
+  bool in_place = false;
+  bool masked = false, residual = false;
+  double slope = 1;
+  masked_outputs outputs = masked_outputs::zero;
+  bool backward = true, exchange = true, dx = true, dresidual = true;
+  batch_norm_options options{1e-3};
+  launching how{};
+};
+
+std::string name_of(pass_case const& of) {
+  std::string name = "ranks of";
+  for (auto const n : of.samples) name += " " + std::to_string(n);
+  return name + " x " + std::to_string(of.channels) + " x " + std::to_string(of.spatial) + " " +
+         test::name_of(of.order) + " at " + std::to_string(of.offset) + (of.masked ? " masked" : "") +
+         (of.residual ? " residual" : "");
+}
+
+/// Runs a forward and a backward pass on ranks in the interpreter, by packets that they exchange, against the oracle over
+/// all samples.
+template <class T, bool Epilogue, class P = accumulate_t<T>>
+void check_passes(pass_case const& of) {
+  INFO(name_of(of));
+  std::int64_t const channels = of.channels, spatial = of.spatial;
+  double const of_state = std::max(accuracy<P>, accuracy<accumulate_t<T>>);
+  std::int64_t all = 0;
+  for (auto const n : of.samples) all += n;
+  auto const x = deviates<T>(all, channels, spatial, 7, 3);
+  auto const residual = deviates<T>(all, channels, spatial, 8, 0);
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(all * spatial), 1);
+  if (of.masked)
+    for (std::size_t i = 0; i < mask.size(); ++i) mask[i] = (i * 2654435761u >> 16) % 3 != 0 ? 7 : 0;
+
+  std::deque<rank_memory<P>> ranks;
+  std::vector<tensor<T>> xs, ys, residuals;
+  auto const part = [&](std::vector<T> const& values, std::int64_t first, std::int64_t n) {
+    auto const sample = static_cast<std::ptrdiff_t>(channels * spatial);
+    return std::vector<T>(values.begin() + first * sample, values.begin() + (first + n) * sample);
+  };
+  std::vector<batch_norm_epilogue<T>> epilogues;
+  std::int64_t first = 0;
+  for (auto const n : of.samples) {
+    ranks.emplace_back(channels, static_cast<int>(of.samples.size()));
+    xs.emplace_back(of.order, n, channels, spatial, part(x, first, n), of.offset);
+    residuals.emplace_back(of.order, n, channels, spatial, part(residual, first, n), of.offset);
+    ys.emplace_back(of.order, n, channels, spatial, of.y_offset);
+    first += n;
+  }
+  first = 0;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    auto& rank = ranks[r];
+    auto const n = of.samples[r];
+    auto& memory = rank.machine.memory;
+    add_tensor(memory, "x", xs[r].view());
+    add_tensor(memory, "y", ys[r].view());
+    add_tensor<T const>(memory, "residual", residuals[r].view());
+    auto const* const bytes = mask.data() + first * spatial;
+    memory.add("mask", bytes, static_cast<std::size_t>(n * spatial));
+    batch_norm_epilogue<T> epilogue;
+    if (of.masked) epilogue.mask = mask_of(bytes, n, spatial);
+    if (of.residual) epilogue.residual = residuals[r].view();
+    epilogue.activation.negative_slope = of.slope;
+    epilogue.masked = of.outputs;
+    epilogues.push_back(epilogue);
+    gpu::detail::moments_op<T> const op{xs[r].view(), epilogue.mask};
+    run_reduction(rank.machine,
+                  gpu::detail::make_reduction(op, header_of(channels, n * spatial), rank.packet_data(),
+                                              rank.workspace(), {2, 1 << 16}, 64),
+                  of.how);
+    first += n;
+  }
+  auto const packets = gather(ranks);
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    auto& rank = ranks[r];
+    rank.machine.memory.add("packets", packets.data(), packets.size());
+    gpu::gathered_packets const gathered{reinterpret_cast<std::byte const*>(packets.data()),
+                                         static_cast<int>(ranks.size())};
+    gpu::detail::workspace_layout const layout{rank.workspace(), channels};
+    auto const statistics = gpu::detail::make_statistics(rank.affine(), of.options, gathered, rank.saved(),
+                                                         rank.running(), rank.report(), layout.pass_ticket);
+    auto const op = gpu::detail::make_normalize<T, Epilogue>(xs[r].view(), of.in_place ? xs[r].view() : ys[r].view(),
+                                                             epilogues[r], statistics);
+    run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
+  }
+
+  epilogue_oracle oracle{all,
+                         channels,
+                         spatial,
+                         as_long(x),
+                         as_long(ranks[0].gamma),
+                         as_long(ranks[0].beta),
+                         of.residual ? as_long(residual) : std::vector<long double>{},
+                         of.masked ? mask : std::vector<std::uint8_t>{}};
+  oracle.zeroes = of.outputs == masked_outputs::zero;
+  oracle.slope = of.slope;
+  oracle.forward();
+  first = 0;
+  double const weight = of.options.momentum.value_or(0.25); // the counter is 3
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    auto& rank = ranks[r];
+    CHECK(rank.fault == gpu::pass_fault::none);
+    CHECK(rank.count == oracle.count);
+    CHECK(rank.batches == 4);
+    CHECK(rank.mean == ranks[0].mean);
+    CHECK(rank.inv_std == ranks[0].inv_std);
+    CHECK(error_of(rank.mean, oracle.mean) < accuracy<accumulate_t<T>> / 10);
+    CHECK(error_of(rank.inv_std, oracle.inv_std) < accuracy<accumulate_t<T>> / 10);
+    std::vector<long double> running_mean, running_var;
+    for (std::size_t c = 0; c < oracle.mean.size(); ++c) {
+      running_mean.push_back(0.5L * (1 - weight) + weight * oracle.mean[c]);
+      running_var.push_back(2.0L * (1 - weight) + weight * oracle.m2[c] / static_cast<long double>(oracle.count - 1));
+    }
+    CHECK(error_of(as_long(rank.running_mean), running_mean) < of_state);
+    CHECK(error_of(as_long(rank.running_var), running_var) < of_state);
+    auto const sample = static_cast<std::ptrdiff_t>(channels * spatial);
+    std::vector<long double> const expected(oracle.y.begin() + first * sample,
+                                            oracle.y.begin() + (first + of.samples[r]) * sample);
+    CHECK(error_of(as_long((of.in_place ? xs : ys)[r].values()), expected) < 2 * accuracy<T>);
+    CHECK(xs[r].intact());
+    CHECK(ys[r].intact());
+    first += of.samples[r];
+  }
+  if (!of.backward) return;
+
+  auto dy = deviates<T>(all, channels, spatial, 9, 0.25);
+  oracle.for_each_near_kink(sizeof(T) == 2 ? 0.05 : 1e-3, [&](std::size_t i) { dy[i] = T(0.0f); });
+  std::vector<tensor<T>> dys, dxs, dresiduals;
+  first = 0;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    auto const n = of.samples[r];
+    if (of.in_place) xs[r] = tensor<T>{of.order, n, channels, spatial, part(x, first, n), of.offset};
+    dys.emplace_back(of.order, n, channels, spatial, part(dy, first, n), of.y_offset);
+    dxs.emplace_back(of.order, n, channels, spatial, of.offset);
+    dresiduals.emplace_back(of.order, n, channels, spatial, of.offset);
+    first += n;
+  }
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    auto& rank = ranks[r];
+    rank.register_all();
+    auto& memory = rank.machine.memory;
+    add_tensor<T const>(memory, "x", xs[r].view());
+    add_tensor(memory, "dy", dys[r].view());
+    add_tensor(memory, "dx", dxs[r].view());
+    add_tensor(memory, "dresidual", dresiduals[r].view());
+    add_tensor<T const>(memory, "residual", residuals[r].view());
+    if (of.masked) memory.add("mask", epilogues[r].mask.data, static_cast<std::size_t>(of.samples[r] * spatial));
+    auto const op = gpu::detail::make_backward_sums<T, Epilogue>(dys[r].view(), xs[r].view(), rank.affine(),
+                                                                 epilogues[r], rank.saved());
+    run_reduction(rank.machine,
+                  gpu::detail::make_reduction(op, header_of(channels, of.samples[r] * spatial), rank.packet_data(),
+                                              rank.workspace(), {2, 1 << 16}, 64),
+                  of.how);
+  }
+  auto const sums = gather(ranks);
+  first = 0;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    auto& rank = ranks[r];
+    auto const n = of.samples[r];
+    rank.machine.memory.add("packets", sums.data(), sums.size());
+    gpu::gathered_packets gathered{reinterpret_cast<std::byte const*>(sums.data()), static_cast<int>(ranks.size())};
+    if (!of.exchange) gathered = {rank.packet_data(), 1};
+    gpu::detail::backward_statistics const statistics{gathered,      rank.packet_data(), rank.saved(),
+                                                      rank.affine(), rank.gradients(),   rank.report()};
+    auto dx = of.in_place ? dys[r].view() : dxs[r].view();
+    if (!of.dx) dx = {};
+    auto const dresidual = of.residual && of.dresidual ? dresiduals[r].view() : tensor_view<T>{};
+    auto const op =
+        gpu::detail::make_gradient<T, Epilogue>(dys[r].view(), xs[r].view(), dx, dresidual, epilogues[r], statistics);
+    run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
+
+    // Without exchange, the gradients of the others are as if they were 0.
+    auto seen = as_long(dy);
+    auto const sample = channels * spatial;
+    if (!of.exchange)
+      for (std::int64_t i = 0; i < all * sample; ++i)
+        if (i < first * sample || i >= (first + n) * sample) seen[static_cast<std::size_t>(i)] = 0;
+    auto const expected = oracle.backward(seen, first, first + n);
+    auto const of_rank = [&](std::vector<long double> const& values) {
+      return std::vector<long double>(values.begin() + first * sample, values.begin() + (first + n) * sample);
+    };
+    CHECK(rank.fault == gpu::pass_fault::none);
+    if (of.dx) CHECK(error_of(as_long((of.in_place ? dys : dxs)[r].values()), of_rank(expected.dx)) < 4 * accuracy<T>);
+    if (of.residual && of.dresidual)
+      CHECK(error_of(as_long(dresiduals[r].values()), of_rank(expected.dresidual)) < 4 * accuracy<T>);
+    auto gamma = expected.gamma, beta = expected.beta;
+    for (auto& each : gamma) each += 1;
+    for (auto& each : beta) each -= 1;
+    CHECK(error_of(as_long(rank.gamma_gradient), gamma) < 10 * of_state);
+    CHECK(error_of(as_long(rank.beta_gradient), beta) < 10 * of_state);
+    CHECK(dxs[r].intact());
+    CHECK(dys[r].intact());
+    CHECK(dresiduals[r].intact());
+    first += n;
+  }
+}
+
+} // namespace
+
+TEST_CASE("Kernels normalize by the statistics of all ranks, over any extents and strides") {
+  for (auto const order : arrangements)
+    for (auto const& e :
+         {extents{3, 2, 49}, extents{2, 5, 1}, extents{5, 37, 9}, extents{2, 1, 131}, extents{40, 17, 1}})
+      check_passes<float, false>({{e.n}, e.c, e.s, order});
+}
+
+TEST_CASE("Kernels take every element type, alignment and number of ranks") {
+  auto const check = [&]<class T>(T) {
+    for (std::int64_t const offset : {0, 1, 3})
+      for (auto const order : {arrangement::nchw, arrangement::nhwc, arrangement::padded_channels})
+        check_passes<T, false>({{2, 0, 3}, 19, 21, order, offset, offset == 3 ? 2 : offset});
+    pass_case of{{1, 2}, 16, 24, arrangement::nhwc};
+    of.masked = of.residual = of.in_place = true;
+    of.slope = 0.1;
+    check_passes<T, true>(of);
+    of.order = arrangement::nchw;
+    of.in_place = false;
+    of.slope = 0;
+    check_passes<T, true>(of);
+    of.outputs = masked_outputs::normalized;
+    of.spatial = 47;
+    check_passes<T, true>(of);
+  };
+  check(float{}), check(double{}), check(float16{}), check(bfloat16{});
+}
+
+TEST_CASE("Backward without exchange, and without what is not needed") {
+  pass_case of{{2, 3, 1}, 5, 30};
+  of.exchange = false;
+  check_passes<float, false>(of);
+  of.residual = true;
+  of.dx = false;
+  check_passes<float, true>(of);
+  of.dx = true, of.dresidual = false;
+  check_passes<float, true>(of);
+}
+
+TEST_CASE("The cumulative average, one rank to seven, several orders of blocks, and parameters of 16 bits") {
+  for (unsigned order = 0; order < 5; ++order) {
+    pass_case of{{1, 0, 2, 1, 3, 1, 1}, 21, 40, order % 2 == 0 ? arrangement::nchw : arrangement::nhwc};
+    of.samples.resize(order + 3);
+    of.options.momentum = {};
+    of.how.order = order;
+    of.how.blocks = 60;
+    check_passes<float, false, float>(of);
+    check_passes<bfloat16, false, bfloat16>(of);
+    check_passes<float16, false, double>(of);
+  }
+}

@@ -1,0 +1,144 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <host/tensors.hpp>
+#include <simt/machine.hpp>
+#include <support/epilogue_oracle.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/cuda/detail/prepare.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+namespace test {
+
+namespace gpu = syncnorm::cuda;
+using gpu::detail::axis;
+
+/// How kernels are launched here: with fewer threads and more, shorter pieces than on a GPU.
+struct launching {
+  std::int64_t blocks = 12; ///< wanted in all
+  std::int64_t least = 1;   ///< packs of a thread
+  unsigned order = 0;       ///< in which blocks run
+};
+
+template <class T>
+void add_tensor(simt::memory& to, std::string const& name, syncnorm::tensor_view<T> const& t) {
+  if (t.data == nullptr || t.size() == 0) return;
+  auto const reach = (t.samples - 1) * t.stride_n + (t.channels - 1) * t.stride_c + (t.spatial - 1) * t.stride_s + 1;
+  to.add(name, t.data, static_cast<std::size_t>(reach));
+}
+
+/// Runs a reduction in `Threads` threads a block.
+template <int Threads = 64, class Op>
+void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launching const& how) {
+  if (a.cut.groups != 0 && how.least != 0)
+    a.cut = gpu::detail::cut_tensor(a.op.lead(), Threads, how.blocks, how.least, gpu::detail::most_pieces);
+  simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), Threads, 0, how.order};
+  if (gpu::detail::axis_of(a.op.lead()) == axis::positions)
+    on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::positions, Threads>(hw, a); });
+  else
+    on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::channels, Threads>(hw, a); });
+}
+
+template <int Threads = 64, class Op>
+void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching const& how) {
+  if (how.least != 0)
+    a.cut = gpu::detail::cut_tensor(a.op.lead(), Threads, how.blocks, how.least, std::int64_t{1} << 20);
+  simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), Threads, 0, how.order};
+  if (gpu::detail::axis_of(a.op.lead()) == axis::positions)
+    on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions, Threads>(hw, a); });
+  else
+    on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::channels, Threads>(hw, a); });
+}
+
+/// What a pass has in device memory on one rank besides its tensors.
+template <class P>
+struct rank_memory {
+  std::vector<double> mean, inv_std, packet, work;
+  std::vector<P> gamma, beta, running_mean, running_var, gamma_gradient, beta_gradient;
+  std::int64_t count = 99, batches = 3;
+  gpu::pass_fault fault = gpu::pass_fault::none;
+  std::vector<syncnorm::detail::packet_header> headers;
+  simt::machine machine;
+
+  rank_memory(std::int64_t channels, int ranks, int values = 2, std::size_t pieces = 300)
+      : mean(static_cast<std::size_t>(channels)), inv_std(mean),
+        packet(32 + mean.size() * static_cast<std::size_t>(values)),
+        work(mean.size() + 4 + pieces * 8 * (mean.size() + 64)), headers(static_cast<std::size_t>(ranks)) {
+    for (std::size_t c = 0; c < mean.size(); ++c) {
+      gamma.push_back(P(static_cast<float>(1 + 0.25 * static_cast<double>(c % 5))));
+      beta.push_back(P(static_cast<float>(0.5 - 0.25 * static_cast<double>(c % 7))));
+      running_mean.push_back(P(0.5f)), running_var.push_back(P(2.0f));
+      gamma_gradient.push_back(P(1.0f)), beta_gradient.push_back(P(-1.0f));
+    }
+    register_all();
+  }
+  rank_memory(rank_memory const&) = delete;
+
+  void register_all() {
+    auto& to = machine.memory;
+    to.clear();
+    to.add("mean", mean.data(), mean.size());
+    to.add("inv_std", inv_std.data(), inv_std.size());
+    to.add("packet", packet.data(), packet.size());
+    to.add("work", reinterpret_cast<std::uint32_t*>(work.data()), 2 * work.size());
+    to.add("gamma", gamma.data(), gamma.size());
+    to.add("beta", beta.data(), beta.size());
+    to.add("running_mean", running_mean.data(), running_mean.size());
+    to.add("running_var", running_var.data(), running_var.size());
+    to.add("gamma_gradient", gamma_gradient.data(), gamma_gradient.size());
+    to.add("beta_gradient", beta_gradient.data(), beta_gradient.size());
+    to.add("count", &count, 1);
+    to.add("batches", &batches, 1);
+    to.add("fault", reinterpret_cast<std::uint32_t*>(&fault), 1);
+    to.add("headers", reinterpret_cast<std::uint64_t*>(headers.data()), 32 * headers.size());
+  }
+
+  [[nodiscard]] gpu::workspace workspace() { return {work.data(), work.size() * sizeof(double)}; }
+  [[nodiscard]] std::byte* packet_data() { return reinterpret_cast<std::byte*>(packet.data()); }
+  [[nodiscard]] gpu::saved_statistics saved() { return {mean.data(), inv_std.data(), &count}; }
+  [[nodiscard]] gpu::affine_values affine() {
+    return {gpu::channel_values{gamma.data()}, gpu::channel_values{beta.data()}};
+  }
+  [[nodiscard]] gpu::running_outputs running() {
+    return {gpu::channel_outputs{running_mean.data()}, gpu::channel_outputs{running_var.data()}, &batches};
+  }
+  [[nodiscard]] gpu::affine_outputs gradients() {
+    return {gpu::channel_outputs{gamma_gradient.data()}, gpu::channel_outputs{beta_gradient.data()}};
+  }
+  [[nodiscard]] gpu::fault_report report() { return {&fault, headers.data()}; }
+};
+
+/// The packets of all ranks, as an allgather leaves them.
+template <class Ranks>
+std::vector<double> gather(Ranks const& ranks) {
+  std::vector<double> all;
+  for (auto const& rank : ranks) all.insert(all.end(), rank.packet.begin(), rank.packet.end());
+  return all;
+}
+
+/// A header as all ranks have it.
+inline syncnorm::detail::packet_header header_of(std::int64_t channels, std::int64_t count) {
+  syncnorm::detail::packet_header header;
+  std::ranges::copy(std::string{"a pass"}, header.pass.begin());
+  header.channels = channels;
+  header.count = count;
+  header.eps = 1e-3;
+  return header;
+}
+
+template <class T>
+std::vector<long double> as_long(std::vector<T> const& values) {
+  std::vector<long double> all;
+  for (auto const& each : values) all.push_back(static_cast<long double>(static_cast<syncnorm::accumulate_t<T>>(each)));
+  return all;
+}
+
+} // namespace test
