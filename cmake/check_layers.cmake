@@ -32,7 +32,7 @@ foreach(header IN LISTS headers)
 
   set(layer_includes ${syncnorm_layer_${layer}_includes})
   set(layer_others ${syncnorm_layer_${layer}_others})
-  if(header MATCHES "\\.cuh$" AND syncnorm_layer_${layer}_cuh_includes)
+  if(header MATCHES "${syncnorm_cuda_side}" AND syncnorm_layer_${layer}_cuh_includes)
     set(layer_includes ${syncnorm_layer_${layer}_cuh_includes})
     set(layer_others ${syncnorm_layer_${layer}_cuh_others})
   endif()

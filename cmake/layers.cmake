@@ -12,15 +12,16 @@ set(syncnorm_layer_host_includes core host)
 set(syncnorm_layer_host_others "^(omp|[a-z]*mmintrin)\\.h$")
 set(syncnorm_layer_cuda_includes core cuda)
 set(syncnorm_layer_cuda_others "^(cuda(_[a-z0-9_]+)?|device_launch_parameters|vector_types|cooperative_groups(/[a-z_]+)?)\\.h$")
-# Of ops/ and of the umbrellas, what needs a CUDA compiler may include cuda/.
+# Of ops/ and of the umbrellas, what is of the CUDA side may include cuda/.
+set(syncnorm_cuda_side "(\\.cuh$|^ops/(detail/)?cuda_)")
 set(syncnorm_layer_ops_includes core comm host ops)
 set(syncnorm_layer_ops_cuh_includes core comm cuda ops)
 set(syncnorm_layer_ops_cuh_others "^cuda(_[a-z0-9_]+)?\\.h$")
 set(syncnorm_layer_torch_includes core comm host ops adapters torch)
 set(syncnorm_layer_torch_others "^(ATen|c10|torch)/")
-# The umbrella headers: what a plain C++20 compiler needs, and the same with the CUDA side.
+# The umbrella headers: what a plain C++20 compiler needs, and what a CUDA compiler does.
 set(syncnorm_layer_._includes core comm host ops)
-set(syncnorm_layer_._cuh_includes . core comm host cuda ops)
+set(syncnorm_layer_._cuh_includes core comm cuda ops)
 
 # What the standard library's headers are called.
 set(syncnorm_standard_header "^([a-z_]+[0-9]*|experimental/simd)$")
@@ -31,5 +32,5 @@ set(syncnorm_header_openmp "^host/openmp")
 set(syncnorm_header_gloo "^adapters/(detail/)?gloo")
 set(syncnorm_header_mpi "^adapters/(detail/)?mpi")
 set(syncnorm_header_torch "^(adapters/(detail/)?(c10d|torch)|torch/)")
-set(syncnorm_header_cuda "^(cuda/|core/detail/cuda_check|adapters/(detail/)?(staged|cuda))")
+set(syncnorm_header_cuda "^(cuda/|core/detail/cuda_check|ops/(detail/)?cuda_|adapters/(detail/)?(staged|cuda))")
 set(syncnorm_header_nccl "^adapters/(detail/)?nccl")

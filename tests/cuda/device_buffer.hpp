@@ -61,11 +61,11 @@ private:
   std::size_t size_;
 };
 
-/// Calls f(stream) once on a stream, or captures it in a graph and replays that; then waits.
+/// Calls f(stream) `times` times, or captures it once in a graph and replays that; then waits.
 template <class F>
-void run_on(stream const& on, bool captured, F const& f) {
+void run_on(stream const& on, bool captured, F const& f, int times = 1) {
   if (!captured) {
-    f(on);
+    for (int i = 0; i < times; ++i) f(on);
     return on.wait();
   }
   cudaGraph_t graph = nullptr;
@@ -75,7 +75,7 @@ void run_on(stream const& on, bool captured, F const& f) {
   f(on);
   require_cuda(cudaStreamEndCapture(on, &graph), "end capture");
   require_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-  require_cuda(cudaGraphLaunch(exec, on), "launch");
+  for (int i = 0; i < times; ++i) require_cuda(cudaGraphLaunch(exec, on), "launch");
   on.wait();
   cudaGraphExecDestroy(exec);
   cudaGraphDestroy(graph);

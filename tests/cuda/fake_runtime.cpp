@@ -1,6 +1,5 @@
 #include "cuda/fake_runtime.hpp"
 
-#include <atomic>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -90,7 +89,7 @@ struct runtime {
   std::map<char const*, allocation> memory;
   std::map<std::string, int> calls;
   std::map<std::string, cudaError_t> failures;
-  std::atomic<int> captures = 0;
+  std::vector<std::string> notes;
 };
 
 runtime& state() {
@@ -169,6 +168,18 @@ std::size_t allocated() {
   std::size_t bytes = 0;
   for (auto const& [first, memory] : state().memory) bytes += memory.bytes;
   return bytes;
+}
+void for_each_allocation(std::function<void(void*, std::size_t)> const& f) {
+  std::lock_guard const lock{state().mutex};
+  for (auto const& [first, memory] : state().memory) f(const_cast<char*>(first), memory.bytes);
+}
+void note(std::string const& what) {
+  std::lock_guard const lock{state().mutex};
+  state().notes.push_back(what);
+}
+std::vector<std::string> noted() {
+  std::lock_guard const lock{state().mutex};
+  return std::exchange(state().notes, {});
 }
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
   auto& to = at(stream);

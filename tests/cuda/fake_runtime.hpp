@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 
@@ -25,6 +26,14 @@ void reset();
 
 /// Bytes of device and pinned memory that are allocated.
 std::size_t allocated();
+
+/// f(data, bytes) for each allocation.
+void for_each_allocation(std::function<void(void*, std::size_t)> const& f);
+
+/// Notes what work of a stream found wrong.
+void note(std::string const& what);
+/// What was noted since the last call.
+std::vector<std::string> noted();
 
 /// Enqueues what a kernel would do; records it where the stream is being captured.
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> work);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -19,7 +20,7 @@ namespace stream_contract {
 template <class T, class C>
 void check_allgather(C const& comm, std::size_t extent, int salt, test::stream const& on, bool captured) {
   int const rank = syncnorm::rank(comm), size = syncnorm::size(comm);
-  INFO("allgather, extent ", extent, ", rank ", rank, " of ", size, captured ? ", captured" : "");
+  INFO("allgather, extent ", extent, ", rank ", rank, " of ", size, std::string{captured ? ", captured" : ""});
   auto const expected = contract::gathered<T>(size, extent, salt);
   test::device_buffer<T> const in{contract::values<T>(rank, extent, salt)};
   std::vector<T> const poisoned(expected.size(), contract::poison<T>());
@@ -39,7 +40,7 @@ template <class T, class C>
 void check_allreduce(C const& comm, std::size_t extent, int salt, syncnorm::reduce_op op, test::stream const& on,
                      bool captured) {
   int const rank = syncnorm::rank(comm), size = syncnorm::size(comm);
-  INFO("allreduce, extent ", extent, ", rank ", rank, " of ", size, captured ? ", captured" : "");
+  INFO("allreduce, extent ", extent, ", rank ", rank, " of ", size, std::string{captured ? ", captured" : ""});
   auto const expected = contract::reduced<T>(size, extent, salt, op);
   test::device_buffer<T> const in{contract::values<T>(rank, extent, salt)};
   test::device_buffer<T> const out{std::vector<T>(extent, contract::poison<T>())};

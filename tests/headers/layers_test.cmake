@@ -39,6 +39,8 @@ expect(cuda/a.cuh "${once}#include <cuda_runtime.h>\n#include <syncnorm/core/b.h
 expect(cuda/a.cuh "${once}#include <syncnorm/comm/b.hpp>\n" "cuda/a.cuh: includes <syncnorm/comm/b.hpp>, but cuda/")
 expect(cuda/a.cuh "${once}#include <syncnorm/host/b.hpp>\n" "cuda/a.cuh: includes <syncnorm/host/b.hpp>")
 expect(ops/a.cuh "${once}#include <syncnorm/cuda/b.cuh>\n#include <cuda_runtime_api.h>\n" "")
+expect(ops/cuda_a.hpp "${once}#include <syncnorm/cuda/b.hpp>\n" "")
+expect(ops/cuda_a.hpp "${once}#include <syncnorm/cuda/b.cuh>\n" "which needs a CUDA compiler")
 expect(ops/a.hpp "${once}#include <syncnorm/cuda/b.hpp>\n" "ops/a.hpp: includes <syncnorm/cuda/b.hpp>")
 expect(ops/a.cuh "${once}#include <nccl.h>\n" "includes <nccl.h>, which ops/ may not")
 expect(gpu/a.hpp "${once}" "gpu/ is not in the table")

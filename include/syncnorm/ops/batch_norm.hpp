@@ -22,14 +22,6 @@
 
 namespace syncnorm {
 
-/// How a batch norm layer is made; the same on every rank.
-struct batch_norm_layer_options {
-  batch_norm_options norm{};
-  bool affine = true;                                ///< gamma and beta exist and are learned
-  bool track_running_stats = true;                   ///< off: inference, too, normalizes by its own batch, on this rank
-  affine_parts parts = affine_parts::gamma_and_beta; ///< which of gamma and beta exist, where `affine`
-};
-
 /// A batch normalization layer whose statistics span the ranks of `C`. It owns the parameters (`P`, gamma = 1, beta =
 /// 0), their gradients, the running statistics (mean 0, var 1) and what its latest forward pass saved.
 ///

@@ -18,6 +18,14 @@ enum class statistics_scope : std::uint8_t {
   constant,  ///< the running statistics: they have no gradient
 };
 
+/// How a batch norm layer is made; the same on every rank.
+struct batch_norm_layer_options {
+  batch_norm_options norm{};
+  bool affine = true;                                ///< gamma and beta exist and are learned
+  bool track_running_stats = true;                   ///< off: inference, too, normalizes by its own batch, on this rank
+  affine_parts parts = affine_parts::gamma_and_beta; ///< which of gamma and beta exist, where `affine`
+};
+
 /// What the caller of a pass knows and the pass cannot see. It joins the exchange.
 struct batch_norm_caller {
   std::string_view fault{}; ///< what is wrong on this rank, which every rank then throws; empty: nothing

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
 namespace syncnorm::detail {
@@ -57,6 +58,23 @@ public:
     require(values.empty() || values.size() == static_cast<std::size_t>(channels),
             [&] { return text(name, " has ", values.size(), " elements, expected ", channels); });
     require(values.empty() || values.data() != nullptr, [&] { return text(name, " is null"); });
+  }
+
+  /// `residual_name`, `mask_name`: of the operands of `given`.
+  template <class T>
+  void epilogue(batch_norm_epilogue<T> const& given, tensor_view<T const> const& x, std::string_view residual_name,
+                std::string_view mask_name) {
+    double const slope = given.activation.negative_slope;
+    require(std::isfinite(slope),
+            [&] { return text("the negative slope of the activation is ", slope, ", expected a number"); });
+    if (given.has_residual()) same_extents(given.residual, residual_name, x);
+    if (!given.mask) return;
+    auto const& mask = given.mask;
+    require(mask.samples == x.samples && mask.spatial == x.spatial, [&] {
+      return text(mask_name, " is [", mask.samples, ", ", mask.spatial, "], expected [", x.samples, ", ", x.spatial,
+                  "] as x");
+    });
+    require(mask.data != nullptr || x.count() == 0, [&] { return text(mask_name, " is null"); });
   }
 
   void eps(double value) {

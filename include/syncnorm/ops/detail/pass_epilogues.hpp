@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <span>
 #include <string>
@@ -39,18 +38,11 @@ public:
 
   static void check_one(call_check& check, batch_norm_epilogue<T> const& epilogue, tensor_view<T const> const& x,
                         std::size_t k = 0, std::size_t batches = 1) {
-    double const slope = epilogue.activation.negative_slope;
-    check.require(std::isfinite(slope),
-                  [&] { return check.text("the negative slope of the activation is ", slope, ", expected a number"); });
-    if (epilogue.has_residual()) check.same_extents(epilogue.residual, batch_name("the residual", k, batches), x);
-    if (!epilogue.mask) return;
-    auto const& mask = epilogue.mask;
-    auto const name = batch_name("the mask", k, batches);
-    check.require(mask.samples == x.samples && mask.spatial == x.spatial, [&] {
-      return check.text(name, " is [", mask.samples, ", ", mask.spatial, "], expected [", x.samples, ", ", x.spatial,
-                        "] as x");
-    });
-    check.require(mask.data != nullptr || x.count() == 0, [&] { return check.text(name, " is null"); });
+    auto const name = [&](bool exists, char const* what) {
+      return exists ? batch_name(what, k, batches) : std::string{};
+    };
+    check.epilogue(epilogue, x, name(epilogue.has_residual(), "the residual"),
+                   name(static_cast<bool>(epilogue.mask), "the mask"));
   }
 
 private:

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/backward.cuh>
+#include <syncnorm/cuda/forward.cuh>
+#include <syncnorm/ops/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_layer.hpp>
+#include <syncnorm/ops/cuda_batch_norm_state.hpp>
+
+namespace syncnorm::cuda {
+
+/// The kernels of cuda/, compiled for the architectures of `Architectures`.
+template <class Architectures = detail::architectures>
+struct gpu_kernels {
+  template <class T, class... Arguments>
+  static void local_moments(Arguments const&... arguments) {
+    cuda::local_moments<T, Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void normalize(Arguments const&... arguments) {
+    cuda::normalize<T, Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void normalize_constant(Arguments const&... arguments) {
+    cuda::normalize_constant<T, Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void forward_alone(Arguments const&... arguments) {
+    cuda::forward_alone<T, Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void backward_reduce(Arguments const&... arguments) {
+    cuda::backward_reduce<T, Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void backward_elemt(Arguments const&... arguments) {
+    cuda::backward_elemt<T, Architectures>(arguments...);
+  }
+};
+
+/// A batch normalization layer on a GPU; see `basic_batch_norm`.
+template <element T, communicator C = self_communicator, class P = accumulate_t<T>, class Kernels = gpu_kernels<>>
+using batch_norm = basic_batch_norm<T, C, P, Kernels>;
+
+/// `syncnorm::batch_norm_forward` of device memory, enqueued on the stream: two launches and, with several ranks, one
+/// allgather. The ranks agree before the first pass of a workspace, for which it waits for the stream. Errors are those of
+/// `basic_batch_norm`: with several ranks they come up in a later call with the workspace, or in `workspace.raise()`.
+template <class T, class P, allgathers_on_stream<std::byte> C>
+void batch_norm_forward(C const& comm, tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine,
+                        running_statistics<P> running, batch_norm_options const& options,
+                        batch_norm_epilogue<T> const& epilogue, batch_norm_saved& saved,
+                        batch_norm_workspace& workspace, cudaStream_t stream) {
+  detail::forward<gpu_kernels<>, T, P>(comm, x, y, affine, running, options, epilogue, statistics_scope::all_ranks,
+                                       saved, workspace, stream);
+}
+
+/// `syncnorm::batch_norm_inference` of device memory, one launch on the stream.
+template <class T, class P>
+void batch_norm_inference(tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine,
+                          std::span<P const> mean, std::span<P const> var, batch_norm_options const& options,
+                          batch_norm_epilogue<T> const& epilogue, batch_norm_saved& saved,
+                          batch_norm_workspace const& workspace, cudaStream_t stream) {
+  detail::inference<gpu_kernels<>, T, P>(x, y, affine, mean, var, options, epilogue, saved, workspace, stream);
+}
+
+/// `syncnorm::batch_norm_backward` of device memory, enqueued on the stream, as `batch_norm_forward`. Default `dx` and
+/// `dresidual`: not needed.
+template <class T, class P, allgathers_on_stream<std::byte> C>
+void batch_norm_backward(C const& comm, tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx,
+                         tensor_view<T> dresidual, affine_parameters<P> affine, affine_gradients<P> gradients,
+                         batch_norm_epilogue<T> const& epilogue, batch_norm_backward_options const& options,
+                         batch_norm_saved const& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
+  detail::backward<gpu_kernels<>, T, P>(comm, dy, x, dx, dresidual, affine, gradients, epilogue, options, saved,
+                                        workspace, stream);
+}
+
+} // namespace syncnorm::cuda

@@ -1,0 +1,182 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/workspace.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/detail/cuda_memory.hpp>
+
+namespace syncnorm::cuda {
+
+/// A batch normalization layer on a GPU, as `syncnorm::batch_norm` is on the host. It owns the parameters (`P`, gamma = 1,
+/// beta = 0), their gradients, the running statistics (mean 0, var 1), their counter, and a workspace for tensors of any
+/// extents, all in memory of the device that was current at its making. `Kernels` are those of `gpu_kernels`.
+///
+/// A pass enqueues its kernels, and with several ranks one allgather, on the stream; it allocates nothing and does not wait
+/// for the device, so it can be captured in a graph and replayed, given that the communicator's collectives can be. Before
+/// the first pass, ranks agree on channels and options once: `prepare`, which waits for the stream, or the first forward pass.
+/// Use one stream at a time.
+///
+/// Errors. With one rank, and for passes that exchange nothing, what is wrong is thrown at once. With several, the rank whose
+/// fault it is joins the exchange, no rank writes anything in this pass, and every rank throws the same, naming the rank, from
+/// a later call on the layer, or from `synchronize` and, if it is known by then, `check`. So do passes that were replayed. Calls
+/// on the layer throw after they have joined their own exchange; since each rank hears of it in its own time, call
+/// `synchronize` where all ranks are to hear of it at the same place. Parameters, gradients, running statistics and the
+/// counter are as they were before the pass that failed.
+template <element T, communicator C, class P, class Kernels>
+class basic_batch_norm {
+public:
+  /// Local; checks nothing but that memory can be had: cuda_error.
+  explicit basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {})
+      : basic_batch_norm{std::move(comm), channels, options, current_limits()} {}
+
+  /// Lets the ranks agree. Collective, waits for the stream; not for a stream that is being captured.
+  void prepare(cudaStream_t stream) {
+    if (syncnorm::size(comm_) == 1 || workspace_.agreed()) return;
+    detail::require_capturable(comm_, "batch_norm preparation", false, stream);
+    detail::device_check check{workspace_.device()};
+    check.options(options_.norm, running(), channels_);
+    auto const own = detail::forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
+    workspace_.agree(comm_, own, stream);
+  }
+
+  /// y = batch_norm(x), `[N, C, S]` in device memory; as on the host.
+  void forward(tensor_view<T const> x, tensor_view<T> y, cudaStream_t stream) { forward(x, y, {}, stream); }
+  void forward(tensor_view<T const> x, tensor_view<T> y, batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
+    bool const by_batch = training_ && !frozen_;
+    if (by_batch || !options_.track_running_stats)
+      detail::forward<Kernels, T, P>(
+          comm_, x, y, affine(), by_batch ? running() : running_statistics<P>{}, options_.norm, epilogue,
+          by_batch ? statistics_scope::all_ranks : statistics_scope::this_rank, saved_, workspace_, stream);
+    else
+      detail::inference<Kernels, T, P>(x, y, affine(), running_mean_, running_var_, options_.norm, epilogue, saved_,
+                                       workspace_, stream);
+  }
+
+  /// dx for the latest forward pass, whose x this has to be; adds to the gradients of gamma and beta. A default `dx`: not
+  /// needed. As on the host.
+  void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx, cudaStream_t stream) {
+    backward(x, dy, dx, {}, {}, {}, stream);
+  }
+  void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                batch_norm_backward_options const& options, cudaStream_t stream) {
+    backward(x, dy, dx, {}, {}, options, stream);
+  }
+  /// The same after a forward pass with an epilogue, which this has to be.
+  void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
+                batch_norm_backward_options const& options, cudaStream_t stream) {
+    detail::backward<Kernels, T, P>(comm_, dy, x, dx, dresidual, affine(), {gamma_grad_, beta_grad_}, epilogue, options,
+                                    saved_, workspace_, stream);
+  }
+
+  /// Throws what has failed in passes so far, as far as it is known on this rank, and in the communicator. Does not wait.
+  void check() {
+    workspace_.raise();
+    syncnorm::check(comm_);
+  }
+  /// Waits for the stream, as long as the communicator lets it, and throws what has failed in what was enqueued there, the
+  /// same on every rank.
+  void synchronize(cudaStream_t stream) {
+    batch_norm_workspace::wait(comm_, stream);
+    check();
+  }
+
+  void train(bool on = true) noexcept { training_ = on; }
+  void eval() noexcept { training_ = false; }
+  [[nodiscard]] bool is_training() const noexcept { return training_; }
+  /// On: training, too, normalizes by the running statistics; as on the host.
+  void freeze_statistics(bool on = true) noexcept { frozen_ = on; }
+  [[nodiscard]] bool has_frozen_statistics() const noexcept { return frozen_; }
+
+  void zero_grad(cudaStream_t stream) {
+    for (auto const gradient : {gamma_grad_, beta_grad_})
+      if (!gradient.empty())
+        syncnorm::detail::require_cuda(cudaMemsetAsync(gradient.data(), 0, gradient.size_bytes(), stream),
+                                       "cudaMemsetAsync");
+  }
+
+  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
+  [[nodiscard]] C const& comm() const noexcept { return comm_; }
+  [[nodiscard]] batch_norm_layer_options const& options() const noexcept { return options_; }
+  /// Statistics of the latest forward pass, in device memory.
+  [[nodiscard]] batch_norm_saved const& saved() const noexcept { return saved_; }
+
+  /// `[C]` each, in device memory; empty where the layer has no such parameters.
+  [[nodiscard]] std::span<P> gamma() noexcept { return gamma_; }
+  [[nodiscard]] std::span<P> beta() noexcept { return beta_; }
+  [[nodiscard]] std::span<P> gamma_grad() noexcept { return gamma_grad_; }
+  [[nodiscard]] std::span<P> beta_grad() noexcept { return beta_grad_; }
+  /// `[C]` each, in device memory; empty without running statistics.
+  [[nodiscard]] std::span<P> running_mean() noexcept { return running_mean_; }
+  [[nodiscard]] std::span<P> running_var() noexcept { return running_var_; }
+  /// Training batches that the running statistics have seen, in device memory.
+  [[nodiscard]] std::int64_t* num_batches_tracked() noexcept { return num_batches_tracked_; }
+
+private:
+  basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options, device_limits const& limits)
+      : comm_{std::move(comm)}, options_{options}, channels_{channels}, saved_{channels},
+        workspace_{channels, syncnorm::size(comm_), limits, workspace_bytes(channels, limits)} {
+    detail::memory_cutter sizes;
+    cut(sizes);
+    memory_ = detail::device_memory{sizes.used()};
+    detail::memory_cutter cutter{memory_.data()};
+    cut(cutter);
+    fill_with_one(gamma_);
+    fill_with_one(running_var_);
+  }
+
+  void cut(detail::memory_cutter& cutter) {
+    auto const c = static_cast<std::size_t>(channels_ > 0 ? channels_ : 0);
+    auto const take = [&](std::span<P>& values, bool exists) {
+      if (exists) values = {cutter.take<P>(c), c};
+    };
+    bool const has_gamma = options_.affine && options_.parts != affine_parts::beta;
+    bool const has_beta = options_.affine && options_.parts != affine_parts::gamma;
+    take(gamma_, has_gamma);
+    take(gamma_grad_, has_gamma);
+    take(beta_, has_beta);
+    take(beta_grad_, has_beta);
+    take(running_mean_, options_.track_running_stats);
+    take(running_var_, options_.track_running_stats);
+    num_batches_tracked_ = cutter.take<std::int64_t>(1);
+  }
+
+  static void fill_with_one(std::span<P> values) {
+    if (values.empty()) return;
+    std::vector<P> const ones(values.size(), from_double<P>(1));
+    syncnorm::detail::require_cuda(cudaMemcpy(values.data(), ones.data(), values.size_bytes(), cudaMemcpyHostToDevice),
+                                   "cudaMemcpy");
+  }
+
+  [[nodiscard]] affine_parameters<P> affine() const { return {gamma_, beta_}; }
+  [[nodiscard]] running_statistics<P> running() const {
+    if (!options_.track_running_stats) return {};
+    return {running_mean_, running_var_, num_batches_tracked_};
+  }
+
+  C comm_;
+  batch_norm_layer_options options_;
+  std::int64_t channels_;
+  detail::device_memory memory_;
+  std::span<P> gamma_, beta_, gamma_grad_, beta_grad_, running_mean_, running_var_;
+  std::int64_t* num_batches_tracked_ = nullptr;
+  bool training_ = true, frozen_ = false;
+  batch_norm_saved saved_;
+  batch_norm_workspace workspace_;
+};
+
+} // namespace syncnorm::cuda

@@ -1,0 +1,141 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/cuda_memory.hpp>
+#include <syncnorm/ops/detail/cuda_report.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
+
+namespace syncnorm::cuda {
+
+/// What a forward pass leaves for its backward pass, besides x, on the current device.
+class batch_norm_saved {
+public:
+  explicit batch_norm_saved(std::int64_t channels) {
+    auto const c = static_cast<std::size_t>(channels > 0 ? channels : 0);
+    detail::memory_cutter sizes;
+    cut(sizes, c);
+    memory_ = detail::device_memory{sizes.used()};
+    detail::memory_cutter cutter{memory_.data()};
+    cut(cutter, c);
+  }
+
+  statistics_scope scope = statistics_scope::all_ranks; ///< of the latest pass that was enqueued
+  bool exists = false;                                  ///< there was one
+  /// mean, inv_std `[C]`, and the count over the scope, −1 where the pass failed, in device memory.
+  [[nodiscard]] saved_statistics statistics() const noexcept { return statistics_; }
+
+private:
+  void cut(detail::memory_cutter& cutter, std::size_t channels) {
+    statistics_.mean = cutter.take<double>(channels);
+    statistics_.inv_std = cutter.take<double>(channels);
+    statistics_.count = cutter.take<std::int64_t>(1);
+  }
+
+  detail::device_memory memory_;
+  saved_statistics statistics_;
+};
+
+/// What kernels may use of the current device.
+[[nodiscard]] inline device_limits current_limits() {
+  int device = 0;
+  device_limits limits;
+  syncnorm::detail::require_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  auto const get = [device](int& value, cudaDeviceAttr attribute) {
+    syncnorm::detail::require_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  };
+  get(limits.multiprocessors, cudaDevAttrMultiProcessorCount);
+  get(limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return limits;
+}
+
+/// Buffers of the passes of one layer on the current device, for all shapes and for communicators of `ranks` ranks, and the
+/// ranks' standing agreement on the channels. Passes that use it are of one stream at a time; they allocate nothing.
+class batch_norm_workspace {
+public:
+  /// `work_bytes`: of the kernels' workspace.
+  batch_norm_workspace(std::int64_t channels, int ranks, device_limits const& limits, std::size_t work_bytes)
+      : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks} {
+    syncnorm::detail::require_cuda(cudaGetDevice(&device_), "cudaGetDevice");
+    detail::memory_cutter sizes;
+    cut(sizes, work_bytes);
+    memory_ = detail::device_memory{sizes.used()};
+    detail::memory_cutter cutter{memory_.data()};
+    cut(cutter, work_bytes);
+  }
+
+  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
+  [[nodiscard]] int device() const noexcept { return device_; }
+  [[nodiscard]] device_limits const& limits() const noexcept { return limits_; }
+  [[nodiscard]] workspace const& work() const noexcept { return work_; }
+  [[nodiscard]] fault_report report() const { return report_.on_device(); }
+  [[nodiscard]] std::span<std::byte> own() const { return {own_, packet_bytes(channels_)}; }
+  [[nodiscard]] std::span<std::byte> all() const {
+    return {all_, packet_bytes(channels_) * static_cast<std::size_t>(ranks_)};
+  }
+
+  /// Whether the ranks are known to have this number of channels.
+  [[nodiscard]] bool agreed() const noexcept { return agreed_; }
+
+  /// Lets the ranks agree on what has to be the same for a pass to be one collective, by headers of fixed size. Collective;
+  /// waits for the stream. Throws what `require_agreement` does, on every rank, where one has a fault or they differ.
+  template <allgathers_on_stream<std::byte> C>
+  void agree(C const& comm, syncnorm::detail::packet_header const& own, cudaStream_t stream) {
+    using syncnorm::detail::require_cuda;
+    auto const ranks = static_cast<std::size_t>(ranks_);
+    std::span<std::byte> const head{heads_, sizeof own}, heads{heads_ + sizeof own, sizeof own * ranks};
+    require_cuda(cudaMemcpyAsync(head.data(), &own, sizeof own, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+    syncnorm::allgather(comm, head, heads, stream);
+    std::vector<syncnorm::detail::packet_header> headers(ranks);
+    wait(comm, stream);
+    require_cuda(cudaMemcpyAsync(headers.data(), heads.data(), heads.size(), cudaMemcpyDeviceToHost, stream),
+                 "cudaMemcpyAsync");
+    require_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    syncnorm::detail::require_agreement(headers);
+    agreed_ = true;
+  }
+
+  /// Waits for the stream, as long as the communicator lets it.
+  template <communicator C>
+  static void wait(C const& comm, cudaStream_t stream) {
+    if constexpr (requires { comm.synchronize(stream); })
+      comm.synchronize(stream);
+    else
+      syncnorm::detail::require_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  }
+
+  /// Throws what an earlier pass has failed by, as far as it is known.
+  void raise() { report_.raise(); }
+
+private:
+  void cut(detail::memory_cutter& cutter, std::size_t work_bytes) {
+    auto const ranks = static_cast<std::size_t>(ranks_);
+    auto const bytes = packet_bytes(channels_);
+    own_ = cutter.take<std::byte>(bytes);
+    all_ = cutter.take<std::byte>(bytes * ranks);
+    heads_ = cutter.take<std::byte>(sizeof(syncnorm::detail::packet_header) * (1 + ranks));
+    work_ = {cutter.take<std::byte>(work_bytes), work_bytes};
+  }
+
+  std::int64_t channels_;
+  int ranks_;
+  bool agreed_;
+  int device_ = 0;
+  device_limits limits_;
+  detail::pass_report report_;
+  detail::device_memory memory_;
+  std::byte *own_ = nullptr, *all_ = nullptr, *heads_ = nullptr;
+  workspace work_;
+};
+
+} // namespace syncnorm::cuda

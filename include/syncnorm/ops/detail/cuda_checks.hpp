@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <type_traits>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// What is wrong with a call on a device: as `call_check`, and that pointers are of that device's memory.
+class device_check : public syncnorm::detail::call_check {
+public:
+  explicit device_check(int device) : device_{device} {}
+
+  /// The calling thread and the stream are of the device.
+  void place(cudaStream_t stream) {
+    int current = -1;
+    call(cudaGetDevice(&current), "cudaGetDevice");
+    require(current == device_,
+            [&] { return text("the current device is ", current, ", the memory of the layer is on ", device_); });
+#if CUDART_VERSION >= 12080
+    int of_stream = device_;
+    if (stream != nullptr) call(cudaStreamGetDevice(stream, &of_stream), "cudaStreamGetDevice");
+    require(of_stream == device_,
+            [&] { return text("the stream is of device ", of_stream, ", the memory of the layer is on ", device_); });
+#endif
+  }
+
+  template <class T>
+  void input(tensor_view<T> const& x, std::string_view name, std::int64_t channels) {
+    tensor(x, name, channels);
+    if (x.size() != 0) memory(x.data, name);
+  }
+  template <class T>
+  void input_like(tensor_view<T const> const& y, std::string_view name, tensor_view<T const> const& x) {
+    same_extents(y, name, x);
+    if (y.size() != 0) memory(y.data, name);
+  }
+  template <class T>
+  void written(tensor_view<T> const& y, std::string_view name, tensor_view<T const> const& x) {
+    output(y, name, x);
+    if (y.size() != 0) memory(y.data, name);
+  }
+  template <class P>
+  void values(std::span<P> of_channels, std::string_view name, std::int64_t channels) {
+    channel_values(of_channels, name, channels);
+    if (!of_channels.empty()) memory(of_channels.data(), name);
+  }
+  template <class T>
+  void epilogue_of(batch_norm_epilogue<T> const& given, tensor_view<T const> const& x) {
+    epilogue(given, x, "the residual", "the mask");
+    if (given.has_residual() && x.size() != 0) memory(given.residual.data, "the residual");
+    if (given.mask && x.count() != 0) memory(given.mask.data, "the mask");
+  }
+
+  /// `pointer` is aligned to its elements and is memory of the device.
+  template <class T>
+  void memory(T* pointer, std::string_view name) {
+    if (failed()) return;
+    auto const address = reinterpret_cast<std::uintptr_t>(pointer);
+    require(address % alignof(T) == 0,
+            [&] { return text(name, " is misaligned: its address is no multiple of ", alignof(T)); });
+    cudaPointerAttributes found{};
+    call(cudaPointerGetAttributes(&found, pointer), "cudaPointerGetAttributes");
+    require(found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged,
+            [&] { return text(name, " is memory of the host, expected of device ", device_); });
+    require(found.type != cudaMemoryTypeDevice || found.device == device_,
+            [&] { return text(name, " is memory of device ", found.device, ", expected of ", device_); });
+  }
+
+  void call(cudaError_t code, char const* name) {
+    require(code == cudaSuccess, [&] { return text(name, ": ", cudaGetErrorString(code)); });
+  }
+
+private:
+  int device_;
+};
+
+[[nodiscard]] inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  syncnorm::detail::require_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+} // namespace syncnorm::cuda::detail

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/detail/cuda_check.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// Device memory, zeroed, that belongs to the device that was current at its making.
+class device_memory {
+public:
+  device_memory() = default;
+  explicit device_memory(std::size_t bytes) {
+    if (bytes == 0) return;
+    syncnorm::detail::require_cuda(cudaMalloc(&data_, bytes), "cudaMalloc");
+    if (auto const code = cudaMemset(data_, 0, bytes); code != cudaSuccess) {
+      cudaFree(data_);
+      syncnorm::detail::require_cuda(code, "cudaMemset");
+    }
+  }
+  device_memory(device_memory&& other) noexcept : data_{std::exchange(other.data_, nullptr)} {}
+  device_memory& operator=(device_memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~device_memory() { cudaFree(data_); }
+
+  [[nodiscard]] std::byte* data() const noexcept { return static_cast<std::byte*>(data_); }
+
+private:
+  void* data_ = nullptr;
+};
+
+/// Page-locked memory of the host that the device writes to as well; its contents are unspecified.
+class mapped_memory {
+public:
+  mapped_memory() = default;
+  explicit mapped_memory(std::size_t bytes) {
+    syncnorm::detail::require_cuda(cudaHostAlloc(&data_, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+                                   "cudaHostAlloc");
+  }
+  mapped_memory(mapped_memory&& other) noexcept : data_{std::exchange(other.data_, nullptr)} {}
+  mapped_memory& operator=(mapped_memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~mapped_memory() { cudaFreeHost(data_); }
+
+  [[nodiscard]] std::byte* host() const noexcept { return static_cast<std::byte*>(data_); }
+  [[nodiscard]] std::byte* device() const {
+    void* at = nullptr;
+    syncnorm::detail::require_cuda(cudaHostGetDevicePointer(&at, data_, 0), "cudaHostGetDevicePointer");
+    return static_cast<std::byte*>(at);
+  }
+
+private:
+  void* data_ = nullptr;
+};
+
+/// Cuts memory into arrays, each aligned to 256 bytes. With no memory it counts the bytes.
+class memory_cutter {
+public:
+  explicit memory_cutter(std::byte* data = nullptr) : data_{data} {}
+
+  template <class T>
+  [[nodiscard]] T* take(std::size_t n) {
+    auto* const at = data_ == nullptr || n == 0 ? nullptr : data_ + used_;
+    used_ += (n * sizeof(T) + 255) / 256 * 256;
+    return reinterpret_cast<T*>(at);
+  }
+  [[nodiscard]] std::size_t used() const noexcept { return used_; }
+
+private:
+  std::byte* data_;
+  std::size_t used_ = 0;
+};
+
+} // namespace syncnorm::cuda::detail

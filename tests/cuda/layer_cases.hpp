@@ -1,0 +1,221 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+
+#include "cuda/device_buffer.hpp"
+#include "ops/grid_case.hpp"
+#include "support/epilogue_oracle.hpp"
+
+// Passes of a layer on a device over a few ranks against the oracle, on whatever runs its kernels. Every rank calls these.
+namespace layer_cases {
+
+/// `[N, C, S]` in device memory, as a layout says.
+template <class T>
+struct device_tensor {
+  test::owned_tensor<T> host;
+  test::device_buffer<T> memory;
+  syncnorm::tensor_view<T> view;
+
+  device_tensor(test::layout order, std::int64_t n, std::int64_t c, std::int64_t s)
+      : host{order, n, c, s}, memory{host.storage.size()}, view{host.view} {
+    if (view.size() == 0) view.data = nullptr;
+    if (view.data != nullptr) view.data = memory.data() + (host.view.data - host.storage.data());
+    memory.put(host.storage);
+  }
+
+  /// Samples from `first` on of a batch `[·, C, S]`.
+  void put(std::vector<long double> const& batch, std::int64_t first) {
+    auto i = static_cast<std::size_t>(first * view.channels * view.spatial);
+    each([&](T& value) { value = static_cast<T>(static_cast<float>(batch[i++])); });
+    memory.put(host.storage);
+  }
+  [[nodiscard]] std::vector<long double> get() {
+    std::vector<long double> values;
+    std::ranges::copy(memory.get(), host.storage.begin());
+    each([&](T& value) { values.push_back(static_cast<long double>(static_cast<float>(value))); });
+    return values;
+  }
+
+private:
+  template <class F>
+  void each(F const& f) {
+    for (std::int64_t n = 0; n < view.samples; ++n)
+      for (std::int64_t c = 0; c < view.channels; ++c)
+        for (std::int64_t s = 0; s < view.spatial; ++s) f(host.view(n, c, s));
+  }
+};
+
+struct layer_case {
+  std::vector<std::int64_t> samples; ///< of the ranks, as many as there are; more are left out
+  std::int64_t channels = 3, spatial = 20;
+  test::layout order = test::layout::nchw;
+  bool masked = false, residual = false;
+  double slope = 1;
+  syncnorm::masked_outputs outputs = syncnorm::masked_outputs::normalized;
+  std::optional<double> momentum = 0.1;
+};
+
+template <class T>
+std::vector<T> get(std::span<T> values) {
+  std::vector<T> all(values.size());
+  if (!all.empty())
+    syncnorm::detail::require_cuda(cudaMemcpy(all.data(), values.data(), values.size_bytes(), cudaMemcpyDeviceToHost),
+                                   "get");
+  return all;
+}
+
+/// The largest difference, by the scale of what is expected.
+template <class A, class B>
+double error_of(std::vector<A> const& found, std::vector<B> const& expected) {
+  if (found.size() != expected.size()) return 1e30;
+  long double scale = 1, most = 0;
+  for (auto const& value : expected) scale = std::max(scale, std::abs(static_cast<long double>(value)));
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    long double const difference = std::abs(static_cast<long double>(found[i]) - static_cast<long double>(expected[i]));
+    if (!(difference <= most)) most = difference;
+  }
+  return static_cast<double>(most / scale);
+}
+
+/// Two steps over the same batch, forward and backward, enqueued or captured once and replayed twice.
+template <class Layer, class T = float, class C>
+void check_steps(C const& comm, layer_case const& of, bool captured, double accuracy = 1e-5) {
+  int const rank = syncnorm::rank(comm), size = syncnorm::size(comm);
+  std::int64_t first = 0, all = 0;
+  for (int r = 0; r < size; ++r) {
+    if (r < rank) first += of.samples[static_cast<std::size_t>(r)];
+    all += of.samples[static_cast<std::size_t>(r)];
+  }
+  auto const own = of.samples[static_cast<std::size_t>(rank)];
+  auto const c = of.channels, s = of.spatial;
+  INFO("rank ", rank, " of ", size, ", C ", c, ", S ", s, ", layout ", static_cast<int>(of.order), ", own N ", own,
+       ", of all ", all, std::string{captured ? ", captured" : ""});
+
+  auto const batch = [&](std::uint64_t stream, double center) {
+    std::vector<long double> values(static_cast<std::size_t>(all * c * s));
+    for (std::size_t i = 0; i < values.size(); ++i) // as an element holds it
+      values[i] = static_cast<float>(static_cast<T>(static_cast<float>(center + test::noise(stream, i))));
+    return values;
+  };
+  test::epilogue_oracle oracle{all, c,  s, batch(1, 5), std::vector<long double>(static_cast<std::size_t>(c), 1),
+                               {},  {}, {}};
+  oracle.beta.assign(static_cast<std::size_t>(c), 0);
+  if (of.residual) oracle.residual = batch(2, 0);
+  if (of.masked)
+    for (std::int64_t i = 0; i < all * s; ++i)
+      oracle.mask.push_back(test::noise(3, static_cast<std::uint64_t>(i)) > -0.5);
+  oracle.zeroes = of.outputs == syncnorm::masked_outputs::zero;
+  oracle.slope = of.slope;
+  oracle.eps = 1e-5L;
+  oracle.forward();
+  auto const dy_all = batch(4, 0.25);
+  auto const gradients = oracle.backward(dy_all, first, first + own);
+
+  device_tensor<T> x{of.order, own, c, s}, y{of.order, own, c, s}, dy{of.order, own, c, s}, dx{of.order, own, c, s},
+      residual{of.order, own, c, s}, dresidual{of.order, own, c, s};
+  x.put(oracle.x, first), dy.put(dy_all, first);
+  if (of.residual) residual.put(oracle.residual, first);
+  auto const bytes = [&] {
+    auto const from = of.masked ? oracle.mask.begin() + first * s : oracle.mask.begin();
+    return std::vector<std::uint8_t>(from, of.masked ? from + own * s : from);
+  }();
+  test::device_buffer<std::uint8_t> const mask{bytes};
+  syncnorm::batch_norm_epilogue<T> epilogue;
+  epilogue.activation.negative_slope = of.slope;
+  epilogue.masked = of.outputs;
+  if (of.residual) epilogue.residual = residual.view;
+  if (of.masked) epilogue.mask = syncnorm::mask_of(mask.data(), own, s);
+
+  Layer layer{comm, c, {.norm = {.momentum = of.momentum}}};
+  test::stream const on;
+  auto const step = [&](cudaStream_t stream) {
+    layer.forward(x.view, y.view, epilogue, stream);
+    layer.backward(x.view, dy.view, dx.view, epilogue, of.residual ? dresidual.view : syncnorm::tensor_view<T>{}, {},
+                   stream);
+  };
+  if (captured) layer.prepare(on);
+  test::run_on(on, captured, step, 2);
+  layer.synchronize(on);
+
+  auto const part = [&](std::vector<long double> const& values) {
+    auto const from = values.begin() + first * c * s;
+    return std::vector<long double>(from, from + own * c * s);
+  };
+  // Of an activation with a kink, float may be on the other side of it.
+  auto const settle = [&](std::vector<long double> found, std::vector<long double> const& expected) {
+    if (of.slope != 1)
+      oracle.for_each_near_kink(1e-4L, [&](std::size_t i) {
+        auto const at = static_cast<std::int64_t>(i) - first * c * s;
+        if (at >= 0 && at < own * c * s) found[static_cast<std::size_t>(at)] = expected[i];
+      });
+    return found;
+  };
+  CHECK(error_of(y.get(), part(oracle.y)) < accuracy);
+  CHECK(error_of(settle(dx.get(), gradients.dx), part(gradients.dx)) < accuracy);
+  if (of.residual) CHECK(error_of(settle(dresidual.get(), gradients.dresidual), part(gradients.dresidual)) < accuracy);
+
+  auto const twice = [](std::vector<long double> values) {
+    for (auto& value : values) value *= 2;
+    return values;
+  };
+  CHECK(error_of(get(layer.gamma_grad()), twice(gradients.gamma)) < accuracy);
+  CHECK(error_of(get(layer.beta_grad()), twice(gradients.beta)) < accuracy);
+  std::vector<long double> mean(static_cast<std::size_t>(c), 0), var(mean.size(), 1);
+  for (int k = 0; k < 2 && oracle.count > 0; ++k) {
+    long double const weight = of.momentum ? static_cast<long double>(*of.momentum) : 1.0L / (k + 1);
+    for (std::size_t i = 0; i < mean.size(); ++i) {
+      mean[i] += weight * (oracle.mean[i] - mean[i]);
+      var[i] += weight * (oracle.m2[i] / static_cast<long double>(oracle.count - 1) - var[i]);
+    }
+  }
+  CHECK(error_of(get(layer.running_mean()), mean) < accuracy);
+  CHECK(error_of(get(layer.running_var()), var) < accuracy);
+  CHECK(get(std::span{layer.num_batches_tracked(), 1}) == std::vector<std::int64_t>{oracle.count > 0 ? 2 : 0});
+
+  if (size > 1) { // the same bits on every rank
+    std::span const saved{layer.saved().statistics().mean, static_cast<std::size_t>(c)};
+    test::device_buffer<double> const means{saved.size() * static_cast<std::size_t>(size)};
+    test::run_on(on, false, [&](cudaStream_t stream) { syncnorm::allgather(comm, saved, means.span(), stream); });
+    auto const each = means.get();
+    for (std::size_t i = saved.size(); i < each.size(); ++i) CHECK(each[i] == each[i - saved.size()]);
+  }
+
+  // Evaluation, and its gradient.
+  layer.eval();
+  test::run_on(on, captured, step);
+  layer.synchronize(on);
+  oracle.mean = mean;
+  for (std::size_t i = 0; i < var.size(); ++i) oracle.inv_std[i] = 1 / std::sqrt(var[i] + oracle.eps);
+  oracle.constant_statistics();
+  auto const constant = oracle.backward(dy_all, first, first + own);
+  CHECK(error_of(y.get(), part(oracle.y)) < accuracy);
+  CHECK(error_of(settle(dx.get(), constant.dx), part(constant.dx)) < accuracy);
+}
+
+/// The cases that every way of running a layer goes through.
+inline std::vector<layer_case> cases() {
+  using test::layout;
+  return {{{3, 2, 4}},
+          {{2, 0, 3}, 5, 7, layout::nhwc},
+          {{0, 4, 0}, 37, 1, layout::nc, false, false, 1, syncnorm::masked_outputs::normalized, {}},
+          {{2, 1, 2}, 2, 131, layout::strided},
+          {{0, 0, 0}},
+          {{3, 2, 0}, 4, 9, layout::tbc, true, true, 0, syncnorm::masked_outputs::zero},
+          {{1, 2, 2}, 3, 33, layout::nchw, true, false, 0.1}};
+}
+
+} // namespace layer_cases

@@ -1,0 +1,157 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/prepare.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+#include "cuda/fake_runtime.hpp"
+#include "simt/machine.hpp"
+
+namespace test {
+
+namespace gpu = syncnorm::cuda;
+
+/// The launchers of cuda/ on the interpreter of tests/simt, in the order of a stream of `fake_cuda`: the kernels' own source,
+/// over all memory that the stand-in for the CUDA runtime has allocated.
+struct simt_kernels {
+  static constexpr int threads = 64;
+
+  template <class T>
+  static void local_moments(syncnorm::tensor_view<T const> x, syncnorm::mask_view mask,
+                            syncnorm::detail::packet_header const& header, std::byte* packet,
+                            gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
+    reduce(gpu::detail::make_reduction(gpu::detail::moments_op<T>{x, mask}, header, packet, work, limits, threads),
+           stream);
+  }
+
+  template <class T>
+  static void normalize(syncnorm::tensor_view<T const> x, syncnorm::tensor_view<T> y, gpu::affine_values const& affine,
+                        syncnorm::batch_norm_epilogue<T> const& epilogue, syncnorm::batch_norm_options const& options,
+                        gpu::gathered_packets const& packets, gpu::saved_statistics const& saved,
+                        gpu::running_outputs const& running, gpu::fault_report const& report,
+                        gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
+    gpu::detail::workspace_layout const layout{work, x.channels};
+    map_normalize(x, y, epilogue,
+                  gpu::detail::make_statistics(affine, options, packets, saved, running, report, layout.pass_ticket),
+                  limits, stream);
+  }
+
+  template <class T>
+  static void normalize_constant(syncnorm::tensor_view<T const> x, syncnorm::tensor_view<T> y,
+                                 gpu::affine_values const& affine, syncnorm::batch_norm_epilogue<T> const& epilogue,
+                                 syncnorm::batch_norm_options const& options, gpu::channel_values const& mean,
+                                 gpu::channel_values const& var, gpu::saved_statistics const& saved,
+                                 gpu::device_limits const& limits, cudaStream_t stream) {
+    gpu::running_outputs running;
+    running.mean.data = const_cast<void*>(mean.data), running.mean.kind = mean.kind;
+    running.var.data = const_cast<void*>(var.data), running.var.kind = var.kind;
+    map_normalize(x, y, epilogue, gpu::detail::make_statistics(affine, options, {}, saved, running, {}, nullptr),
+                  limits, stream);
+  }
+
+  template <class T>
+  static void forward_alone(syncnorm::tensor_view<T const> x, syncnorm::tensor_view<T> y,
+                            gpu::affine_values const& affine, syncnorm::batch_norm_epilogue<T> const& epilogue,
+                            syncnorm::batch_norm_options const& options, syncnorm::detail::packet_header const& header,
+                            std::byte* packet, gpu::saved_statistics const& saved, gpu::running_outputs const& running,
+                            gpu::fault_report const& report, gpu::workspace const& work,
+                            gpu::device_limits const& limits, cudaStream_t stream) {
+    local_moments<T>(x, epilogue.mask, header, packet, work, limits, stream);
+    normalize<T>(x, y, affine, epilogue, options, {packet, 1}, saved, running, report, work, limits, stream);
+  }
+
+  template <class T>
+  static void backward_reduce(syncnorm::tensor_view<T const> dy, syncnorm::tensor_view<T const> x,
+                              gpu::affine_values const& affine, syncnorm::batch_norm_epilogue<T> const& epilogue,
+                              gpu::saved_statistics const& saved, syncnorm::detail::packet_header const& header,
+                              std::byte* packet, gpu::workspace const& work, gpu::device_limits const& limits,
+                              cudaStream_t stream) {
+    auto const with = [&]<bool Epilogue>(std::bool_constant<Epilogue>) {
+      reduce(gpu::detail::make_reduction(gpu::detail::make_backward_sums<T, Epilogue>(dy, x, affine, epilogue, saved),
+                                         header, packet, work, limits, threads),
+             stream);
+    };
+    epilogue.does_something() ? with(std::true_type{}) : with(std::false_type{});
+  }
+
+  template <class T>
+  static void backward_elemt(syncnorm::tensor_view<T const> dy, syncnorm::tensor_view<T const> x,
+                             syncnorm::tensor_view<T> dx, syncnorm::tensor_view<T> dresidual,
+                             gpu::affine_values const& affine, syncnorm::batch_norm_epilogue<T> const& epilogue,
+                             gpu::saved_statistics const& saved, gpu::gathered_packets const& packets,
+                             std::byte const* own, gpu::affine_outputs const& gradients,
+                             gpu::fault_report const& report, gpu::device_limits const& limits, cudaStream_t stream) {
+    gpu::detail::backward_statistics const statistics{packets, own, saved, affine, gradients, report};
+    auto const with = [&]<bool Epilogue>(std::bool_constant<Epilogue>) {
+      map(gpu::detail::make_map(gpu::detail::make_gradient<T, Epilogue>(dy, x, dx, dresidual, epilogue, statistics),
+                                limits, threads),
+          stream);
+    };
+    epilogue.does_something() ? with(std::true_type{}) : with(std::false_type{});
+  }
+
+private:
+  template <class T>
+  static void map_normalize(syncnorm::tensor_view<T const> x, syncnorm::tensor_view<T> y,
+                            syncnorm::batch_norm_epilogue<T> const& epilogue,
+                            gpu::detail::forward_statistics const& statistics, gpu::device_limits const& limits,
+                            cudaStream_t stream) {
+    if (epilogue.does_something())
+      map(gpu::detail::make_map(gpu::detail::make_normalize<T, true>(x, y, epilogue, statistics), limits, threads),
+          stream);
+    else
+      map(gpu::detail::make_map(gpu::detail::make_normalize<T, false>(x, y, epilogue, statistics), limits, threads),
+          stream);
+  }
+
+  template <class Op>
+  static void reduce(gpu::detail::reduce_arguments<Op> const& a, cudaStream_t stream) {
+    using gpu::detail::axis;
+    enqueue(a.cut.groups * a.cut.pieces, stream, [a](simt::machine& on, simt::launch_shape const& shape) {
+      if (gpu::detail::axis_of(a.op.lead()) == axis::positions)
+        on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::positions, threads>(hw, a); });
+      else
+        on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::channels, threads>(hw, a); });
+    });
+  }
+  template <class Op>
+  static void map(gpu::detail::map_arguments<Op> const& a, cudaStream_t stream) {
+    using gpu::detail::axis;
+    enqueue(a.cut.groups * a.cut.pieces, stream, [a](simt::machine& on, simt::launch_shape const& shape) {
+      if (gpu::detail::axis_of(a.op.lead()) == axis::positions)
+        on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions, threads>(hw, a); });
+      else
+        on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::channels, threads>(hw, a); });
+    });
+  }
+
+  template <class Run>
+  static void enqueue(std::uint32_t blocks, cudaStream_t stream, Run const& run) {
+    fake_cuda::enter("kernel");
+    fake_cuda::enqueue(stream, [blocks, run] {
+      simt::machine machine;
+      fake_cuda::for_each_allocation([&](void* data, std::size_t bytes) {
+        if (bytes < 4096) // which may be a mask
+          machine.memory.add("device memory", static_cast<std::uint8_t*>(data), bytes);
+        else
+          machine.memory.add("device memory", static_cast<std::uint16_t*>(data), bytes / 2);
+      });
+      try {
+        run(machine, {std::max(1u, blocks), threads, 0, 0});
+      } catch (simt::violation const& what) {
+        fake_cuda::note(what.what());
+      }
+    });
+  }
+};
+
+} // namespace test

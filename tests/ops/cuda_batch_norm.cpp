@@ -1,0 +1,127 @@
+#include "ops/cuda_support.hpp"
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/self.hpp>
+
+using test::layer_over;
+
+TEST_CASE("a layer's passes agree with the oracle over NCCL, enqueued and replayed from a graph") {
+  for (auto const& of : layer_cases::cases())
+    for (bool const captured : {false, true})
+      test::over_nccl(3, [&](auto const& comm) {
+        layer_cases::check_steps<layer_over<test::nccl_communicator>>(comm, of, captured);
+      });
+  test::check_no_violations();
+}
+
+TEST_CASE("a layer's passes agree with the oracle over a communicator of the host, and of one rank") {
+  for (auto const& of : layer_cases::cases()) {
+    test::over_threads(
+        2, [&](auto const& comm) { layer_cases::check_steps<layer_over<test::staged_threads>>(comm, of, false); });
+    for (bool const captured : {false, true})
+      layer_cases::check_steps<layer_over<syncnorm::self_communicator>>(syncnorm::self_communicator{}, of, captured);
+  }
+  test::check_no_violations();
+}
+
+TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the host waits for nothing") {
+  auto const raw = fake_nccl::make_group(2);
+  struct rank {
+    test::nccl_communicator comm;
+    layer_over<test::nccl_communicator> layer;
+    test::stream on{};
+    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 20}, y{test::layout::nhwc, 2, 3, 20};
+
+    explicit rank(ncclComm_t of) : comm{test::nccl_communicator::adopt(of)}, layer{comm, 3} {
+      x.put(std::vector<long double>(120, 1), 0);
+    }
+  };
+  std::array<std::unique_ptr<rank>, 2> ranks;
+  for (std::size_t r = 0; r < 2; ++r) ranks[r] = std::make_unique<rank>(raw[r]);
+  {
+    std::jthread const other{[&] { ranks[1]->layer.prepare(ranks[1]->on); }};
+    ranks[0]->layer.prepare(ranks[0]->on);
+  }
+  fake_cuda::reset();
+  for (int step = 0; step < 3; ++step)
+    for (auto const& each : ranks) { // one thread for both: neither waits for the other
+      each->layer.forward(each->x.view, each->y.view, each->on);
+      each->layer.backward(each->x.view, each->x.view, each->y.view, each->on);
+    }
+  for (auto const* const function : {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaStreamSynchronize",
+                                     "cudaStreamQuery", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpyAsync"}) {
+    CAPTURE(std::string{function});
+    CHECK(fake_cuda::calls(function) == 0);
+  }
+  CHECK(fake_cuda::calls("kernel") == 3 * 2 * 4);
+  CHECK(fake_cuda::calls("ncclAllGather") == 3 * 2 * 2);
+  for (auto const& each : ranks) each->layer.synchronize(each->on);
+  test::check_no_violations();
+}
+
+TEST_CASE("one rank exchanges nothing, and neither do constant statistics and backward passes without exchange") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 2};
+    layer_cases::device_tensor<float> x{test::layout::nchw, 3, 2, 5}, dy{test::layout::nchw, 3, 2, 5},
+        y{test::layout::nchw, 3, 2, 5};
+    std::vector<long double> values(30);
+    for (std::size_t i = 0; i < values.size(); ++i)
+      values[i] = static_cast<float>(test::noise(static_cast<std::uint64_t>(comm.rank()), i));
+    x.put(values, 0), dy.put(values, 0);
+    test::stream const on;
+    layer.forward(x.view, y.view, on);
+    layer.synchronize(on);
+    if (comm.rank() == 0) { // alone
+      layer.backward(x.view, dy.view, y.view, {.exchange = false}, on);
+      layer.eval();
+      layer.forward(x.view, y.view, on);
+      layer.backward(x.view, dy.view, y.view, on);
+      layer.train();
+      layer.freeze_statistics();
+      layer.forward(x.view, y.view, on);
+      layer.synchronize(on);
+      layer.freeze_statistics(false);
+    }
+    std::vector<long double> sums(2);
+    for (std::size_t i = 0; i < values.size(); ++i) sums[i / 5 % 2] += values[i];
+    auto const times = comm.rank() == 0 ? 2.0L : 0.0L;
+    CHECK(layer_cases::error_of(layer_cases::get(layer.beta_grad()),
+                                std::vector<long double>{times * sums[0], times * sums[1]}) < 1e-5);
+    layer.zero_grad(on);
+    on.wait();
+    CHECK((layer_cases::get(layer.beta_grad()) == std::vector<float>{0, 0}));
+    layer.forward(x.view, y.view, on);
+    layer.synchronize(on);
+  });
+  test::check_no_violations();
+}
+
+TEST_CASE("parameters and running statistics are optional, and what was allocated is given back") {
+  auto const before = fake_cuda::allocated();
+  test::over_threads(2, [](auto const& comm) {
+    layer_over<test::staged_threads> bare{comm, 2, {.affine = false, .track_running_stats = false}};
+    layer_over<test::staged_threads> gamma_alone{comm, 2, {.parts = syncnorm::affine_parts::gamma}};
+    CHECK((bare.gamma().empty() && bare.beta_grad().empty() && bare.running_mean().empty()));
+    CHECK((gamma_alone.gamma().size() == 2 && gamma_alone.beta().empty()));
+    layer_cases::device_tensor<float> x{test::layout::nchw, 1, 2, 2}, y{test::layout::nchw, 1, 2, 2};
+    auto const r = static_cast<long double>(comm.rank());
+    x.put({1 + r, 3 + r, 10, 30}, 0);
+    test::stream const on;
+    bare.eval(); // by the batch of this rank alone
+    bare.forward(x.view, y.view, on);
+    bare.synchronize(on);
+    CHECK(layer_cases::error_of(y.get(), std::vector<long double>{-1, 1, -1, 1}) < 1e-5);
+    gamma_alone.forward(x.view, y.view, on);
+    gamma_alone.backward(x.view, x.view, y.view, on);
+    gamma_alone.synchronize(on);
+  });
+  CHECK(fake_cuda::allocated() == before);
+  test::check_no_violations();
+}

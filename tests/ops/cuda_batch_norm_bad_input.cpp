@@ -1,0 +1,239 @@
+#include "ops/cuda_support.hpp"
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/self.hpp>
+
+namespace {
+
+using test::layer_over;
+
+/// The tensors of a step on one rank.
+struct step_memory {
+  layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 5}, y{test::layout::nchw, 2, 3, 5},
+      dy{test::layout::nchw, 2, 3, 5}, dx{test::layout::nchw, 2, 3, 5};
+  std::vector<float> on_host = std::vector<float>(30, 1);
+  test::device_buffer<std::uint8_t> mask{std::vector<std::uint8_t>(10, 1)};
+  syncnorm::batch_norm_epilogue<float> epilogue;
+
+  step_memory() {
+    std::vector<long double> values(30);
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 7);
+    x.put(values, 0), dy.put(values, 0);
+    y.put(std::vector<long double>(30, -5), 0), dx.put(std::vector<long double>(30, -6), 0);
+  }
+  template <class Layer>
+  void forward(Layer& layer, test::stream const& on) {
+    layer.forward(x.view, y.view, epilogue, on);
+  }
+  template <class Layer>
+  void backward(Layer& layer, test::stream const& on) {
+    layer.backward(x.view, dy.view, dx.view, epilogue, {}, {}, on);
+  }
+};
+
+template <class Layer>
+std::vector<float> state_of(Layer& layer) {
+  std::vector<float> all{static_cast<float>(layer_cases::get(std::span{layer.num_batches_tracked(), 1})[0])};
+  for (auto const values : {layer.running_mean(), layer.running_var(), layer.gamma_grad(), layer.beta_grad()}) {
+    auto const some = layer_cases::get(values);
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
+/// A good step, one that `spoil` spoils on rank 1, and a good one again. Every rank throws the same, keeps its state and its
+/// outputs, and goes on. The pass is the forward pass, or, where the message says so, the backward pass.
+template <class C>
+void check_spoiled(C const& comm, std::function<void(step_memory&)> const& spoil, std::string const& message,
+                   bool first_step_good, bool captured) {
+  layer_over<C> layer{comm, 3};
+  test::stream const on;
+  step_memory good, bad;
+  if (first_step_good) {
+    good.forward(layer, on);
+    good.backward(layer, on);
+    layer.synchronize(on);
+  }
+  bool const in_backward = message.find("backward") != std::string::npos;
+  if (in_backward) {
+    bad.forward(layer, on);
+    layer.synchronize(on);
+  }
+  auto const before = state_of(layer);
+  auto const y = bad.y.get(), dx = bad.dx.get();
+  if (comm.rank() == 1) spoil(bad);
+  auto const said = test::thrown<syncnorm::invalid_argument_error>([&] {
+    test::run_on(on, captured, [&](cudaStream_t) { in_backward ? bad.backward(layer, on) : bad.forward(layer, on); });
+    layer.synchronize(on);
+  });
+  CHECK(said == message);
+  layer.synchronize(on); // said once
+  CHECK(state_of(layer) == before);
+  CHECK(bad.y.get() == y);
+  CHECK(bad.dx.get() == dx);
+
+  good.forward(layer, on);
+  good.backward(layer, on);
+  layer.synchronize(on);
+  CHECK(state_of(layer)[0] == before[0] + 1);
+}
+
+void check_everywhere(std::function<void(step_memory&)> const& spoil, std::string const& message) {
+  INFO(message);
+  for (bool const first_step_good : {true, false})
+    test::over_nccl(3, [&](auto const& comm) { check_spoiled(comm, spoil, message, first_step_good, false); });
+  test::over_nccl(3, [&](auto const& comm) { check_spoiled(comm, spoil, message, true, true); });
+  test::over_threads(2, [&](auto const& comm) { check_spoiled(comm, spoil, message, true, false); });
+  test::check_no_violations();
+}
+
+} // namespace
+
+TEST_CASE("what is wrong with a pass on a device on one rank is an error on every rank, and nothing is written") {
+  std::string const forward = "batch_norm forward: rank 1: ", backward = "batch_norm backward: rank 1: ";
+  check_everywhere([](auto& in) { in.x.view.data = in.on_host.data(); },
+                   forward + "x is memory of the host, expected of device 0");
+  check_everywhere([](auto& in) { in.x.view.data = nullptr; }, forward + "x is null, its extents are [2, 3, 5]");
+  check_everywhere([](auto& in) { in.x.view.channels = 2; }, forward + "x has 2 channels, expected 3");
+  check_everywhere([](auto& in) { in.y.view.data = in.on_host.data(); },
+                   forward + "y is memory of the host, expected of device 0");
+  check_everywhere(
+      [](auto& in) { in.x.view.data = reinterpret_cast<float*>(reinterpret_cast<char*>(in.x.view.data) + 2); },
+      forward + "x is misaligned: its address is no multiple of 4");
+  check_everywhere(
+      [](auto& in) {
+        static std::vector<std::uint8_t> const on_host(10, 1);
+        in.epilogue.mask = syncnorm::mask_of(on_host.data(), 2, 5);
+      },
+      forward + "the mask is memory of the host, expected of device 0");
+  check_everywhere([](auto& in) { in.dy.view.samples = 1; }, backward + "dy is [1, 3, 5], expected [2, 3, 5] as x");
+  check_everywhere([](auto& in) { in.dx.view.data = in.on_host.data(); },
+                   backward + "dx is memory of the host, expected of device 0");
+}
+
+TEST_CASE("a backward pass after a forward pass that failed adds nothing, and says nothing else") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3};
+    test::stream const on;
+    layer.prepare(on);
+    step_memory step;
+    if (comm.rank() == 1) step.x.view.data = nullptr;
+    std::vector<std::string> said;
+    auto const note = [&](auto const& f) {
+      if (auto const what = test::thrown<syncnorm::invalid_argument_error>(f); !what.empty()) said.push_back(what);
+    };
+    note([&] { step.forward(layer, on); });
+    step.x.view.data = step.x.memory.data();
+    note([&] { step.backward(layer, on); });
+    note([&] { layer.synchronize(on); });
+    note([&] { layer.synchronize(on); });
+    CHECK((said == std::vector<std::string>{"batch_norm forward: rank 1: x is null, its extents are [2, 3, 5]"}));
+    CHECK(state_of(layer) == std::vector<float>{0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0});
+  });
+  test::check_no_violations();
+}
+
+TEST_CASE("ranks that differ in options or channels all get the error of the host, from the first pass") {
+  test::over_nccl(3, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3, {.norm = {.eps = comm.rank() == 2 ? 1e-3 : 1e-5}}};
+    test::stream const on;
+    step_memory step;
+    CHECK(test::thrown<syncnorm::mismatch_error>([&] {
+            step.forward(layer, on);
+          }).find("ranks disagree on eps: rank 0 has 1.0000000000000001e-05, rank 2 has 0.001") != std::string::npos);
+    CHECK_THROWS_AS(layer.prepare(on), syncnorm::mismatch_error);
+  });
+  test::over_threads(2, [](auto const& comm) {
+    layer_over<test::staged_threads> layer{comm, 3 + comm.rank()};
+    test::stream const on;
+    CHECK(test::thrown<syncnorm::mismatch_error>([&] { layer.prepare(on); }).find("the number of channels") !=
+          std::string::npos);
+  });
+}
+
+TEST_CASE("one value per channel over all ranks is too few") {
+  std::string const message = "batch_norm forward: training needs more than 1 value per channel over all ranks, got 1";
+  test::over_nccl(2, [&](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 2};
+    layer_cases::device_tensor<float> x{test::layout::nc, comm.rank(), 2, 1};
+    test::stream const on;
+    CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+            layer.forward(x.view, x.view, on);
+            layer.synchronize(on);
+          }) == message);
+    CHECK(state_of(layer)[0] == 0);
+  });
+  layer_over<syncnorm::self_communicator> layer{{}, 2};
+  layer_cases::device_tensor<float> x{test::layout::nc, 1, 2, 1};
+  test::stream const on;
+  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] { layer.forward(x.view, x.view, on); }) == message);
+}
+
+TEST_CASE("what cannot be captured is an error before anything is") {
+  auto const captured = [](auto& layer, test::stream const& on) {
+    step_memory step;
+    cudaGraph_t graph = nullptr;
+    REQUIRE(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    auto const said = test::thrown<syncnorm::invalid_argument_error>([&] { step.forward(layer, on); });
+    CHECK(cudaStreamEndCapture(on, &graph) == cudaSuccess);
+    cudaGraphDestroy(graph);
+    step.forward(layer, on);
+    layer.synchronize(on);
+    return said;
+  };
+  test::over_nccl(2, [&](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3};
+    CHECK(captured(layer, test::stream{}).find("call prepare(stream) on every rank first") != std::string::npos);
+  });
+  test::over_threads(2, [&](auto const& comm) {
+    layer_over<test::staged_threads> layer{comm, 3};
+    test::stream const on;
+    layer.prepare(on);
+    CHECK(captured(layer, on).find("the exchange of this communicator cannot be") != std::string::npos);
+  });
+}
+
+TEST_CASE("another device than that of the layer, and a device that fails") {
+  layer_over<syncnorm::self_communicator> layer{{}, 3};
+  step_memory step;
+  test::stream const on;
+  cudaSetDevice(1);
+  test::stream const elsewhere;
+  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+          step.forward(layer, on);
+        }).find("the current device is 1, the memory of the layer is on 0") != std::string::npos);
+  layer_cases::device_tensor<float> other{test::layout::nchw, 2, 3, 5};
+  cudaSetDevice(0);
+  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+          step.forward(layer, elsewhere);
+        }).find("the stream is of device 1, the memory of the layer is on 0") != std::string::npos);
+  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+          layer.forward(other.view, step.y.view, on);
+        }).find("x is memory of device 1, expected of 0") != std::string::npos);
+  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+          step.backward(layer, on);
+        }).find("there was no forward pass") != std::string::npos);
+  fake_cuda::fail_next("cudaMalloc", cudaErrorMemoryAllocation);
+  CHECK_THROWS_AS((layer_over<syncnorm::self_communicator>{{}, 3}), syncnorm::cuda_error);
+  step.forward(layer, on);
+  layer.synchronize(on);
+}
+
+TEST_CASE("an error of NCCL comes up in the layer, too") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3};
+    test::stream const on;
+    step_memory step;
+    step.forward(layer, on);
+    layer.synchronize(on);
+    fake_nccl::set_async_error(comm.native_handle(), ncclRemoteError);
+    CHECK_THROWS_AS(layer.check(), syncnorm::nccl_error);
+    CHECK_THROWS_AS(step.forward(layer, on), syncnorm::nccl_error);
+    on.wait();
+  });
+}

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/adapters/nccl.hpp>
+#include <syncnorm/adapters/staged.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/ops/cuda_batch_norm_layer.hpp>
+
+#include "cuda/fake_nccl.hpp"
+#include "cuda/layer_cases.hpp"
+#include "cuda/simt_kernels.hpp"
+
+// The layer itself and the kernels' source, on the CPU: kernels run on the interpreter, the CUDA runtime and NCCL are
+// stand-ins, ranks are threads. Nothing here runs on a GPU.
+namespace test {
+
+template <class C>
+using layer_over = syncnorm::cuda::basic_batch_norm<float, C, float, simt_kernels>;
+using staged_threads = syncnorm::staged<syncnorm::thread_communicator>;
+using syncnorm::nccl_communicator;
+
+/// f(comm) on a thread for each of `size` ranks.
+inline void over_nccl(int size, std::function<void(nccl_communicator const&)> const& f) {
+  std::vector<std::jthread> threads;
+  for (auto* const comm : fake_nccl::make_group(size))
+    threads.emplace_back([&f, comm] {
+      auto const rank = nccl_communicator::adopt(comm);
+      try {
+        f(rank);
+      } catch (std::exception const& e) {
+        FAIL_CHECK(std::string{e.what()});
+        rank.abort();
+      }
+    });
+}
+inline void over_threads(int size, std::function<void(staged_threads const&)> const& f) {
+  syncnorm::run_ranks(size, [&](auto const& threads) { f(staged_threads{threads}); });
+}
+
+inline void check_no_violations() {
+  for (auto const& what : fake_cuda::noted()) FAIL_CHECK(what);
+}
+
+/// What `f` throws as an `E`; empty: nothing.
+template <class E, class F>
+std::string thrown(F const& f) {
+  try {
+    f();
+  } catch (E const& e) {
+    return e.what();
+  }
+  return {};
+}
+
+} // namespace test
