@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
@@ -53,23 +54,38 @@ public:
   template <class P, host::executor E>
   [[nodiscard]] std::string restore(E const& exec, tensor_view<T> y, affine_parameters<P> affine,
                                     batch_norm_saved const& saved, batch_norm_epilogue<T> const& epilogue) {
+    if (!holds_x_) {
+      auto fault = recover(exec, y, y, affine, saved, epilogue);
+      holds_x_ = fault.empty();
+      return fault;
+    }
+    detail::call_check check;
+    check.same_extents(y, "y", like_);
+    return check.fault();
+  }
+
+  /// The same into x, which may be y, any number of times.
+  template <class P, host::executor E>
+  [[nodiscard]] std::string recover(E const& exec, std::type_identity_t<tensor_view<T const>> y, tensor_view<T> x,
+                                    affine_parameters<P> affine, batch_norm_saved const& saved,
+                                    batch_norm_epilogue<T> const& epilogue) const {
     detail::call_check check;
     auto const channels = static_cast<std::int64_t>(saved.mean.size());
     check.same_extents(y, "y", like_);
+    check.output(x, "x", like_);
     check.channel_values(affine.gamma, "gamma", channels);
     check.channel_values(affine.beta, "beta", channels);
     if (epilogue.has_residual()) check.same_extents(epilogue.residual, "the residual", like_);
     check.require(y.channels == channels, [&] { return check.text("the statistics have ", channels, " channels"); });
-    if (check.failed() || holds_x_ || y.size() == 0) return check.fault();
-    holds_x_ = true;
+    if (check.failed() || y.size() == 0) return check.fault();
     host::prepared_epilogue<T> const prepared{{epilogue.activation, epilogue.residual}};
     std::int64_t first = 0;
-    auto const recover = [&](std::int64_t end) {
+    auto const recover_until = [&](std::int64_t end) {
       std::int64_t const length = end - first;
       if (length <= 0) return;
       using host::detail::channels_of;
       host::recover_input(
-          exec, y.channel_range(first, length), y.channel_range(first, length),
+          exec, y.channel_range(first, length), x.channel_range(first, length),
           channels_of(std::span<double const>{saved.mean}, first, length),
           channels_of(std::span<double const>{saved.inv_std}, first, length),
           affine_parameters<P>{channels_of(affine.gamma, first, length), channels_of(affine.beta, first, length)},
@@ -77,11 +93,11 @@ public:
     };
     auto from = elements_.begin();
     for (auto const c : channels_) {
-      recover(c);
+      recover_until(c);
       first = c + 1;
-      for_each_of(y, c, [&](T& value) { value = *from++; });
+      for_each_of(x, c, [&](T& value) { value = *from++; });
     }
-    recover(y.channels);
+    recover_until(y.channels);
     return {};
   }
 

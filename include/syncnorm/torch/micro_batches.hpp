@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 
+#include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_micro_batches.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
@@ -120,6 +121,7 @@ public:
 
   [[nodiscard]] std::vector<at::Tensor> forward(std::vector<at::Tensor> const& inputs) const {
     if (!norm_.is_training() || norm_.frozen_) {
+      if (norm_.in_place_) throw invalid_argument_error{in_place};
       std::vector<at::Tensor> outputs;
       for (auto const& input : inputs) outputs.push_back(norm_.forward(input));
       return outputs;
@@ -137,8 +139,11 @@ public:
   }
 
 private:
+  static constexpr char const* in_place = "micro-batches are not normalized in place";
+
   [[nodiscard]] std::string find_fault_of(std::vector<at::Tensor> const& inputs) const {
     // Without an output a rank would never come to the backward pass.
+    if (norm_.in_place_) return in_place;
     if (inputs.empty()) return "there are no micro-batches; pass one without samples";
     for (std::size_t k = 0; k < inputs.size(); ++k) {
       auto text = find_fault(inputs[k], {norm_.weight, norm_.bias}, {norm_.running_mean, norm_.running_var},

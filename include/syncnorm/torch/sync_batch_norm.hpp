@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/options/batchnorm.h>
 #include <torch/nn/pimpl.h>
@@ -15,6 +16,7 @@
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
+#include <syncnorm/ops/batch_norm_in_place.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/function.hpp>
 #include <syncnorm/torch/element.hpp>
@@ -103,7 +105,7 @@ public:
     else
       stream << "None";
     stream << ", affine=" << options.affine() << ", track_running_stats=" << options.track_running_stats()
-           << ", ranks=" << size(state_->comm) << ")";
+           << ", ranks=" << size(state_->comm) << (in_place_ ? ", in_place=true" : "") << ")";
   }
 
   [[nodiscard]] any_communicator const& communicator() const noexcept { return state_->comm; }
@@ -128,6 +130,14 @@ public:
   /// What `running_var` holds; unbiased variances unless set, as in libtorch. The same on every rank.
   void set_running_variance(running_variance kind) noexcept { running_variance_ = kind; }
   [[nodiscard]] running_variance running_variance_kind() const noexcept { return running_variance_; }
+
+  /// On: `forward` writes over its input, which it returns, as torch::nn::ReLU does with `inplace`. A backward pass recovers
+  /// the input from the output, up to rounding, where weight, bias and activation allow it, and `batch_norm_kept` keeps the
+  /// other channels. So sizeof(element) bytes per element are kept instead of twice that. The input must not be a leaf that
+  /// requires a gradient, nor a result that its own backward pass needs; and nothing may write to the output until the
+  /// backward pass, whose gradients cannot be differentiated. The same on every rank.
+  void set_in_place(bool on = true) noexcept { in_place_ = on; }
+  [[nodiscard]] bool is_in_place() const noexcept { return in_place_; }
 
   /// How ranks put their statistics together: by the cost model unless set. The same on every rank.
   void set_exchange_policy(exchange_policy policy) noexcept { policy_ = policy; }
@@ -176,13 +186,18 @@ private:
       at::AutoGradMode const no_recording{false};
       try {
         if (fault.empty()) {
-          of_input = detail::make_operands<T>(input);
+          if (in_place_) {
+            at::AutoGradMode const recording{records};
+            ::torch::autograd::check_inplace(input, needs);
+          }
+          of_input = in_place_ ? detail::make_operands_in_place<T>(input) : detail::make_operands<T>(input);
           if (weight.defined()) affine.gamma = detail::values_of<P>(gamma = weight.contiguous());
           if (bias.defined()) affine.beta = detail::values_of<P>(beta = bias.contiguous());
           if (residual.defined()) epilogue.residual = detail::make_companion<T>(residual, of_input);
           if (with.mask.defined()) pass->mask = detail::dense_mask(with.mask, of_input.order);
           epilogue.mask = detail::view_of_mask(pass->mask);
           epilogue.masked = with.masked;
+          if (in_place_) pass->kept = keep<T, P>(of_input, affine, epilogue, records);
           running = {detail::values_of<P>(running_mean), detail::values_of<P>(running_var)};
           // Module::to converts this buffer, too, so it may be of any type.
           if (num_batches_tracked.defined()) batches = num_batches_tracked.item<std::int64_t>();
@@ -200,8 +215,21 @@ private:
     }
     c10::optional<at::Tensor> anchor;
     if (pass->saved.backward_needed && !needs) anchor = at::zeros({0}).requires_grad_();
-    return detail::batch_norm_function::apply(input, optional(weight), optional(bias), optional(with.residual), anchor,
-                                              pass, &of_input.y);
+    auto output = detail::batch_norm_function::apply(input, optional(weight), optional(bias), optional(with.residual),
+                                                     anchor, pass, &of_input.y);
+    return in_place_ ? input : output; // the same, unless nothing is recorded
+  }
+
+  /// What a pass in place keeps of x, where it is recorded.
+  template <class T, class P>
+  static std::shared_ptr<void const> keep(detail::operands<T> const& of_input, affine_parameters<P> const& affine,
+                                          batch_norm_epilogue<T> const& epilogue, bool records) {
+    auto const& x = of_input.x_view;
+    if (epilogue.has_residual() && epilogue.residual.data == x.data && x.size() > 0)
+      throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
+    auto kept = std::make_shared<batch_norm_kept<T>>();
+    if (records) kept->keep(x, affine, epilogue);
+    return kept;
   }
 
   template <class T, class P>
@@ -238,7 +266,7 @@ private:
 
   int revert_dimension_;
   affine_parts parts_;
-  bool frozen_ = false;
+  bool frozen_ = false, in_place_ = false;
   running_variance running_variance_ = running_variance::unbiased;
   exchange_policy policy_ = exchange_policy::automatic;
   std::shared_ptr<detail::exchange_state> state_;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <tuple>
 
 #include <syncnorm/core/element.hpp>
@@ -134,6 +135,14 @@ private:
       }();
       return counted_lanes<A, L>(mask == nullptr ? ones.data() : mask + i);
     }
+    /// Of the first `count` lanes; the mask may end there.
+    template <int L>
+    auto counted(std::int64_t i, std::int64_t count) const {
+      std::array<std::uint8_t, static_cast<std::size_t>(L)> bytes{};
+      if (mask == nullptr) return counted<L>(i);
+      std::copy_n(mask + i, count, bytes.data());
+      return counted_lanes<A, L>(bytes.data());
+    }
   };
 
   /// The coefficients of consecutive channels, at one position or where all count.
@@ -151,6 +160,10 @@ private:
     template <int L>
     auto counted(std::int64_t) const {
       return splat<A, L>(counts) > vector_t<A, L>{};
+    }
+    template <int L>
+    auto counted(std::int64_t i, std::int64_t) const {
+      return counted<L>(i);
     }
   };
 
@@ -201,6 +214,28 @@ private:
       }
   }
 
+  /// `count` elements, fewer than a vector's, with the bits that a vector gives: where multiplications and additions are
+  /// contracted, single numbers may be rounded otherwise.
+  template <class K>
+  [[gnu::noinline]] void some(pointers const& from, targets const& to, std::int64_t i, std::int64_t count,
+                              K const& k) const {
+    constexpr int L = native_lanes<A>;
+    if (count <= 0) return;
+    auto const bytes = static_cast<std::size_t>(count) * sizeof(T);
+    std::array<T, static_cast<std::size_t>(L)> elements{};
+    std::array<vector_t<A, L>, inputs> v;
+    for (std::size_t j = 0; j < inputs; ++j) {
+      std::memcpy(static_cast<void*>(elements.data()), from[j] + i, bytes);
+      v[j] = load<L>(elements.data());
+    }
+    auto const out = op_.apply(v, k.template get<L>(i), k.template counted<L>(i, count));
+    for (std::size_t j = 0; j < outputs; ++j) {
+      if (to[j] == nullptr) continue;
+      store<L>(elements.data(), out[j]);
+      std::memcpy(static_cast<void*>(to[j] + i), elements.data(), bytes);
+    }
+  }
+
   static std::int64_t misaligned(T const* to) {
     return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
   }
@@ -220,11 +255,13 @@ private:
       std::int64_t const off = misaligned(to[first]);
       for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && misaligned(to[j]) == off;
       std::int64_t const head = off == 0 ? 0 : std::min<std::int64_t>(n, stream_lanes<T> - off);
-      for (; i < head; ++i) put<1>(to, i, compute<1>(from, i, k), {});
+      for (; i + L <= head; i += L) put<L>(to, i, compute<L>(from, i, k), {});
+      some(from, to, i, head - i, k);
+      i = head;
     }
     if (streaming || n < L) {
       vectors(from, to, i, n, k, further, fetch, streams);
-      for (; i < n; ++i) put<1>(to, i, compute<1>(from, i, k), {});
+      some(from, to, i, n - i, k);
       return;
     }
     // The last vector may overlap the one before it, which in place overwrites what it reads.

@@ -18,6 +18,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_backward.hpp>
+#include <syncnorm/ops/batch_norm_in_place.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
@@ -34,17 +35,18 @@ public:
   using context = ::torch::autograd::AutogradContext;
   using tensors = ::torch::autograd::variable_list;
 
-  /// Returns y, recorded as a function of x, weight, bias and residual, of which all but x may be absent. `anchor` requires
-  /// a gradient, so that this rank joins a backward pass that others need, when it needs none itself.
+  /// Returns y, recorded as a function of x, which it may be, weight, bias and residual, of which all but x may be absent.
+  /// `anchor` requires a gradient, so that this rank joins a backward pass that others need, when it needs none itself.
   static at::Tensor forward(context* recorded, at::Tensor const& x, c10::optional<at::Tensor> const& weight,
                             c10::optional<at::Tensor> const& bias, c10::optional<at::Tensor> const& residual,
                             c10::optional<at::Tensor> const& /*anchor*/, c10::intrusive_ptr<recorded_pass> const& pass,
                             at::Tensor const* y) {
-    // What was activated depends on bias and residual.
-    bool const activates = pass->activation.negative_slope != 1;
-    recorded->save_for_backward({x, weight.value_or(at::Tensor{}),
-                                 activates ? bias.value_or(at::Tensor{}) : at::Tensor{},
+    // What was activated depends on bias and residual; so does x where it is recovered from y.
+    bool const in_place = pass->kept != nullptr, needs_bias = in_place || pass->activation.negative_slope != 1;
+    recorded->save_for_backward({in_place ? *y : x, weight.value_or(at::Tensor{}),
+                                 needs_bias ? bias.value_or(at::Tensor{}) : at::Tensor{},
                                  residual.value_or(at::Tensor{})});
+    if (in_place) recorded->mark_dirty({x});
     recorded->saved_data["pass"] = c10::IValue::make_capsule(pass);
     recorded->saved_data["weight"] = weight.has_value();
     recorded->saved_data["bias"] = bias.has_value();
@@ -69,7 +71,10 @@ public:
       using P = typename Types::parameter;
       return run<T, P>(*recorded, *pass, {x, weight, bias, residual}, dy.at(0), std::move(fault));
     });
-    if (at::GradMode::is_enabled())
+    if (at::GradMode::is_enabled() && pass->kept != nullptr)
+      once_differentiable::refuse("the gradients of a pass in place (double backward)", gradients,
+                                  {dy.at(0), x, weight, residual});
+    else if (at::GradMode::is_enabled())
       batch_norm_backward_function::record(gradients, {dy.at(0)}, {x}, weight, {pass, bias, residual});
     return gradients;
   }
@@ -94,7 +99,8 @@ private:
     bool const wants_bias = has_bias && recorded.needs_input_grad(has_weight ? 2 : 1);
     std::size_t const of_residual = 1 + (has_weight ? 1 : 0) + (has_bias ? 1 : 0);
     bool const wants_residual = residual.defined() && recorded.needs_input_grad(of_residual);
-    auto const differentiable = create_graph && (wants_x || wants_weight || wants_bias || wants_residual)
+    bool const twice = create_graph && pass.kept == nullptr;
+    auto const differentiable = twice && (wants_x || wants_weight || wants_bias || wants_residual)
                                     ? backward_pass::needed
                                     : backward_pass::impossible;
 
@@ -116,6 +122,12 @@ private:
         if (wants_weight) gradients.gamma = values_of<P>(dgamma = at::zeros({x.size(1)}, per_channel));
         if (wants_bias) gradients.beta = values_of<P>(dbeta = at::zeros({x.size(1)}, per_channel));
         if (residual.defined()) epilogue.residual = make_companion<T>(residual, of_x);
+        if (pass.kept) {
+          // x is made again where its gradient will be.
+          auto const& kept = *static_cast<batch_norm_kept<T> const*>(pass.kept.get());
+          fault = kept.recover(at_executor{}, of_x.x_view, of_x.y_view, affine, pass.saved, epilogue);
+          of_x.x_view = of_x.y_view;
+        }
         epilogue.mask = view_of_mask(pass.mask);
         epilogue.masked = pass.masked;
         if (wants_residual) {

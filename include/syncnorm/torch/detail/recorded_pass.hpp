@@ -31,7 +31,8 @@ struct recorded_pass : ::torch::CustomClassHolder {
   at::ScalarType parameters = at::kFloat; ///< the type of weight, bias and running statistics
   syncnorm::activation activation{};
   masked_outputs masked = masked_outputs::normalized;
-  at::Tensor mask{}; ///< dense `[N, S]`, or undefined
+  at::Tensor mask{};                  ///< dense `[N, S]`, or undefined
+  std::shared_ptr<void const> kept{}; ///< the `batch_norm_kept` of a pass in place, or null
 
   /// The workspace of a pass that follows. Only passes that exchange are in one thread at a time; others have their `own`.
   [[nodiscard]] batch_norm_workspace& workspace_or(std::optional<batch_norm_workspace>& own) const {

@@ -8,6 +8,7 @@
 
 #include <ATen/ATen.h>
 
+#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
 namespace syncnorm::torch::detail {
@@ -62,6 +63,17 @@ template <class T>
   auto const x = input.resolve_neg();
   if (auto made = attempt(x)) return *made;
   return *attempt(x.contiguous(x.suggest_memory_format()));
+}
+
+/// `input` as a pass in place reads and writes it. Throws where no view expresses it.
+template <class T>
+[[nodiscard]] operands<T> make_operands_in_place(at::Tensor const& input) {
+  operands<T> made{input, input, {}, {}, spatial_order(input)};
+  auto const view = view_of<T>(input, made.order);
+  if (!view || input.is_neg())
+    throw invalid_argument_error{"the strides of the input allow no pass in place; it takes a contiguous copy"};
+  made.x_view = made.y_view = *view;
+  return made;
 }
 
 /// `other`, of the extents of `like.y`, as a pass reads it beside `like`. Copies it where the two are laid out
