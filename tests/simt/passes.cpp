@@ -25,6 +25,7 @@ struct pass_case {
   bool masked = false, residual = false;
   double slope = 1;
   masked_outputs outputs = masked_outputs::zero;
+  bool on_chip = false; ///< of one rank, in one launch
   bool backward = true, exchange = true, dx = true, dresidual = true;
   batch_norm_options options{1e-3};
   launching how{};
@@ -84,6 +85,7 @@ void check_passes(pass_case const& of) {
     epilogue.activation.negative_slope = of.slope;
     epilogue.masked = of.outputs;
     epilogues.push_back(epilogue);
+    if (of.on_chip) break;
     gpu::detail::moments_op<T> const op{xs[r].view(), epilogue.mask};
     run_reduction(rank.machine,
                   gpu::detail::make_reduction(op, header_of(channels, n * spatial), rank.packet_data(),
@@ -102,7 +104,13 @@ void check_passes(pass_case const& of) {
                                                          rank.running(), rank.report(), layout.pass_ticket);
     auto const op = gpu::detail::make_normalize<T, Epilogue>(xs[r].view(), of.in_place ? xs[r].view() : ys[r].view(),
                                                              epilogues[r], statistics);
-    run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
+    if (of.on_chip)
+      run_fused(rank.machine,
+                gpu::detail::make_fused(gpu::detail::moments_op<T>{xs[r].view(), epilogues[r].mask}, op,
+                                        header_of(channels, all * spatial), rank.packet_data(), 64),
+                of.how);
+    else
+      run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
   }
 
   epilogue_oracle oracle{all,
@@ -166,6 +174,7 @@ void check_passes(pass_case const& of) {
     add_tensor(memory, "dresidual", dresiduals[r].view());
     add_tensor<T const>(memory, "residual", residuals[r].view());
     if (of.masked) memory.add("mask", epilogues[r].mask.data, static_cast<std::size_t>(of.samples[r] * spatial));
+    if (of.on_chip) break;
     auto const op = gpu::detail::make_backward_sums<T, Epilogue>(dys[r].view(), xs[r].view(), rank.affine(),
                                                                  epilogues[r], rank.saved());
     run_reduction(rank.machine,
@@ -188,7 +197,14 @@ void check_passes(pass_case const& of) {
     auto const dresidual = of.residual && of.dresidual ? dresiduals[r].view() : tensor_view<T>{};
     auto const op =
         gpu::detail::make_gradient<T, Epilogue>(dys[r].view(), xs[r].view(), dx, dresidual, epilogues[r], statistics);
-    run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
+    if (of.on_chip)
+      run_fused(rank.machine,
+                gpu::detail::make_fused(gpu::detail::make_backward_sums<T, Epilogue>(
+                                            dys[r].view(), xs[r].view(), rank.affine(), epilogues[r], rank.saved()),
+                                        op, header_of(channels, all * spatial), rank.packet_data(), 64),
+                of.how);
+    else
+      run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
 
     // Without exchange, the gradients of the others are as if they were 0.
     auto seen = as_long(dy);
@@ -267,4 +283,26 @@ TEST_CASE("The cumulative average, one rank to seven, several orders of blocks, 
     check_passes<bfloat16, false, bfloat16>(of);
     check_passes<float16, false, double>(of);
   }
+}
+
+TEST_CASE("One rank's channels on the chip") {
+  auto const check = [&]<class T>(T) {
+    pass_case of{{5}, 3, 49};
+    of.on_chip = true;
+    for (std::int64_t const offset : {0, 1}) {
+      of.offset = of.y_offset = offset;
+      check_passes<T, false>(of);
+    }
+    of.spatial = 52, of.offset = of.y_offset = 0, of.in_place = true;
+    check_passes<T, false>(of);
+    of.order = arrangement::every_other, of.in_place = false;
+    of.masked = of.residual = true;
+    of.slope = 0.1;
+    check_passes<T, true>(of);
+    of.order = arrangement::nchw, of.outputs = masked_outputs::normalized;
+    of.options.momentum = {};
+    of.how.order = 3;
+    check_passes<T, true>(of);
+  };
+  check(float{}), check(double{}), check(bfloat16{});
 }

@@ -58,6 +58,14 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
     on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::channels, Threads>(hw, a); });
 }
 
+/// Runs a pass of one rank whose channels stay on the chip.
+template <int Threads = 64, class Sums, class Map>
+void run_fused(simt::machine& on, gpu::detail::fused_arguments<Sums, Map> const& a, launching const& how) {
+  auto const bytes = static_cast<std::size_t>(gpu::detail::fused_bytes<Sums>(a.cut));
+  on.launch({a.cut.groups, Threads, bytes, how.order},
+            [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, Threads>(hw, a); });
+}
+
 /// What a pass has in device memory on one rank besides its tensors.
 template <class P>
 struct rank_memory {

@@ -52,16 +52,8 @@ void backward_elemt(tensor_view<T const> dy, tensor_view<T const> x, tensor_view
                     affine_values const& affine, batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
                     gathered_packets const& packets, std::byte const* own, affine_outputs const& gradients,
                     fault_report const& report, device_limits const& limits, cudaStream_t stream) {
+  detail::require_backward_operands("backward_elemt", dy, x, dx, dresidual, epilogue, saved);
   detail::operand_check const check{"backward_elemt"};
-  check.tensor(x, "x");
-  check.like(dy, "dy", x);
-  check.optional(dx, "dx", x);
-  check.optional(dresidual, "dresidual", x);
-  check.require(dresidual.data == nullptr || epilogue.has_residual(),
-                "the gradient of a residual is asked for, but there is no residual");
-  check.require(dx.data == nullptr || dx.data != dresidual.data, "dx and dresidual are the same memory");
-  check.epilogue(epilogue, x);
-  check.saved(saved, x.channels);
   check.packets(packets);
   check.packet(own);
   detail::backward_statistics const statistics{packets, own, saved, affine, gradients, report};
@@ -70,6 +62,36 @@ void backward_elemt(tensor_view<T const> dy, tensor_view<T const> x, tensor_view
                                                    detail::device_view(dx), detail::device_view(dresidual),
                                                    detail::device_epilogue(epilogue), statistics, limits, stream),
       "backward_elemt");
+}
+
+/// backward_reduce and backward_elemt without exchange, of one rank alone or of a step that does not exchange; in one launch,
+/// which reads dy and x once, where the channels fit on the chip. `packet` is scratch.
+template <class T, class Architectures = detail::architectures>
+void backward_alone(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx, tensor_view<T> dresidual,
+                    affine_values const& affine, batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
+                    syncnorm::detail::packet_header const& header, std::byte* packet, affine_outputs const& gradients,
+                    fault_report const& report, workspace const& work, device_limits const& limits,
+                    cudaStream_t stream) {
+  auto const fits = [&](auto const& sums) { return detail::fits_on_chip(sums, detail::fused_threads, limits); };
+  auto const dy_view = detail::device_view(dy), x_view = detail::device_view(x);
+  auto const epilogue_view = detail::device_epilogue(epilogue);
+  using D = detail::device_element_t<T>;
+  bool const on_chip = epilogue.does_something()
+                           ? fits(detail::make_backward_sums<D, true>(dy_view, x_view, affine, epilogue_view, saved))
+                           : fits(detail::make_backward_sums<D, false>(dy_view, x_view, affine, epilogue_view, saved));
+  if (header.fault[0] != '\0' || !on_chip) {
+    backward_reduce<T, Architectures>(dy, x, affine, epilogue, saved, header, packet, work, limits, stream);
+    backward_elemt<T, Architectures>(dy, x, dx, dresidual, affine, epilogue, saved, {packet, 1}, packet, gradients,
+                                     report, limits, stream);
+    return;
+  }
+  detail::require_backward_operands("backward_alone", dy, x, dx, dresidual, epilogue, saved);
+  detail::operand_check{"backward_alone"}.packet(packet);
+  detail::backward_statistics const statistics{{packet, 1}, packet, saved, affine, gradients, report};
+  syncnorm::detail::require_cuda(detail::launch_backward_on_chip<Architectures>(
+                                     dy_view, x_view, detail::device_view(dx), detail::device_view(dresidual),
+                                     epilogue_view, statistics, header, packet, stream),
+                                 "backward_alone");
 }
 
 } // namespace syncnorm::cuda

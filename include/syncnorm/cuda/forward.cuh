@@ -93,6 +93,24 @@ void forward_alone(tensor_view<T const> x, tensor_view<T> y, affine_values const
                    syncnorm::detail::packet_header const& header, std::byte* packet, saved_statistics const& saved,
                    running_outputs const& running, fault_report const& report, workspace const& work,
                    device_limits const& limits, cudaStream_t stream) {
+  detail::moments_op<detail::device_element_t<T>> const sums{detail::device_view(x), epilogue.mask};
+  if (header.fault[0] == '\0' && detail::fits_on_chip(sums, detail::fused_threads, limits)) {
+    detail::operand_check const check{"forward_alone"};
+    check.tensor(x, "x");
+    check.like(y, "y", x);
+    check.epilogue(epilogue, x);
+    check.packet(packet);
+    check.saved(saved, x.channels);
+    check.work(work, workspace_bytes(x.channels, limits));
+    detail::workspace_layout const layout{work, x.channels};
+    auto const statistics =
+        detail::make_statistics(affine, options, {packet, 1}, saved, running, report, layout.pass_ticket);
+    syncnorm::detail::require_cuda(detail::launch_forward_on_chip<Architectures>(
+                                       detail::device_view(x), detail::device_view(y),
+                                       detail::device_epilogue(epilogue), statistics, header, packet, stream),
+                                   "forward_alone");
+    return;
+  }
   local_moments<T, Architectures>(x, epilogue.mask, header, packet, work, limits, stream);
   normalize<T, Architectures>(x, y, affine, epilogue, options, {packet, 1}, saved, running, report, work, limits,
                               stream);

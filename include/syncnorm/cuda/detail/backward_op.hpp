@@ -43,6 +43,17 @@ struct backward_statistics {
     }
     return s;
   }
+  /// Of one rank alone, by the values of `backward_sums_op`.
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE summary of_rank(Hw const& hw, std::int64_t c, double const (&)[2],
+                                                double const (&value)[values]) const {
+    return {hw.load(saved.mean + c), hw.load(saved.inv_std + c), value[0], value[1], value[0], value[1],
+            hw.load(saved.count)};
+  }
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE bool failed_before(Hw const& hw) const {
+    return hw.load(saved.count) < 0;
+  }
   template <class Hw>
   SYNCNORM_DEVICE void commit(Hw const& hw, std::int64_t c, summary const& s) const {
     add_value(hw, gradients.gamma, c, s.inv_std * s.own_dy_xmu);
@@ -104,6 +115,8 @@ struct gradient_op {
         in[2] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
     }
   }
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void load_rest(Hw const&, spot const&, pack<T> (&)[inputs]) const {}
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
     A dv = static_cast<A>(in[0]);
     A const d = static_cast<A>(in[1]) - k[1];

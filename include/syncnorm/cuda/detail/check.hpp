@@ -69,4 +69,20 @@ private:
   char const* call_;
 };
 
+template <class T>
+void require_backward_operands(char const* call, tensor_view<T const> const& dy, tensor_view<T const> const& x,
+                               tensor_view<T> const& dx, tensor_view<T> const& dresidual,
+                               batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved) {
+  operand_check const check{call};
+  check.tensor(x, "x");
+  check.like(dy, "dy", x);
+  check.optional(dx, "dx", x);
+  check.optional(dresidual, "dresidual", x);
+  check.require(dresidual.data == nullptr || epilogue.has_residual(),
+                "the gradient of a residual is asked for, but there is no residual");
+  check.require(dx.data == nullptr || dx.data != dresidual.data, "dx and dresidual are the same memory");
+  check.epilogue(epilogue, x);
+  check.saved(saved, x.channels);
+}
+
 } // namespace syncnorm::cuda::detail

@@ -38,6 +38,10 @@ struct forward_statistics {
   };
 
   [[nodiscard]] SYNCNORM_DEVICE bool constant() const { return packets.data == nullptr; }
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE bool failed_before(Hw const&) const {
+    return false;
+  }
 
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
@@ -51,6 +55,12 @@ struct forward_statistics {
     for (int rank = 0; rank < from.ranks(); ++rank)
       all = merge(all, {from.count(hw, rank), from.value(hw, rank, 0, c), from.value(hw, rank, 1, c)});
     return summarize(all);
+  }
+  /// Of one rank alone, by the parts of `moments_op`.
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE summary of_rank(Hw const&, std::int64_t, double const (&part)[3],
+                                                double const (&)[values]) const {
+    return summarize({static_cast<std::int64_t>(part[0]), part[1], part[2]});
   }
   [[nodiscard]] SYNCNORM_DEVICE summary summarize(moments<double> const& all) const {
     if (all.count == 0) return {0, 0, 0, 0};
@@ -123,6 +133,11 @@ struct normalize_op {
   template <axis Axis, bool Whole, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    load_rest<Axis, Whole>(hw, at, in);
+  }
+  /// What moments_op did not load.
+  template <axis Axis, bool Whole, class Hw>
+  SYNCNORM_DEVICE void load_rest(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     if constexpr (Epilogue) {
       in[1] = pack<T>{};
       if (residual.data != nullptr)

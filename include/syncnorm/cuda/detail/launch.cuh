@@ -77,4 +77,24 @@ cudaError_t launch_map(map_arguments<Op> const& a, cudaStream_t stream) {
   return launch<map_arguments<Op>>(kernel, a.cut.groups * a.cut.pieces, Op::threads, a, 0, stream);
 }
 
+/// 512 threads: two blocks of them have 64 KB in flight.
+inline constexpr int fused_threads = 512;
+
+template <class Sums, class Map, class Architectures>
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(fused_threads)
+    fused_global(__grid_constant__ fused_arguments<Sums, Map> const a) {
+  fused_kernel<Sums, Map, fused_threads>(hardware{}, a);
+}
+
+template <class Architectures, class Sums, class Map>
+cudaError_t launch_fused(fused_arguments<Sums, Map> const& a, cudaStream_t stream) {
+  auto* const kernel = &fused_global<Sums, Map, Architectures>;
+  auto const bytes = static_cast<int>(fused_bytes<Sums>(a.cut));
+  auto const code =
+      cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (code != cudaSuccess) return code;
+  return launch<fused_arguments<Sums, Map>>(kernel, a.cut.groups, fused_threads, a, static_cast<std::size_t>(bytes),
+                                            stream);
+}
+
 } // namespace syncnorm::cuda::detail

@@ -8,6 +8,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/fused_kernel.hpp>
 #include <syncnorm/cuda/detail/map_kernel.hpp>
 #include <syncnorm/cuda/detail/plan.hpp>
 #include <syncnorm/cuda/detail/reduce_kernel.hpp>
@@ -130,6 +131,22 @@ make_double_gradient(tensor_view<T const> u, tensor_view<T const> dy, tensor_vie
   op.statistics = statistics;
   op.use = use_of(x);
   return op;
+}
+
+template <class Sums, class Map>
+[[nodiscard]] fused_arguments<Sums, Map> make_fused(Sums const& sums, Map const& map, packet_header const& header,
+                                                    std::byte* packet, int threads) {
+  return {cut_tensor(sums.lead(), threads, 0, 1, 1), sums, map, make_outgoing(header, packet)};
+}
+
+/// Whether a pass of one rank is better done by channels that stay on the chip: they lie along positions, they fit, and there
+/// are enough of them to keep half of the multiprocessors busy, or they are so short that a launch is most of the time.
+template <class Sums>
+[[nodiscard]] bool fits_on_chip(Sums const& sums, int threads, device_limits const& limits) {
+  auto const& lead = sums.lead();
+  if (axis_of(lead) != axis::positions || lead.size() == 0) return false;
+  auto const bytes = fused_bytes<Sums>(cut_tensor(lead, threads, 0, 1, 1));
+  return bytes <= limits.shared_per_block - 2048 && (2 * lead.channels >= limits.multiprocessors || bytes <= 16 * 1024);
 }
 
 } // namespace syncnorm::cuda::detail

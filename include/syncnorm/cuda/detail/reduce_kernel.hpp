@@ -158,7 +158,10 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
   }
   std::int64_t const channel = static_cast<std::int64_t>(group) * channels + lane;
   if (lane >= channels || channel >= a.cut.channels) return;
-  a.op.write(hw, values_of(a.packet), a.cut.channels, channel, all);
+  double value[Op::values];
+  a.op.values_of(hw, channel, all, value);
+  SYNCNORM_UNROLL
+  for (int v = 0; v < Op::values; ++v) hw.store(values_of(a.packet) + v * a.cut.channels + channel, value[v]);
   if (channel == 0) write_header(hw, a.packet, a.op.saved_count, all[0], Op::counts);
 }
 

@@ -136,11 +136,10 @@ struct moments_op {
   }
 
   static constexpr int values = 2;
+  /// What a packet says of channel c.
   template <class Hw>
-  SYNCNORM_DEVICE void write(Hw const& hw, double* rows, std::int64_t channels, std::int64_t c,
-                             double const (&all)[parts]) const {
-    hw.store(rows + c, all[1]);
-    hw.store(rows + channels + c, all[2]);
+  SYNCNORM_DEVICE void values_of(Hw const&, std::int64_t, double const (&all)[parts], double (&value)[values]) const {
+    value[0] = all[1], value[1] = all[2];
   }
 };
 
@@ -215,12 +214,11 @@ struct backward_sums_op : added_parts<2> {
 
   static constexpr int values = 2;
   template <class Hw>
-  SYNCNORM_DEVICE void write(Hw const& hw, double* rows, std::int64_t channels, std::int64_t c,
-                             double const (&all)[parts]) const {
+  SYNCNORM_DEVICE void values_of(Hw const& hw, std::int64_t c, double const (&all)[parts],
+                                 double (&value)[values]) const {
     // Makes up for what rounding the mean lost.
     double const mean = hw.load(saved.mean + c), lost = mean - static_cast<double>(static_cast<A>(mean));
-    hw.store(rows + c, all[0]);
-    hw.store(rows + channels + c, all[1] - lost * all[0]);
+    value[0] = all[0], value[1] = all[1] - lost * all[0];
   }
 };
 
@@ -288,16 +286,14 @@ struct double_backward_sums_op : added_parts<5> {
   }
 
   static constexpr int values = 7;
-  /// Rows as in `double_backward_sums`: g, g_xmu, u, u_xmu, u_g, a_g, a_g_xmu.
+  /// g, g_xmu, u, u_xmu, u_g, a_g, a_g_xmu, as the host has them.
   template <class Hw>
-  SYNCNORM_DEVICE void write(Hw const& hw, double* rows, std::int64_t channels, std::int64_t c,
-                             double const (&all)[parts]) const {
+  SYNCNORM_DEVICE void values_of(Hw const& hw, std::int64_t c, double const (&all)[parts],
+                                 double (&value)[values]) const {
     double const mean = hw.load(saved.mean + c), lost = mean - static_cast<double>(static_cast<A>(mean));
     double const a = load_value(hw, gamma_gradient, c, 0);
-    double const g_xmu = all[1] - lost * all[0], u_xmu = all[3] - lost * all[2];
-    double const row[values] = {all[0], g_xmu, all[2], u_xmu, all[4], a * all[0], a * g_xmu};
-    SYNCNORM_UNROLL
-    for (int v = 0; v < values; ++v) hw.store(rows + v * channels + c, row[v]);
+    value[0] = all[0], value[1] = all[1] - lost * all[0], value[2] = all[2], value[3] = all[3] - lost * all[2];
+    value[4] = all[4], value[5] = a * value[0], value[6] = a * value[1];
   }
 };
 
