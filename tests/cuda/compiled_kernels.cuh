@@ -1,0 +1,61 @@
+#pragma once
+
+#include <syncnorm/core/cuda_element.hpp>
+#include <syncnorm/ops/cuda_batch_norm.cuh>
+
+#include "cuda/compiled_kernels.hpp"
+
+// The members of kernels_of, for a source that instantiates it for one element type.
+namespace test {
+
+namespace gpu = syncnorm::cuda;
+
+template <class T>
+void kernels_of<T>::local_moments(in x, syncnorm::mask_view mask, header const& own, std::byte* packet,
+                                  gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::local_moments<T>(x, mask, own, packet, work, limits, stream);
+}
+
+template <class T>
+void kernels_of<T>::normalize(in x, out y, gpu::affine_values const& affine, epilogue const& done,
+                              syncnorm::batch_norm_options const& options, gpu::gathered_packets const& packets,
+                              gpu::saved_statistics const& saved, gpu::running_outputs const& running,
+                              gpu::fault_report const& report, gpu::workspace const& work,
+                              gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::normalize<T>(x, y, affine, done, options, packets, saved, running, report, work, limits, stream);
+}
+
+template <class T>
+void kernels_of<T>::normalize_constant(in x, out y, gpu::affine_values const& affine, epilogue const& done,
+                                       syncnorm::batch_norm_options const& options, gpu::channel_values const& mean,
+                                       gpu::channel_values const& var, gpu::saved_statistics const& saved,
+                                       gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::normalize_constant<T>(x, y, affine, done, options, mean, var, saved, limits, stream);
+}
+
+template <class T>
+void kernels_of<T>::forward_alone(in x, out y, gpu::affine_values const& affine, epilogue const& done,
+                                  syncnorm::batch_norm_options const& options, header const& own, std::byte* packet,
+                                  gpu::saved_statistics const& saved, gpu::running_outputs const& running,
+                                  gpu::fault_report const& report, gpu::workspace const& work,
+                                  gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::forward_alone<T>(x, y, affine, done, options, own, packet, saved, running, report, work, limits, stream);
+}
+
+template <class T>
+void kernels_of<T>::backward_reduce(in dy, in x, gpu::affine_values const& affine, epilogue const& done,
+                                    gpu::saved_statistics const& saved, header const& own, std::byte* packet,
+                                    gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::backward_reduce<T>(dy, x, affine, done, saved, own, packet, work, limits, stream);
+}
+
+template <class T>
+void kernels_of<T>::backward_elemt(in dy, in x, out dx, out dresidual, gpu::affine_values const& affine,
+                                   epilogue const& done, gpu::saved_statistics const& saved,
+                                   gpu::gathered_packets const& packets, std::byte const* own,
+                                   gpu::affine_outputs const& gradients, gpu::fault_report const& report,
+                                   gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::backward_elemt<T>(dy, x, dx, dresidual, affine, done, saved, packets, own, gradients, report, limits, stream);
+}
+
+} // namespace test

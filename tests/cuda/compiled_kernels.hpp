@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstddef>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+namespace test {
+
+/// The launchers of cuda/ for one element type, which nvcc has compiled elsewhere; see compiled_kernels.cuh.
+template <class T>
+struct kernels_of {
+  using in = syncnorm::tensor_view<T const>;
+  using out = syncnorm::tensor_view<T>;
+  using epilogue = syncnorm::batch_norm_epilogue<T>;
+  using header = syncnorm::detail::packet_header;
+
+  static void local_moments(in x, syncnorm::mask_view mask, header const& own, std::byte* packet,
+                            syncnorm::cuda::workspace const& work, syncnorm::cuda::device_limits const& limits,
+                            cudaStream_t stream);
+  static void normalize(in x, out y, syncnorm::cuda::affine_values const& affine, epilogue const& done,
+                        syncnorm::batch_norm_options const& options, syncnorm::cuda::gathered_packets const& packets,
+                        syncnorm::cuda::saved_statistics const& saved, syncnorm::cuda::running_outputs const& running,
+                        syncnorm::cuda::fault_report const& report, syncnorm::cuda::workspace const& work,
+                        syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
+  static void normalize_constant(in x, out y, syncnorm::cuda::affine_values const& affine, epilogue const& done,
+                                 syncnorm::batch_norm_options const& options,
+                                 syncnorm::cuda::channel_values const& mean, syncnorm::cuda::channel_values const& var,
+                                 syncnorm::cuda::saved_statistics const& saved,
+                                 syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
+  static void forward_alone(in x, out y, syncnorm::cuda::affine_values const& affine, epilogue const& done,
+                            syncnorm::batch_norm_options const& options, header const& own, std::byte* packet,
+                            syncnorm::cuda::saved_statistics const& saved,
+                            syncnorm::cuda::running_outputs const& running, syncnorm::cuda::fault_report const& report,
+                            syncnorm::cuda::workspace const& work, syncnorm::cuda::device_limits const& limits,
+                            cudaStream_t stream);
+  static void backward_reduce(in dy, in x, syncnorm::cuda::affine_values const& affine, epilogue const& done,
+                              syncnorm::cuda::saved_statistics const& saved, header const& own, std::byte* packet,
+                              syncnorm::cuda::workspace const& work, syncnorm::cuda::device_limits const& limits,
+                              cudaStream_t stream);
+  static void backward_elemt(in dy, in x, out dx, out dresidual, syncnorm::cuda::affine_values const& affine,
+                             epilogue const& done, syncnorm::cuda::saved_statistics const& saved,
+                             syncnorm::cuda::gathered_packets const& packets, std::byte const* own,
+                             syncnorm::cuda::affine_outputs const& gradients,
+                             syncnorm::cuda::fault_report const& report, syncnorm::cuda::device_limits const& limits,
+                             cudaStream_t stream);
+};
+
+/// The kernels of a layer, of any element type for which `kernels_of` is instantiated.
+struct compiled_kernels {
+  template <class T, class... Arguments>
+  static void local_moments(Arguments const&... arguments) {
+    kernels_of<T>::local_moments(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void normalize(Arguments const&... arguments) {
+    kernels_of<T>::normalize(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void normalize_constant(Arguments const&... arguments) {
+    kernels_of<T>::normalize_constant(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void forward_alone(Arguments const&... arguments) {
+    kernels_of<T>::forward_alone(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void backward_reduce(Arguments const&... arguments) {
+    kernels_of<T>::backward_reduce(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void backward_elemt(Arguments const&... arguments) {
+    kernels_of<T>::backward_elemt(arguments...);
+  }
+};
+
+} // namespace test

@@ -1,0 +1,129 @@
+#include <syncnorm/ops/cuda_batch_norm_layer.hpp>
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+#include <doctest/doctest.h>
+
+#include <syncnorm/adapters/nccl.hpp>
+#include <syncnorm/adapters/staged.hpp>
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/core/cuda_element.hpp>
+
+#include "cuda/compiled_kernels.hpp"
+#include "cuda/layer_cases.hpp"
+#include "cuda/stream_contract.hpp"
+
+// What needs a GPU: everything once on a stream, and, where the communicator allows it, once replayed from a graph.
+namespace {
+
+template <class T, class C>
+using layer_over = syncnorm::cuda::basic_batch_norm<T, C, syncnorm::accumulate_t<T>, test::compiled_kernels>;
+using staged_threads = syncnorm::staged<syncnorm::thread_communicator>;
+
+/// f(comm) on a thread for each rank, all on one GPU.
+void over_threads(int size, std::function<void(staged_threads const&)> const& f) {
+  syncnorm::run_ranks(size, [&](auto const& threads) { f(staged_threads{threads}); });
+}
+
+/// f(comm) on a thread for each GPU.
+void over_nccl(std::function<void(syncnorm::nccl_communicator const&)> const& f) {
+  int devices = 0;
+  REQUIRE(cudaGetDeviceCount(&devices) == cudaSuccess);
+  std::vector<ncclComm_t> comms(static_cast<std::size_t>(devices));
+  REQUIRE(ncclCommInitAll(comms.data(), devices, nullptr) == ncclSuccess);
+  syncnorm::run_ranks(devices, [&](auto const& threads) {
+    syncnorm::detail::require_cuda(cudaSetDevice(threads.rank()), "cudaSetDevice");
+    f(syncnorm::nccl_communicator::adopt(comms[static_cast<std::size_t>(threads.rank())]));
+  });
+}
+
+/// Each case, for at most as many ranks as it has batches.
+template <class T, class C>
+void check_cases(C const& comm, bool captured, double accuracy) {
+  for (auto of : layer_cases::cases()) {
+    while (of.samples.size() < static_cast<std::size_t>(syncnorm::size(comm))) of.samples.push_back(1);
+    layer_cases::check_steps<layer_over<T, C>, T>(comm, of, captured, accuracy);
+  }
+}
+
+// Many blocks to a channel, and many channels to a block.
+std::vector<layer_cases::layer_case> large_cases() {
+  using test::layout;
+  return {{{16, 3, 0, 1}, 64, 56 * 56},
+          {{16, 3, 0, 1}, 256, 28 * 28, layout::nhwc},
+          {{512, 64, 0, 1}, 1000, 1, layout::nc}};
+}
+
+} // namespace
+
+TEST_CASE("device memory over a communicator of the host keeps the contract of streams on a GPU") {
+  for (int const ranks : {1, 2, 4})
+    over_threads(ranks, [](auto const& comm) { stream_contract::check_contract(comm, false); });
+}
+
+TEST_CASE("NCCL keeps the contract of streams on as many GPUs as there are") {
+  over_nccl([](auto const& comm) {
+    for (bool const captured : {false, true}) stream_contract::check_contract(comm, captured);
+    stream_contract::check_contract(syncnorm::split(comm, comm.rank() % 2), true);
+  });
+}
+
+TEST_CASE("one rank on a GPU agrees with the oracle, in every element type") {
+  syncnorm::self_communicator const self;
+  for (bool const captured : {false, true}) {
+    check_cases<float>(self, captured, 1e-5);
+    check_cases<double>(self, captured, 1e-11);
+    check_cases<__half>(self, captured, 4e-3);
+    check_cases<__nv_bfloat16>(self, captured, 3e-2);
+    for (auto const& of : large_cases())
+      layer_cases::check_steps<layer_over<float, syncnorm::self_communicator>>(self, of, captured);
+  }
+}
+
+TEST_CASE("ranks on one GPU agree with the oracle") {
+  for (int const ranks : {2, 3, 4})
+    over_threads(ranks, [](auto const& comm) { check_cases<float>(comm, false, 1e-5); });
+  over_threads(4, [](auto const& comm) {
+    for (auto const& of : large_cases()) layer_cases::check_steps<layer_over<float, staged_threads>>(comm, of, false);
+  });
+}
+
+TEST_CASE("ranks on as many GPUs as there are agree with the oracle over NCCL") {
+  over_nccl([](auto const& comm) {
+    for (bool const captured : {false, true}) {
+      check_cases<float>(comm, captured, 1e-5);
+      check_cases<__half>(comm, captured, 4e-3);
+    }
+  });
+}
+
+TEST_CASE("what is wrong on one rank is an error on every rank of a GPU, and nothing is written") {
+  over_threads(2, [](auto const& comm) {
+    layer_over<float, staged_threads> layer{comm, 3};
+    test::stream const on;
+    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 5}, y{test::layout::nchw, 2, 3, 5};
+    auto const before = y.get();
+    auto view = x.view;
+    if (comm.rank() == 1) view.data = x.host.storage.data();
+    std::string said;
+    for (bool const first : {true, false}) {
+      if (first) layer.forward(x.view, x.view, on);
+      try {
+        layer.forward(view, y.view, on);
+        layer.synchronize(on);
+      } catch (syncnorm::invalid_argument_error const& e) {
+        said = e.what();
+      }
+      CHECK(said == "batch_norm forward: rank 1: x is memory of the host, expected of device 0");
+      CHECK(y.get() == before);
+    }
+    layer.forward(x.view, y.view, on);
+    layer.synchronize(on);
+  });
+}
