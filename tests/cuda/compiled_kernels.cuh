@@ -58,4 +58,14 @@ void kernels_of<T>::backward_elemt(in dy, in x, out dx, out dresidual, gpu::affi
   gpu::backward_elemt<T>(dy, x, dx, dresidual, affine, done, saved, packets, own, gradients, report, limits, stream);
 }
 
+template <class T>
+void kernels_of<T>::backward_alone(in dy, in x, out dx, out dresidual, gpu::affine_values const& affine,
+                                   epilogue const& done, gpu::saved_statistics const& saved, header const& own,
+                                   std::byte* packet, gpu::affine_outputs const& gradients,
+                                   gpu::fault_report const& report, gpu::workspace const& work,
+                                   gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::backward_alone<T>(dy, x, dx, dresidual, affine, done, saved, own, packet, gradients, report, work, limits,
+                         stream);
+}
+
 } // namespace test

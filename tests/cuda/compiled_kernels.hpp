@@ -49,6 +49,11 @@ struct kernels_of {
                              syncnorm::cuda::affine_outputs const& gradients,
                              syncnorm::cuda::fault_report const& report, syncnorm::cuda::device_limits const& limits,
                              cudaStream_t stream);
+  static void backward_alone(in dy, in x, out dx, out dresidual, syncnorm::cuda::affine_values const& affine,
+                             epilogue const& done, syncnorm::cuda::saved_statistics const& saved, header const& own,
+                             std::byte* packet, syncnorm::cuda::affine_outputs const& gradients,
+                             syncnorm::cuda::fault_report const& report, syncnorm::cuda::workspace const& work,
+                             syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
 };
 
 /// The kernels of a layer, of any element type for which `kernels_of` is instantiated.
@@ -76,6 +81,10 @@ struct compiled_kernels {
   template <class T, class... Arguments>
   static void backward_elemt(Arguments const&... arguments) {
     kernels_of<T>::backward_elemt(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void backward_alone(Arguments const&... arguments) {
+    kernels_of<T>::backward_alone(arguments...);
   }
 };
 

@@ -65,8 +65,19 @@ struct simt_kernels {
                             std::byte* packet, gpu::saved_statistics const& saved, gpu::running_outputs const& running,
                             gpu::fault_report const& report, gpu::workspace const& work,
                             gpu::device_limits const& limits, cudaStream_t stream) {
-    local_moments<T>(x, epilogue.mask, header, packet, work, limits, stream);
-    normalize<T>(x, y, affine, epilogue, options, {packet, 1}, saved, running, report, work, limits, stream);
+    gpu::detail::moments_op<T> const sums{x, epilogue.mask};
+    if (!gpu::detail::fits_on_chip(sums, threads, limits)) {
+      local_moments<T>(x, epilogue.mask, header, packet, work, limits, stream);
+      normalize<T>(x, y, affine, epilogue, options, {packet, 1}, saved, running, report, work, limits, stream);
+      return;
+    }
+    gpu::detail::workspace_layout const layout{work, x.channels};
+    auto const statistics =
+        gpu::detail::make_statistics(affine, options, {packet, 1}, saved, running, report, layout.pass_ticket);
+    if (epilogue.does_something())
+      fused(sums, gpu::detail::make_normalize<T, true>(x, y, epilogue, statistics), header, packet, stream);
+    else
+      fused(sums, gpu::detail::make_normalize<T, false>(x, y, epilogue, statistics), header, packet, stream);
   }
 
   template <class T>
@@ -97,6 +108,27 @@ struct simt_kernels {
           stream);
     };
     epilogue.does_something() ? with(std::true_type{}) : with(std::false_type{});
+  }
+
+  template <class T>
+  static void backward_alone(syncnorm::tensor_view<T const> dy, syncnorm::tensor_view<T const> x,
+                             syncnorm::tensor_view<T> dx, syncnorm::tensor_view<T> dresidual,
+                             gpu::affine_values const& affine, syncnorm::batch_norm_epilogue<T> const& epilogue,
+                             gpu::saved_statistics const& saved, syncnorm::detail::packet_header const& header,
+                             std::byte* packet, gpu::affine_outputs const& gradients, gpu::fault_report const& report,
+                             gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
+    gpu::detail::backward_statistics const statistics{{packet, 1}, packet, saved, affine, gradients, report};
+    auto const with = [&]<bool Epilogue>(std::bool_constant<Epilogue>) {
+      auto const sums = gpu::detail::make_backward_sums<T, Epilogue>(dy, x, affine, epilogue, saved);
+      if (!gpu::detail::fits_on_chip(sums, threads, limits)) return false;
+      fused(sums, gpu::detail::make_gradient<T, Epilogue>(dy, x, dx, dresidual, epilogue, statistics), header, packet,
+            stream);
+      return true;
+    };
+    if (epilogue.does_something() ? with(std::true_type{}) : with(std::false_type{})) return;
+    backward_reduce<T>(dy, x, affine, epilogue, saved, header, packet, work, limits, stream);
+    backward_elemt<T>(dy, x, dx, dresidual, affine, epilogue, saved, {packet, 1}, packet, gradients, report, limits,
+                      stream);
   }
 
 private:
@@ -134,10 +166,22 @@ private:
     });
   }
 
+  template <class Sums, class Map>
+  static void fused(Sums const& sums, Map const& op, syncnorm::detail::packet_header const& header, std::byte* packet,
+                    cudaStream_t stream) {
+    auto const a = gpu::detail::make_fused(sums, op, header, packet, threads);
+    enqueue(
+        a.cut.groups, stream,
+        [a](simt::machine& on, simt::launch_shape const& shape) {
+          on.launch(shape, [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, threads>(hw, a); });
+        },
+        static_cast<std::size_t>(gpu::detail::fused_bytes<Sums>(a.cut)));
+  }
+
   template <class Run>
-  static void enqueue(std::uint32_t blocks, cudaStream_t stream, Run const& run) {
+  static void enqueue(std::uint32_t blocks, cudaStream_t stream, Run const& run, std::size_t dynamic_shared = 0) {
     fake_cuda::enter("kernel");
-    fake_cuda::enqueue(stream, [blocks, run] {
+    fake_cuda::enqueue(stream, [blocks, run, dynamic_shared] {
       simt::machine machine;
       fake_cuda::for_each_allocation([&](void* data, std::size_t bytes) {
         if (bytes < 4096) // which may be a mask
@@ -146,7 +190,7 @@ private:
           machine.memory.add("device memory", static_cast<std::uint16_t*>(data), bytes / 2);
       });
       try {
-        run(machine, {std::max(1u, blocks), threads, 0, 0});
+        run(machine, {std::max(1u, blocks), threads, dynamic_shared, 0});
       } catch (simt::violation const& what) {
         fake_cuda::note(what.what());
       }

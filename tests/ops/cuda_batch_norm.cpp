@@ -63,6 +63,15 @@ TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the 
   CHECK(fake_cuda::calls("kernel") == 3 * 2 * 4);
   CHECK(fake_cuda::calls("ncclAllGather") == 3 * 2 * 2);
   for (auto const& each : ranks) each->layer.synchronize(each->on);
+
+  layer_over<syncnorm::self_communicator> alone{{}, 3};
+  auto& of = *ranks[0];
+  layer_cases::device_tensor<float> dx{test::layout::nchw, 2, 3, 20};
+  fake_cuda::reset();
+  alone.forward(of.x.view, dx.view, of.on);
+  alone.backward(of.x.view, of.x.view, dx.view, of.on);
+  CHECK(fake_cuda::calls("kernel") == 2); // whose channels stay on the chip
+  alone.synchronize(of.on);
   test::check_no_violations();
 }
 

@@ -47,6 +47,10 @@ struct gpu_kernels {
   static void backward_elemt(Arguments const&... arguments) {
     cuda::backward_elemt<T, Architectures>(arguments...);
   }
+  template <class T, class... Arguments>
+  static void backward_alone(Arguments const&... arguments) {
+    cuda::backward_alone<T, Architectures>(arguments...);
+  }
 };
 
 /// A batch normalization layer on a GPU; see `basic_batch_norm`.

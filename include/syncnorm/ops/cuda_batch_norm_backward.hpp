@@ -53,8 +53,15 @@ void backward(C const& comm, tensor_view<T const> dy, tensor_view<T const> x, te
     syncnorm::detail::throw_fault(pass, check);
   else
     require_capturable(comm, pass, workspace.agreed(), stream);
-  auto own = syncnorm::detail::make_header<T>(pass, channels, x.count(), check);
-
+  auto const own = syncnorm::detail::make_header<T>(pass, channels, x.count(), check);
+  auto const report = workspace.report();
+  if (alone) {
+    Kernels::template backward_alone<T>(dy, x, dx, dresidual, values_of(affine), epilogue, saved.statistics(), own,
+                                        workspace.own().data(),
+                                        affine_outputs{outputs_of(gradients.gamma), outputs_of(gradients.beta)}, report,
+                                        workspace.work(), workspace.limits(), stream);
+    return workspace.raise();
+  }
   bool const wrong = check.failed();
   if (wrong) {
     x = dy = {nullptr, 0, channels > 0 ? channels : 0, 0};
@@ -63,7 +70,6 @@ void backward(C const& comm, tensor_view<T const> dy, tensor_view<T const> x, te
     gradients = {};
   }
   auto const done = wrong ? batch_norm_epilogue<T>{} : epilogue;
-  auto const report = workspace.report();
   auto const local = [&](syncnorm::detail::packet_header const& header) {
     Kernels::template backward_reduce<T>(dy, x, values_of(affine), done, saved.statistics(), header,
                                          workspace.own().data(), workspace.work(), workspace.limits(), stream);
@@ -73,10 +79,7 @@ void backward(C const& comm, tensor_view<T const> dy, tensor_view<T const> x, te
         dy, x, dx, dresidual, values_of(affine), done, saved.statistics(), packets, workspace.own().data(),
         affine_outputs{outputs_of(gradients.gamma), outputs_of(gradients.beta)}, report, workspace.limits(), stream);
   };
-  if (!alone) return exchange_packets(comm, workspace, own, stream, local, apply);
-  local(own);
-  apply({workspace.own().data(), 1});
-  workspace.raise();
+  exchange_packets(comm, workspace, own, stream, local, apply);
 }
 
 } // namespace syncnorm::cuda::detail
