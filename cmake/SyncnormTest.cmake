@@ -1,6 +1,7 @@
 # Functions for the project's own tests, examples and benchmarks. Nothing in here reaches a consumer.
 
 option(SYNCNORM_WERROR "Treat warnings in the project's own code as errors" OFF)
+set(SYNCNORM_TORCH_OPTIONS "" CACHE STRING "Compile options of tests and examples that include libtorch")
 set(SYNCNORM_SANITIZE "" CACHE STRING "Sanitizers for tests and examples, such as address,undefined or thread")
 
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
@@ -57,6 +58,13 @@ function(syncnorm_register_test name)
     LABELS "${arg_LABELS}" ENVIRONMENT "${SYNCNORM_TEST_ENVIRONMENT};${arg_ENVIRONMENT}")
 endfunction()
 
+function(syncnorm_use_torch_options target)
+  get_target_property(libraries ${target} LINK_LIBRARIES)
+  if("syncnorm::torch" IN_LIST libraries)
+    target_compile_options(${target} PRIVATE ${SYNCNORM_TORCH_OPTIONS})
+  endif()
+endfunction()
+
 # syncnorm_add_test(<name> SOURCES a.cpp... [LIBRARIES syncnorm::mpi...] [MPI_RANKS n...] [NO_MAIN] [ARGUMENTS ...]
 #   [LABELS ...] [TIMEOUT seconds] [PROCESSORS n] [RUN_SERIAL] [ENVIRONMENT VAR=value...])
 #
@@ -71,6 +79,7 @@ function(syncnorm_add_test name)
   add_executable(${name} ${arg_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
   target_link_libraries(${name} PRIVATE syncnorm::syncnorm doctest::doctest ${arg_LIBRARIES} syncnorm_development)
+  syncnorm_use_torch_options(${name})
   if(NOT arg_NO_MAIN)
     target_link_libraries(${name} PRIVATE syncnorm_test_main)
   endif()
@@ -113,6 +122,7 @@ function(syncnorm_add_example name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE syncnorm::syncnorm ${arg_LIBRARIES} syncnorm_development)
+  syncnorm_use_torch_options(${name})
   if(SYNCNORM_BUILD_TESTS AND NOT arg_NO_TEST)
     syncnorm_register_test(examples.${name} COMMAND ${name} ${arg_ARGUMENTS}
       PROCESSORS ${arg_PROCESSORS} TIMEOUT ${arg_TIMEOUT})

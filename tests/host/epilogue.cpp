@@ -134,13 +134,12 @@ template <class T, class F>
 void for_each_problem(F const& f) {
   std::size_t turn = 0;
   for (auto const& shape : test::shapes) {
-    for (int k = 0; k < 3; ++k, ++turn) {
-      auto const& chose = choices[turn % std::size(choices)];
+    for (int k = 0; k < (test::sanitized ? 1 : 3); ++k) {
+      auto const& chose = choices[5 * turn++ % std::size(choices)];
       CAPTURE(test::name_of(shape));
       CAPTURE(name_of(chose));
       f(problem<T>{shape, chose});
     }
-    ++turn;
   }
 }
 
@@ -323,8 +322,10 @@ TEST_CASE("ReLU of what is not finite") {
 }
 
 TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, float, float16) {
+  int turn = 0;
   for (auto const& shape : {test::extents{64, 9, 441}, {500, 600, 1}, {2000, 40, 4}})
     for (auto const& chose : {choices[0], choices[1], choices[3], choices[4], choices[6]}) {
+      if (test::sanitized && turn++ % 7 != 0) continue;
       problem<T> const p{shape, chose};
       for (auto const order : {test::arrangement::nchw, test::arrangement::nhwc}) {
         CAPTURE(test::name_of(shape));

@@ -11,6 +11,7 @@
 #include <syncnorm/core/half.hpp>
 
 #include <ops/grid.hpp>
+#include <support/sanitized.hpp>
 
 using syncnorm::bfloat16;
 using syncnorm::float16;
@@ -118,7 +119,8 @@ TEST_CASE("ranks of different element types are told so, an empty one, too") {
 
 TEST_CASE("halves beyond the cache are streamed and exchanged in parts") {
   for (auto const order : {test::layout::nchw, test::layout::nhwc}) {
-    test::case_data<bfloat16> const data{{2, 40, 8, 8 * 1024, test::partition::uneven, order}};
+    if (test::sanitized && order != test::layout::nchw) continue;
+    test::case_data<bfloat16> const data{{2, test::sanitized ? 24 : 40, 8, 8 * 1024, test::partition::uneven, order}};
     syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
       for (auto const& failure : test::run_case(data, comm)) FAIL_CHECK(failure);
     });

@@ -14,6 +14,7 @@
 
 #include <ops/grid_case.hpp>
 #include <support/oracle.hpp>
+#include <support/sanitized.hpp>
 
 namespace test {
 
@@ -194,13 +195,9 @@ std::vector<std::string> run_case(case_data<T, P> const& data, C const& comm) {
 template <class Run>
 void for_each_case(int ranks, Run const& run) {
   std::size_t turn = 0;
-#ifdef SYNCNORM_TEST_SANITIZED // instrumented code is slow, and sizes beyond these take the same paths
-  for (std::int64_t const channels : {1, 3, 128, 256})
-    for (std::int64_t const batch : {1, 32})
-#else
   for (std::int64_t const channels : {1, 3, 128, 256, 512, 1024})
-    for (std::int64_t const batch : {1, 32, 64})
-#endif
+    for (std::int64_t const batch : {1, 32, 64}) {
+      if (sanitized && (channels > 256 || batch > 32)) continue;
       for (auto const spread : partitions)
         for (std::size_t l = 0; l < (channels < 128 ? layouts.size() : 1); ++l, ++turn) {
           auto const order = layouts[channels < 128 ? l : turn % layouts.size()];
@@ -210,6 +207,7 @@ void for_each_case(int ranks, Run const& run) {
           if (cell.samples() * cell.spatial < 2) cell.spatial = 2;
           run(cell);
         }
+    }
 }
 
 } // namespace test
