@@ -1,6 +1,7 @@
 #pragma once
 
 #include <syncnorm/core/cuda_element.hpp>
+#include <syncnorm/cuda/double_backward.cuh>
 #include <syncnorm/ops/cuda_batch_norm.cuh>
 
 #include "cuda/compiled_kernels.hpp"
@@ -66,6 +67,26 @@ void kernels_of<T>::backward_alone(in dy, in x, out dx, out dresidual, gpu::affi
                                    gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::backward_alone<T>(dy, x, dx, dresidual, affine, done, saved, own, packet, gradients, report, work, limits,
                          stream);
+}
+
+template <class T>
+void kernels_of<T>::double_backward_reduce(gpu::second_order<T> const& second, in dy, in x,
+                                           gpu::affine_values const& affine, epilogue const& done,
+                                           gpu::saved_statistics const& saved, header const& own, std::byte* packet,
+                                           gpu::workspace const& work, gpu::device_limits const& limits,
+                                           cudaStream_t stream) {
+  gpu::double_backward_reduce<T>(second, dy, x, affine, done, saved, own, packet, work, limits, stream);
+}
+
+template <class T>
+void kernels_of<T>::double_backward_elemt(gpu::second_order<T> const& second, in dy, in x, out to_dy, out to_x,
+                                          gpu::affine_values const& affine, epilogue const& done,
+                                          gpu::saved_statistics const& saved, gpu::gathered_packets const& packets,
+                                          std::byte const* own, gpu::channel_outputs const& gamma_gradient,
+                                          gpu::fault_report const& report, gpu::device_limits const& limits,
+                                          cudaStream_t stream) {
+  gpu::double_backward_elemt<T>(second, dy, x, to_dy, to_x, affine, done, saved, packets, own, gamma_gradient, report,
+                                limits, stream);
 }
 
 } // namespace test

@@ -54,6 +54,18 @@ struct kernels_of {
                              std::byte* packet, syncnorm::cuda::affine_outputs const& gradients,
                              syncnorm::cuda::fault_report const& report, syncnorm::cuda::workspace const& work,
                              syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
+  static void double_backward_reduce(syncnorm::cuda::second_order<T> const& second, in dy, in x,
+                                     syncnorm::cuda::affine_values const& affine, epilogue const& done,
+                                     syncnorm::cuda::saved_statistics const& saved, header const& own,
+                                     std::byte* packet, syncnorm::cuda::workspace const& work,
+                                     syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
+  static void double_backward_elemt(syncnorm::cuda::second_order<T> const& second, in dy, in x, out to_dy, out to_x,
+                                    syncnorm::cuda::affine_values const& affine, epilogue const& done,
+                                    syncnorm::cuda::saved_statistics const& saved,
+                                    syncnorm::cuda::gathered_packets const& packets, std::byte const* own,
+                                    syncnorm::cuda::channel_outputs const& gamma_gradient,
+                                    syncnorm::cuda::fault_report const& report,
+                                    syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
 };
 
 /// The kernels of a layer, of any element type for which `kernels_of` is instantiated.

@@ -15,7 +15,7 @@ using namespace syncnorm;
 using namespace test;
 
 /// A double backward pass on ranks in the interpreter, by statistics of the oracle, against differences of its loss.
-template <class T>
+template <class T, bool Epilogue>
 void check_double_backward(second_order_case problem, arrangement order) {
   using A = accumulate_t<T>;
   using P = A;
@@ -23,10 +23,12 @@ void check_double_backward(second_order_case problem, arrangement order) {
   auto const round = [](std::vector<double>& values) {
     for (double& each : values) each = static_cast<double>(static_cast<A>(T(static_cast<A>(each))));
   };
-  round(problem.x), round(problem.dy), round(problem.u), round(problem.gamma), round(problem.a), round(problem.b);
+  round(problem.x), round(problem.dy), round(problem.u), round(problem.v), round(problem.residual),
+      round(problem.gamma), round(problem.beta), round(problem.a), round(problem.b);
   auto const statistics = problem.oracle();
   std::deque<rank_memory<P>> ranks;
-  std::deque<tensor<T>> xs, dys, us, to_dys, to_xs;
+  std::deque<tensor<T>> xs, dys, us, vs, residuals, to_dys, to_xs;
+  std::deque<batch_norm_epilogue<T>> epilogues;
   std::deque<std::vector<P>> as, bs;
   for (std::size_t r = 0; r < problem.shares.size(); ++r) {
     auto const n = problem.shares[r], first = problem.first_of(r);
@@ -38,6 +40,7 @@ void check_double_backward(second_order_case problem, arrangement order) {
     };
     auto& rank = ranks.emplace_back(channels, static_cast<int>(problem.shares.size()), 7);
     xs.push_back(part(problem.x)), dys.push_back(part(problem.dy)), us.push_back(part(problem.u));
+    vs.push_back(part(problem.v)), residuals.push_back(part(problem.residual));
     to_dys.emplace_back(order, n, channels, spatial), to_xs.emplace_back(order, n, channels, spatial);
     auto const length = static_cast<std::size_t>(channels);
     auto const of_rank = [&](std::vector<double> const& values) {
@@ -49,6 +52,7 @@ void check_double_backward(second_order_case problem, arrangement order) {
       rank.mean[c] = static_cast<double>(statistics.mean[c]),
       rank.inv_std[c] = static_cast<double>(statistics.inv_std[c]);
       rank.gamma[c] = problem.has_gamma ? static_cast<P>(problem.gamma[c]) : P{1};
+      rank.beta[c] = problem.has_gamma ? static_cast<P>(problem.beta[c]) : P{0};
       rank.gamma_gradient[c] = P{0};
     }
     rank.count = statistics.count;
@@ -56,6 +60,16 @@ void check_double_backward(second_order_case problem, arrangement order) {
     add_tensor<T const>(memory, "x", xs[r].view());
     add_tensor<T const>(memory, "dy", dys[r].view());
     add_tensor<T const>(memory, "u", us[r].view());
+    add_tensor<T const>(memory, "v", vs[r].view());
+    add_tensor<T const>(memory, "residual", residuals[r].view());
+    auto& epilogue = epilogues.emplace_back();
+    epilogue.activation.negative_slope = problem.slope;
+    if (problem.has_residual) epilogue.residual = residuals[r].view();
+    if (!problem.mask.empty()) {
+      epilogue.mask = mask_of(problem.mask.data() + first * spatial, n, spatial);
+      memory.add("mask", epilogue.mask.data, static_cast<std::size_t>(n * spatial));
+    }
+    if (problem.zeroes) epilogue.masked = masked_outputs::zero;
     add_tensor(memory, "to_dy", to_dys[r].view());
     add_tensor(memory, "to_x", to_xs[r].view());
     memory.add("a", as[r].data(), length);
@@ -63,7 +77,8 @@ void check_double_backward(second_order_case problem, arrangement order) {
     tensor_view<T const> u;
     if (problem.has_u) u = us[r].view();
     auto const a = problem.has_ab ? gpu::channel_values{as[r].data()} : gpu::channel_values{};
-    auto const op = gpu::detail::make_double_backward_sums<T>(u, dys[r].view(), xs[r].view(), rank.saved(), a);
+    auto const op = gpu::detail::make_double_backward_sums<T, Epilogue>(u, dys[r].view(), xs[r].view(), rank.affine(),
+                                                                        epilogues[r], rank.saved(), a);
     run_reduction(rank.machine,
                   gpu::detail::make_reduction(op, header_of(channels, n * spatial), rank.packet_data(),
                                               rank.workspace(), {2, 1 << 16}, 64),
@@ -81,13 +96,15 @@ void check_double_backward(second_order_case problem, arrangement order) {
         {reinterpret_cast<std::byte const*>(packets.data()), static_cast<int>(ranks.size())},
         rank.packet_data(),
         rank.saved(),
-        {gpu::channel_values{rank.gamma.data()}, {}},
+        rank.affine(),
         a,
         b,
         gpu::channel_outputs{rank.gamma_gradient.data()},
         rank.report()};
-    auto const op = gpu::detail::make_double_gradient<T>(u, dys[r].view(), xs[r].view(), to_dys[r].view(),
-                                                         to_xs[r].view(), of_pass);
+    tensor_view<T const> v;
+    if (problem.has_residual) v = vs[r].view();
+    auto const op = gpu::detail::make_double_gradient<T, Epilogue>(u, v, dys[r].view(), xs[r].view(), to_dys[r].view(),
+                                                                   to_xs[r].view(), epilogues[r], of_pass);
     run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), {});
 
     std::vector<long double> to_dy, to_x, to_gamma;
@@ -113,12 +130,19 @@ void check_double_backward(second_order_case problem, arrangement order) {
 TEST_CASE_TEMPLATE("Double backward kernels give the gradients of what a backward pass gives", T, float, double,
                    bfloat16) {
   for (auto const order : {arrangement::nchw, arrangement::nhwc, arrangement::every_other}) {
-    check_double_backward<T>(second_order_case{{2, 0, 1}}, order);
+    check_double_backward<T, false>(second_order_case{{2, 0, 1}}, order);
     second_order_case alone{{3}};
-    check_double_backward<T>(alone, order);
+    check_double_backward<T, false>(alone, order);
     alone.has_u = false;
-    check_double_backward<T>(alone, order);
+    check_double_backward<T, false>(alone, order);
     alone.has_u = true, alone.has_ab = alone.has_gamma = false;
-    check_double_backward<T>(alone, order);
+    check_double_backward<T, false>(alone, order);
+    second_order_case with{{2, 0, 1}};
+    with.with_epilogue(0.25, true, true, true);
+    check_double_backward<T, true>(with, order);
+    with.zeroes = false;
+    check_double_backward<T, true>(with, order);
+    with.mask.clear(), with.has_residual = false, with.has_u = false;
+    check_double_backward<T, true>(with, order);
   }
 }

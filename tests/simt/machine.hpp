@@ -35,6 +35,7 @@ public:
   [[nodiscard]] std::uint32_t block() const;
   [[nodiscard]] std::uint32_t blocks() const;
 
+  void forget() const {} // nothing here is held in registers
   void barrier() const;
   [[nodiscard]] bool barrier_or(bool value) const;
   template <class V>

@@ -7,6 +7,7 @@
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/tensor_view.hpp>
 
 namespace syncnorm::cuda {
 
@@ -68,6 +69,15 @@ struct running_outputs {
 struct saved_statistics {
   double *mean = nullptr, *inv_std = nullptr;
   std::int64_t* count = nullptr;
+};
+
+/// The gradients with respect to what a backward pass gave: dx and dresidual `[N, C, S]`, and this rank's gradients of gamma
+/// and beta. Absent ones stand for 0.
+template <class T>
+struct second_order {
+  tensor_view<T const> dx{};
+  channel_values gamma_gradient{}, beta_gradient{};
+  tensor_view<T const> dresidual{};
 };
 
 /// Bytes of what a rank exchanges, [packet_header][values × C doubles]: two values forward (mean and m2) and backward

@@ -21,6 +21,12 @@ template <int Unroll, axis Axis, class Op, class T>
   return whole;
 }
 
+/// Whether elements that do not count are part of sums, too.
+template <class Op>
+inline constexpr bool sums_all = requires {
+  requires Op::sums_all;
+};
+
 /// Packs of a thread that are in flight at a time, and which of their elements count.
 template <class Op, int Unroll>
 struct batch {
@@ -29,7 +35,8 @@ struct batch {
   static constexpr unsigned full = (1u << pack_length<T>)-1;
 
   pack<T> in[Unroll][Op::inputs];
-  unsigned bits[Unroll];
+  unsigned bits[Unroll];    ///< of the elements that count
+  unsigned present[Unroll]; ///< of those that exist, where `sums_all<Op>`
 
   template <bool Whole, axis Axis, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T>& items) {
@@ -37,6 +44,7 @@ struct batch {
     for (int u = 0; u < Unroll; ++u) {
       spot const at = items.here();
       bits[u] = counted<Axis, T, Whole>(hw, op.mask, at);
+      if constexpr (sums_all<Op>) present[u] = counted<Axis, T, Whole>(hw, mask_view{}, at);
       op.template load<Axis, Whole>(hw, at, in[u]);
       items.advance();
     }
@@ -48,6 +56,20 @@ struct batch {
     return all == full;
   }
 };
+
+/// Adds element e of pack u.
+template <bool Full, class Op, int Unroll>
+SYNCNORM_DEVICE void add_element(Op const& op, typename Op::fine& to, typename Op::constants const& k,
+                                 batch<Op, Unroll> const& some, int u, int e) {
+  typename Op::element_type in[Op::inputs];
+  SYNCNORM_UNROLL
+  for (int i = 0; i < Op::inputs; ++i) in[i] = some.in[u][i].of[e];
+  bool const counts = Full || (some.bits[u] >> e & 1u) != 0;
+  if constexpr (sums_all<Op>)
+    op.add(to, k, in, counts, Full || (some.present[u] >> e & 1u) != 0);
+  else
+    op.add(to, k, in, counts);
+}
 
 /// Adds all items of a thread to `sums`: by batches of packs that are one access each, and others one after the other.
 template <axis Axis, class Op, class Sums, class T, class Hw>
@@ -103,12 +125,7 @@ private:
     SYNCNORM_UNROLL
     for (int u = 0; u < Unroll; ++u) {
       SYNCNORM_UNROLL
-      for (int e = 0; e < length; ++e) {
-        T in[Op::inputs];
-        SYNCNORM_UNROLL
-        for (int i = 0; i < Op::inputs; ++i) in[i] = some.in[u][i].of[e];
-        op_.add(fine_, constants_, in, Full || (some.bits[u] >> e & 1u) != 0);
-      }
+      for (int e = 0; e < length; ++e) add_element<Full>(op_, fine_, constants_, some, u, e);
     }
   }
   template <int Unroll>
@@ -202,12 +219,7 @@ private:
     SYNCNORM_UNROLL
     for (int u = 0; u < Unroll; ++u) {
       SYNCNORM_UNROLL
-      for (int e = 0; e < length; ++e) {
-        T in[Op::inputs];
-        SYNCNORM_UNROLL
-        for (int i = 0; i < Op::inputs; ++i) in[i] = some.in[u][i].of[e];
-        op_.add(fine_[e], constants_[e], in, Full || (some.bits[u] >> e & 1u) != 0);
-      }
+      for (int e = 0; e < length; ++e) add_element<Full>(op_, fine_[e], constants_[e], some, u, e);
     }
   }
   template <int Unroll>

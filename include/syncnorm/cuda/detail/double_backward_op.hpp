@@ -3,10 +3,12 @@
 #include <cstdint>
 
 #include <syncnorm/config.hpp>
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/channel_access.hpp>
+#include <syncnorm/cuda/detail/epilogue_math.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
 #include <syncnorm/cuda/detail/pack.hpp>
 #include <syncnorm/cuda/detail/packet_access.hpp>
@@ -19,7 +21,7 @@ struct double_backward_statistics {
   gathered_packets packets{};
   std::byte const* own = nullptr;
   saved_statistics saved{};
-  affine_values affine{};                           ///< gamma alone
+  affine_values affine{};
   channel_values gamma_gradient{}, beta_gradient{}; ///< the gradients with respect to those of gamma and beta
   channel_outputs to_gamma{};
   fault_report report{};
@@ -74,17 +76,21 @@ struct double_backward_statistics {
   }
 };
 
-/// to_dy = u·k₀ + d·k₁ + k₂ and to_x = u·k₃ + dy·k₄ + d·k₅ + k₆, where d = x − center.
-template <class T>
+/// to_dy = w·f′·(u·k₀ + d·k₁ + k₂ + v) and to_x = g·k₄ + m·(u·k₃ + d·k₅ + k₆), where d = x − center; m, w and g as in
+/// `batch_norm_double_backward`.
+template <class T, bool Epilogue>
 struct double_gradient_op {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = 3, outputs = 2, coefficients = 8, unroll = sizeof(T) == 2 ? 1 : 2, threads = 256;
-  static constexpr int resident[] = {2, sizeof(T) == 2 ? 1 : 2};
+  static constexpr int inputs = Epilogue ? 5 : 3, outputs = 2, coefficients = Epilogue ? 10 : 8;
+  static constexpr int unroll = Epilogue || sizeof(T) == 2 ? 1 : 2, threads = 256;
+  static constexpr int resident[] = {2, Epilogue ? 1 : 2};
 
-  tensor_view<T const> u, dy, x;  ///< u without data: 0
-  tensor_view<T> to_dy{}, to_x{}; ///< without data: not needed
-  mask_view mask{};
+  tensor_view<T const> u, dy, x, residual{}, v{}; ///< u, residual or v without data: 0
+  tensor_view<T> to_dy{}, to_x{};                 ///< without data: not needed
+  mask_view mask{};                               ///< of the positions that count
+  bool zeroes = false;                            ///< outputs that do not count are 0
+  A slope = 1;
   double_backward_statistics statistics{};
   cached use = cached::normally;
 
@@ -93,11 +99,12 @@ struct double_gradient_op {
   [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
     return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) && (u.data == nullptr || is_whole<Axis>(u, at)) &&
            (to_dy.data == nullptr || is_whole<Axis>(to_dy, at)) && (to_x.data == nullptr || is_whole<Axis>(to_x, at)) &&
+           (residual.data == nullptr || is_whole<Axis>(residual, at)) && (v.data == nullptr || is_whole<Axis>(v, at)) &&
            is_whole_mask<Axis, T>(mask, at);
   }
 
-  SYNCNORM_DEVICE void coefficients_of(double_backward_statistics::summary const& s, double gamma, double,
-                                       A (&k)[coefficients]) const {
+  SYNCNORM_DEVICE void coefficients_of(double_backward_statistics::summary const& s, double gamma,
+                                       [[maybe_unused]] double beta, A (&k)[coefficients]) const {
     double const pc = double_backward_statistics::per_count(s), r = s.inv_std, scale = gamma * r, rn = r * pc;
     A const center = static_cast<A>(s.mean);
     double const lost = s.mean - static_cast<double>(center);
@@ -113,6 +120,10 @@ struct double_gradient_op {
     k[5] = static_cast<A>(x_x);
     k[6] = static_cast<A>(x_shift - lost * x_x);
     k[7] = center;
+    if constexpr (Epilogue) {
+      auto const made = make_normalize_coefficients<A>(s.mean, r, gamma, beta);
+      k[8] = made.scale, k[9] = made.shift;
+    }
   }
   template <axis Axis, bool Whole, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
@@ -120,12 +131,29 @@ struct double_gradient_op {
     if (u.data != nullptr) in[0] = load_pack<Whole>(hw, address(u, at), step_of<Axis>(u), at.part, use);
     in[1] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
     in[2] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    if constexpr (Epilogue) {
+      in[3] = in[4] = pack<T>{};
+      if (residual.data != nullptr)
+        in[3] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
+      if (v.data != nullptr) in[4] = load_pack<Whole>(hw, address(v, at), step_of<Axis>(v), at.part, use);
+    }
   }
-  SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool, T (&out)[outputs]) const {
-    A const second = u.data == nullptr ? A{0} : static_cast<A>(in[0]);
-    A const g = static_cast<A>(in[1]), d = static_cast<A>(in[2]) - k[7];
-    out[0] = static_cast<T>(second * k[0] + (d * k[1] + k[2]));
-    out[1] = static_cast<T>(second * k[3] + (g * k[4] + (d * k[5] + k[6])));
+  SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], [[maybe_unused]] bool counts,
+                             T (&out)[outputs]) const {
+    A const second = u.data == nullptr ? A{0} : static_cast<A>(in[0]), d = static_cast<A>(in[2]) - k[7];
+    A g = static_cast<A>(in[1]), to_g = second * k[0] + (d * k[1] + k[2]);
+    A through = second * k[3] + (d * k[5] + k[6]);
+    if constexpr (Epilogue) {
+      A activated = d * k[8] + k[9];
+      if (residual.data != nullptr) activated += static_cast<A>(in[3]);
+      if (v.data != nullptr) to_g += static_cast<A>(in[4]);
+      bool const written = counts || !zeroes;
+      g = written ? activation_gradient(activated, g, slope) : A{0};
+      to_g = written ? activation_gradient(activated, to_g, slope) : A{0};
+      through = counts ? through : A{0};
+    }
+    out[0] = static_cast<T>(to_g);
+    out[1] = static_cast<T>(g * k[4] + through);
   }
   template <axis Axis, bool Whole, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {

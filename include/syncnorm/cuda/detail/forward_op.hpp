@@ -52,6 +52,7 @@ struct forward_statistics {
       return {load_value(hw, running.mean, c, 0), inv_std, held, 0};
     }
     incoming_packets const from{packets, channels, values};
+    SYNCNORM_UNROLL_FOUR
     for (int rank = 0; rank < from.ranks(); ++rank)
       all = merge(all, {from.count(hw, rank), from.value(hw, rank, 0, c), from.value(hw, rank, 1, c)});
     return summarize(all);

@@ -17,6 +17,9 @@ struct hardware {
   [[nodiscard]] static __device__ std::uint32_t block() { return blockIdx.x; }
   [[nodiscard]] static __device__ std::uint32_t blocks() { return gridDim.x; }
 
+  /// What was read from memory is read again: keeps a loop from holding it in registers.
+  static __device__ void forget() { asm volatile("" ::: "memory"); }
+
   static __device__ void barrier() { __syncthreads(); }
   [[nodiscard]] static __device__ bool barrier_or(bool value) { return __syncthreads_or(value ? 1 : 0) != 0; }
   template <class V>

@@ -24,10 +24,38 @@ struct map_arguments {
 
 /// The coefficients of a group's channels.
 template <class Op, axis Axis>
-struct map_storage {
+struct alignas(16) map_storage {
   using A = typename Op::A;
   static constexpr int width = Axis == axis::positions ? 1 : 8 * pack_length<typename Op::element_type>;
   A k[Op::coefficients][width];
+};
+
+/// The coefficients of a thread's channels. Those of a pack along channels are read anew for each batch: kept, they would take
+/// the registers by which loads are in flight.
+template <class Op, axis Axis>
+struct coefficient_set {
+  using A = typename Op::A;
+  static constexpr int sets = Axis == axis::positions ? 1 : pack_length<typename Op::element_type>;
+  A of[sets][Op::coefficients];
+
+  template <class Hw>
+  SYNCNORM_DEVICE void read(Hw const& hw, map_storage<Op, Axis> const& shared, int first) {
+    if constexpr (sets > 1) hw.forget();
+    SYNCNORM_UNROLL
+    for (int i = 0; i < Op::coefficients; ++i) {
+      if constexpr (sets == 1) {
+        of[0][i] = hw.load(&shared.k[i][0]);
+      } else {
+        constexpr int step = pack_length<A>;
+        SYNCNORM_UNROLL
+        for (int e = 0; e < sets; e += step) {
+          pack<A> const some = hw.load_pack(&shared.k[i][first + e], cached::normally);
+          SYNCNORM_UNROLL
+          for (int j = 0; j < step; ++j) of[e + j][i] = some.of[j];
+        }
+      }
+    }
+  }
 };
 
 /// Packs of a thread that are in flight at a time.
@@ -98,14 +126,16 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   bool const has_channel = hw.thread() < channels && channel < cut.channels;
   bool too_few = false;
   typename statistics_type::summary of_channel{};
+  A made[Op::coefficients]{};
   if (has_channel) {
     of_channel = statistics.merge_ranks(hw, cut.channels, channel);
     if constexpr (std::is_same_v<statistics_type, forward_statistics>) too_few = of_channel.count == 1;
-    A k[Op::coefficients];
     a.op.coefficients_of(of_channel, load_value(hw, statistics.affine.gamma, channel, 1),
-                         load_value(hw, statistics.affine.beta, channel, 0), k);
+                         load_value(hw, statistics.affine.beta, channel, 0), made);
+  }
+  if (hw.thread() < channels) {
     SYNCNORM_UNROLL
-    for (int i = 0; i < Op::coefficients; ++i) hw.store(&shared.k[i][hw.thread()], k[i]);
+    for (int i = 0; i < Op::coefficients; ++i) hw.store(&shared.k[i][hw.thread()], made[i]);
   }
   if (hw.barrier_or(disagree || too_few)) {
     if (block != 0) return;
@@ -118,22 +148,18 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
     statistics.count_pass(hw, groups, of_channel.count);
   }
 
-  constexpr int sets = batch_type::sets;
-  A k[sets][Op::coefficients];
   int const first = Axis == axis::positions ? 0 : hw.thread() % cut.lanes * length;
-  SYNCNORM_UNROLL
-  for (int e = 0; e < sets; ++e) {
-    SYNCNORM_UNROLL
-    for (int i = 0; i < Op::coefficients; ++i)
-      k[e][i] = items.channel() + e < cut.channels ? hw.load(&shared.k[i][first + e]) : A{0};
-  }
+  coefficient_set<Op, Axis> k;
+  if constexpr (Axis == axis::positions) k.read(hw, shared, first);
   while (items.inside()) {
     if (whole) {
-      some.template store<true>(hw, a.op, items, k);
+      if constexpr (Axis == axis::channels) k.read(hw, shared, first);
+      some.template store<true>(hw, a.op, items, k.of);
     } else {
       map_batch<Op, Axis, 1> one;
       one.template load<false>(hw, a.op, items);
-      one.template store<false>(hw, a.op, items, k);
+      if constexpr (Axis == axis::channels) k.read(hw, shared, first);
+      one.template store<false>(hw, a.op, items, k.of);
     }
     whole = all_whole<Op::unroll>(a.op, items);
     if (whole) some.template load<true>(hw, a.op, items);

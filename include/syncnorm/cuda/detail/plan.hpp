@@ -11,9 +11,6 @@
 
 namespace syncnorm::cuda::detail {
 
-/// Blocks of 256 threads that a multiprocessor holds at a time, by the registers that the kernels take.
-inline constexpr std::int64_t resident_blocks = 4;
-
 [[nodiscard]] constexpr std::int64_t up_to(std::int64_t value, std::int64_t unit) { return (value + unit - 1) / unit; }
 
 /// Along which axis the packs of a launch lie: what is contiguous.
@@ -58,22 +55,30 @@ template <class T>
   return cut;
 }
 
-/// Pieces of a group of a reduction at most, whose parts the last block puts together.
-inline constexpr std::int64_t most_pieces = 256;
+/// Pieces of a group of a reduction at most, whose parts the last block puts together, and blocks of one that a multiprocessor
+/// holds at most.
+inline constexpr std::int64_t most_pieces = 256, most_resident = 6;
+
+/// Blocks of `Op` that the device holds at a time, by the registers that they take.
+template <class Op>
+[[nodiscard]] std::int64_t wave_of(Op const& op, device_limits const& limits) {
+  static_assert(Op::resident[0] <= most_resident && Op::resident[1] <= most_resident);
+  return std::int64_t{Op::resident[static_cast<int>(axis_of(op.lead()))]} * limits.multiprocessors;
+}
 
 /// A reduction along channels is one wave of blocks, each with as many packs as it takes: what the blocks leave to be put
 /// together is a table of pieces × channels. Along positions it is a number for each piece: many short pieces, so that
 /// multiprocessors which are done early have something left to do. 16 packs a thread are 64 KB a block.
-template <class T>
-[[nodiscard]] geometry cut_for_reduction(tensor_view<T> const& lead, int threads, device_limits const& limits) {
-  std::int64_t const wave = resident_blocks * limits.multiprocessors;
-  return cut_tensor(lead, threads, axis_of(lead) == axis::channels ? wave : 4 * wave, 16, most_pieces);
+template <class Op>
+[[nodiscard]] geometry cut_for_reduction(Op const& op, int threads, device_limits const& limits) {
+  std::int64_t const wave = wave_of(op, limits);
+  return cut_tensor(op.lead(), threads, axis_of(op.lead()) == axis::channels ? wave : 4 * wave, 16, most_pieces);
 }
 
 /// Blocks of a map do not wait for each other. 8 packs a thread: 32 KB for each tensor.
-template <class T>
-[[nodiscard]] geometry cut_for_map(tensor_view<T> const& lead, int threads, device_limits const& limits) {
-  return cut_tensor(lead, threads, 8 * resident_blocks * limits.multiprocessors, 8, std::int64_t{1} << 20);
+template <class Op>
+[[nodiscard]] geometry cut_for_map(Op const& op, int threads, device_limits const& limits) {
+  return cut_tensor(op.lead(), threads, 8 * wave_of(op, limits), 8, std::int64_t{1} << 20);
 }
 
 /// Where in a workspace a launch of C channels finds what is its own.

@@ -32,13 +32,13 @@ template <class Op>
   workspace_layout const layout{work, op.lead().channels};
   reduce_arguments<Op> a{{}, op, make_outgoing(header, packet), layout.tickets, layout.partials};
   // Of a header with a fault the header alone is written.
-  if (header.fault[0] == '\0') a.cut = cut_for_reduction(op.lead(), threads, limits);
+  if (header.fault[0] == '\0') a.cut = cut_for_reduction(op, threads, limits);
   return a;
 }
 
 template <class Op>
 [[nodiscard]] map_arguments<Op> make_map(Op const& op, device_limits const& limits, int threads) {
-  return {cut_for_map(op.lead(), threads, limits), op};
+  return {cut_for_map(op, threads, limits), op};
 }
 
 /// Whether what a pass reads and writes is more than the cache holds, so that it is not kept.
@@ -110,26 +110,43 @@ template <class T, bool Epilogue>
   return op;
 }
 
-template <class T>
-[[nodiscard]] double_backward_sums_op<T>
+template <class T, bool Epilogue>
+[[nodiscard]] double_backward_sums_op<T, Epilogue>
 make_double_backward_sums(tensor_view<T const> u, tensor_view<T const> dy, tensor_view<T const> x,
+                          affine_values const& affine, batch_norm_epilogue<T> const& epilogue,
                           saved_statistics const& saved, channel_values const& gamma_gradient) {
-  double_backward_sums_op<T> op;
+  double_backward_sums_op<T, Epilogue> op;
   op.u = u, op.dy = dy, op.x = x;
   op.saved = saved;
   op.saved_count = saved.count;
+  op.affine = affine;
   op.gamma_gradient = gamma_gradient;
+  if constexpr (Epilogue) {
+    op.residual = epilogue.residual;
+    op.mask = epilogue.mask;
+    op.zeroes = epilogue.masked == masked_outputs::zero;
+    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
+  }
   return op;
 }
 
-template <class T>
-[[nodiscard]] double_gradient_op<T>
-make_double_gradient(tensor_view<T const> u, tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> to_dy,
-                     tensor_view<T> to_x, double_backward_statistics const& statistics) {
-  double_gradient_op<T> op;
+/// `v`: the gradient with respect to dresidual.
+template <class T, bool Epilogue>
+[[nodiscard]] double_gradient_op<T, Epilogue>
+make_double_gradient(tensor_view<T const> u, tensor_view<T const> v, tensor_view<T const> dy, tensor_view<T const> x,
+                     tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_epilogue<T> const& epilogue,
+                     double_backward_statistics const& statistics) {
+  double_gradient_op<T, Epilogue> op;
   op.u = u, op.dy = dy, op.x = x, op.to_dy = to_dy, op.to_x = to_x;
   op.statistics = statistics;
   op.use = use_of(x);
+  if constexpr (Epilogue) {
+    op.v = v;
+    op.residual = epilogue.residual;
+    op.mask = epilogue.mask;
+    op.zeroes = epilogue.masked == masked_outputs::zero;
+    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
+  }
   return op;
 }
 

@@ -148,8 +148,8 @@ template <class T, bool Epilogue>
 struct backward_sums_op : added_parts<2> {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 3 : 2, unroll = Epilogue ? 2 : 4, threads = 256;
-  static constexpr int resident[] = {sizeof(T) == 8 ? 2 : 3, Epilogue && sizeof(T) == 2 ? 1 : 2};
+  static constexpr int inputs = Epilogue ? 3 : 2, unroll = Epilogue ? (sizeof(T) == 2 ? 1 : 2) : 4, threads = 256;
+  static constexpr int resident[] = {sizeof(T) == 8 ? 2 : 3, 2};
   static constexpr bool pivoted = false;
 
   tensor_view<T const> dy, x, residual{}; ///< residual without data: none
@@ -222,23 +222,28 @@ struct backward_sums_op : added_parts<2> {
   }
 };
 
-/// Σ g, Σ g·X, Σ u, Σ u·X, Σ u·g where g is dy, u the gradient with respect to dx, and X = x − mean.
-template <class T>
+/// Σ g, Σ g·X, Σ m·u, Σ m·u·X, Σ u·g, where X = x − mean, and g = w·f′·dy, m, w and u are those of
+/// `batch_norm_double_backward`.
+template <class T, bool Epilogue>
 struct double_backward_sums_op : added_parts<5> {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = 3, unroll = 2, threads = 128;
-  static constexpr int resident[] = {6, sizeof(T) == 2 ? 2 : 3};
+  static constexpr int inputs = Epilogue ? 4 : 3, unroll = Epilogue ? 1 : 2, threads = 128;
+  static constexpr int resident[] = {Epilogue ? 4 : 6, sizeof(T) == 2 ? 2 : 3};
   static constexpr bool pivoted = false;
+  static constexpr bool sums_all = true; ///< elements that do not count are in some sums
 
-  tensor_view<T const> u, dy, x; ///< u without data: 0
+  tensor_view<T const> u, dy, x, residual{}; ///< u or residual without data: 0
+  mask_view mask{};                          ///< of the positions that count
+  bool zeroes = false;                       ///< outputs that do not count are 0
+  A slope = 1;
   saved_statistics saved{};
+  affine_values affine{};
   channel_values gamma_gradient{};
-  mask_view mask{};
   std::int64_t const* saved_count = nullptr;
 
   struct constants {
-    A center;
+    A center, scale, shift;
   };
   struct fine {
     A of[sums];
@@ -248,28 +253,44 @@ struct double_backward_sums_op : added_parts<5> {
   template <axis Axis>
   [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
     return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) && (u.data == nullptr || is_whole<Axis>(u, at)) &&
-           is_whole_mask<Axis, T>(mask, at);
+           (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const& hw, std::int64_t c) const {
-    return {static_cast<A>(hw.load(saved.mean + c))};
+    double const mean = hw.load(saved.mean + c);
+    if constexpr (!Epilogue) return {static_cast<A>(mean), 0, 0};
+    auto const k = make_normalize_coefficients<A>(mean, hw.load(saved.inv_std + c), load_value(hw, affine.gamma, c, 1),
+                                                  load_value(hw, affine.beta, c, 0));
+    return {k.center, k.scale, k.shift};
   }
+
   template <axis Axis, bool Whole, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = pack<T>{};
     if (u.data != nullptr) in[0] = load_pack<Whole>(hw, address(u, at), step_of<Axis>(u), at.part, cached::normally);
     in[1] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
     in[2] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+    if constexpr (Epilogue) {
+      in[3] = pack<T>{};
+      if (residual.data != nullptr)
+        in[3] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, cached::normally);
+    }
   }
   static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
-  SYNCNORM_DEVICE void add(fine& to, constants const& k, T const (&in)[inputs], bool counts_too) const {
-    if (!counts_too) return;
-    A const second = u.data == nullptr ? A{0} : static_cast<A>(in[0]), g = static_cast<A>(in[1]);
-    A const d = static_cast<A>(in[2]) - k.center;
+  SYNCNORM_DEVICE void add(fine& to, constants const& k, T const (&in)[inputs], bool counts_too, bool exists) const {
+    if (!exists) return;
+    A const second = u.data == nullptr ? A{0} : static_cast<A>(in[0]), d = static_cast<A>(in[2]) - k.center;
+    A g = static_cast<A>(in[1]), counted_second = second;
+    if constexpr (Epilogue) {
+      A v = d * k.scale + k.shift;
+      if (residual.data != nullptr) v += static_cast<A>(in[3]);
+      g = counts_too || !zeroes ? activation_gradient(v, g, slope) : A{0};
+      counted_second = counts_too ? second : A{0};
+    }
     to.of[0] += g;
     to.of[1] += g * d;
-    to.of[2] += second;
-    to.of[3] += second * d;
+    to.of[2] += counted_second;
+    to.of[3] += counted_second * d;
     to.of[4] += second * g;
   }
   static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums], std::int64_t) {

@@ -1,0 +1,87 @@
+#include <algorithm>
+#include <cstdint>
+
+#include <doctest/doctest.h>
+
+#include <host/tensors.hpp>
+#include <syncnorm/cuda/detail/prepare.hpp>
+#include <syncnorm/cuda/workspace.hpp>
+
+namespace {
+
+using namespace syncnorm;
+namespace gpu = syncnorm::cuda::detail;
+using gpu::axis;
+
+constexpr cuda::device_limits limits{132, 227 * 1024};
+
+// Tensors that nobody accesses.
+float const* const far = reinterpret_cast<float const*>(std::uintptr_t{1} << 44);
+
+constexpr test::extents all[] = {
+    {64, 256, 56 * 56}, {8192, 4096, 1}, {32, 512, 28 * 28}, {1, 1, 1},          {3, 5, 7},
+    {1, 3, 1000000},    {4000000, 3, 1}, {2, 100000, 4},     {70000, 64, 1000},  {1, 1, std::int64_t{5} << 30},
+    {0, 7, 5},          {7, 5, 0},       {1, 1 << 30, 1},    {9, 17, 33 * 1000},
+};
+
+template <class Op>
+void check_cut(Op const& op, gpu::geometry const& cut, std::int64_t parts) {
+  auto const items = cut.items();
+  CHECK(cut.pieces >= 1);
+  CHECK(cut.pieces * cut.per_piece >= items);
+  CHECK((cut.pieces - 1) * cut.per_piece <= std::max<std::int64_t>(0, items - 1));
+  std::int64_t const wide = gpu::axis_of(op.lead()) == axis::positions ? 1 : cut.lanes * gpu::pack_length<float>;
+  CHECK(cut.groups * wide >= op.lead().channels);
+  CHECK(std::int64_t{cut.groups} * cut.pieces < std::int64_t{1} << 31);
+  if (parts == 0 || cut.pieces == 1) return;
+  auto const left = std::int64_t{cut.groups} * cut.pieces * parts * (wide == 1 ? 1 : 8 * gpu::pack_length<float>);
+  CHECK(gpu::workspace_layout::ticket_bytes(op.lead().channels) + 8 * static_cast<std::size_t>(left) <=
+        cuda::workspace_bytes(op.lead().channels, limits));
+}
+
+} // namespace
+
+TEST_CASE("Cuts cover every element of any extents, and the workspace has room for what they leave") {
+  for (auto const& e : all)
+    for (bool const last : {false, true}) {
+      INFO(test::name_of(e));
+      auto const x = last ? nhwc(far, e.n, e.c, e.s) : nchw(far, e.n, e.c, e.s);
+      gpu::moments_op<float> const moments{x};
+      check_cut(moments, gpu::cut_for_reduction(moments, 256, limits), moments.parts);
+      gpu::double_backward_sums_op<float, false> const sums{{}, {}, x, x, x};
+      check_cut(sums, gpu::cut_for_reduction(sums, 128, limits), sums.parts);
+      gpu::normalize_op<float, false> map;
+      map.x = x;
+      check_cut(map, gpu::cut_for_map(map, 256, limits), 0);
+    }
+}
+
+TEST_CASE("The last piece of tensors beyond 2^31 elements ends with their last element") {
+  for (auto const& x : {nchw(far, 70000, 64, 1000), nchw(far + 1, 70001, 64, 999), nhwc(far, 70000, 64, 1000),
+                        nhwc(far, 1, 4, std::int64_t{3} << 30)}) {
+    gpu::moments_op<float> const op{x};
+    auto const cut = gpu::cut_for_reduction(op, 256, limits);
+    bool const rows = gpu::axis_of(x) == axis::positions;
+    std::int64_t count = 0, farthest = 0;
+    bool inside = true;
+    auto const visit = [&](auto walk) {
+      for (; walk.inside(); walk.advance()) {
+        auto const at = walk.here();
+        if (at.part.last <= at.part.first) continue;
+        count += at.part.last - at.part.first;
+        auto const first = gpu::address(x, at) + at.part.first;
+        inside = inside && first >= x.data && at.part.last <= 4;
+        farthest = std::max<std::int64_t>(farthest, gpu::address(x, at) - x.data + at.part.last);
+      }
+    };
+    for (int thread = 0; thread < 256; ++thread)
+      if (rows)
+        visit(gpu::walk<axis::positions, float>{cut, x, cut.groups - 1, cut.pieces - 1, thread, 256});
+      else
+        visit(gpu::walk<axis::channels, float>{cut, x, cut.groups - 1, cut.pieces - 1, thread, 256});
+    CHECK(inside);
+    CHECK(farthest == x.size());
+    auto const items = cut.items() - (cut.pieces - 1) * cut.per_piece;
+    if (!rows) CHECK(count == items * std::min<std::int64_t>(x.channels, cut.lanes * 4));
+  }
+}
