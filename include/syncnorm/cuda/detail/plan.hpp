@@ -62,8 +62,8 @@ inline constexpr std::int64_t most_pieces = 256, most_resident = 6;
 /// Blocks of `Op` that the device holds at a time, by the registers that they take.
 template <class Op>
 [[nodiscard]] std::int64_t wave_of(Op const& op, device_limits const& limits) {
-  static_assert(Op::resident[0] <= most_resident && Op::resident[1] <= most_resident);
-  return std::int64_t{Op::resident[static_cast<int>(axis_of(op.lead()))]} * limits.multiprocessors;
+  std::int64_t const resident = Op::resident[static_cast<int>(axis_of(op.lead()))];
+  return std::min(resident, most_resident) * limits.multiprocessors;
 }
 
 /// A reduction along channels is one wave of blocks, each with as many packs as it takes: what the blocks leave to be put
