@@ -98,6 +98,14 @@ struct compiled_kernels {
   static void backward_alone(Arguments const&... arguments) {
     kernels_of<T>::backward_alone(arguments...);
   }
+  template <class T, class... Arguments>
+  static void double_backward_reduce(Arguments const&... arguments) {
+    kernels_of<T>::double_backward_reduce(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void double_backward_elemt(Arguments const&... arguments) {
+    kernels_of<T>::double_backward_elemt(arguments...);
+  }
 };
 
 } // namespace test

@@ -131,6 +131,41 @@ struct simt_kernels {
                       stream);
   }
 
+  template <class T>
+  static void double_backward_reduce(gpu::second_order<T> const& second, syncnorm::tensor_view<T const> dy,
+                                     syncnorm::tensor_view<T const> x, gpu::affine_values const& affine,
+                                     syncnorm::batch_norm_epilogue<T> const& epilogue,
+                                     gpu::saved_statistics const& saved, syncnorm::detail::packet_header const& header,
+                                     std::byte* packet, gpu::workspace const& work, gpu::device_limits const& limits,
+                                     cudaStream_t stream) {
+    auto const with = [&]<bool Epilogue>(std::bool_constant<Epilogue>) {
+      reduce(gpu::detail::make_reduction(gpu::detail::make_double_backward_sums<T, Epilogue>(
+                                             second.dx, dy, x, affine, epilogue, saved, second.gamma_gradient),
+                                         header, packet, work, limits, threads),
+             stream);
+    };
+    epilogue.does_something() ? with(std::true_type{}) : with(std::false_type{});
+  }
+
+  template <class T>
+  static void
+  double_backward_elemt(gpu::second_order<T> const& second, syncnorm::tensor_view<T const> dy,
+                        syncnorm::tensor_view<T const> x, syncnorm::tensor_view<T> to_dy, syncnorm::tensor_view<T> to_x,
+                        gpu::affine_values const& affine, syncnorm::batch_norm_epilogue<T> const& epilogue,
+                        gpu::saved_statistics const& saved, gpu::gathered_packets const& packets, std::byte const* own,
+                        gpu::channel_outputs const& gamma_gradient, gpu::fault_report const& report,
+                        gpu::device_limits const& limits, cudaStream_t stream) {
+    gpu::detail::double_backward_statistics const statistics{
+        packets, own, saved, affine, second.gamma_gradient, second.beta_gradient, gamma_gradient, report};
+    auto const with = [&]<bool Epilogue>(std::bool_constant<Epilogue>) {
+      map(gpu::detail::make_map(gpu::detail::make_double_gradient<T, Epilogue>(second.dx, second.dresidual, dy, x,
+                                                                               to_dy, to_x, epilogue, statistics),
+                                limits, threads),
+          stream);
+    };
+    epilogue.does_something() ? with(std::true_type{}) : with(std::false_type{});
+  }
+
 private:
   template <class T>
   static void map_normalize(syncnorm::tensor_view<T const> x, syncnorm::tensor_view<T> y,

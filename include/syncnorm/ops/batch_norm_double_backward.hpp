@@ -16,16 +16,7 @@
 
 namespace syncnorm {
 
-/// The gradients of a loss with respect to what a backward pass gave: dx `[N, C, S]`, this rank's gradients of gamma and
-/// beta `[C]`, and the gradient of the residual `[N, C, S]`. A default view and empty spans stand for 0.
-template <class T, class P>
-struct batch_norm_second_order {
-  tensor_view<T const> dx{};
-  std::span<P const> gamma_gradient{}, beta_gradient{};
-  tensor_view<T const> dresidual{};
-};
-
-/// The same of a backward pass over K micro-batches: of dx and dresidual none, or one for each.
+/// `batch_norm_second_order` of a backward pass over K micro-batches: of dx and dresidual none, or one for each.
 template <class T, class P>
 struct batch_norm_second_order_batches {
   std::span<tensor_view<T const> const> dx{};

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
 #include <syncnorm/ops/detail/packet_exchange.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
@@ -38,6 +40,15 @@ struct batch_norm_backward_options {
   /// Off: the sums are this rank's alone, as if the other ranks' gradients were zero, and the call is not collective;
   /// for the steps of a gradient accumulation but the last. The same on every rank.
   bool exchange = true;
+};
+
+/// The gradients of a loss with respect to what a backward pass gave: dx `[N, C, S]`, this rank's gradients of gamma and
+/// beta `[C]`, and the gradient of the residual `[N, C, S]`. A default view and empty spans stand for 0.
+template <class T, class P>
+struct batch_norm_second_order {
+  tensor_view<T const> dx{};
+  std::span<P const> gamma_gradient{}, beta_gradient{};
+  tensor_view<T const> dresidual{};
 };
 
 /// What a forward pass leaves for its backward pass, besides x.

@@ -12,6 +12,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/backward.cuh>
+#include <syncnorm/cuda/double_backward.cuh>
 #include <syncnorm/cuda/forward.cuh>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
@@ -50,6 +51,14 @@ struct gpu_kernels {
   template <class T, class... Arguments>
   static void backward_alone(Arguments const&... arguments) {
     cuda::backward_alone<T, Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void double_backward_reduce(Arguments const&... arguments) {
+    cuda::double_backward_reduce<T, Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void double_backward_elemt(Arguments const&... arguments) {
+    cuda::double_backward_elemt<T, Architectures>(arguments...);
   }
 };
 

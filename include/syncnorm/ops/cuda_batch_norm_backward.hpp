@@ -79,7 +79,7 @@ void backward(C const& comm, tensor_view<T const> dy, tensor_view<T const> x, te
         dy, x, dx, dresidual, values_of(affine), done, saved.statistics(), packets, workspace.own().data(),
         affine_outputs{outputs_of(gradients.gamma), outputs_of(gradients.beta)}, report, workspace.limits(), stream);
   };
-  exchange_packets(comm, workspace, own, stream, local, apply);
+  exchange_packets(comm, workspace, workspace.own(), workspace.all(), own, stream, local, apply);
 }
 
 } // namespace syncnorm::cuda::detail

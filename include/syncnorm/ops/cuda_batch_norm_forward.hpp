@@ -48,15 +48,16 @@ void require_capturable(C const& comm, std::string_view pass, bool agreed, cudaS
                                                      "agreed: call prepare(stream) on every rank first"};
 }
 
-/// Exchanges the packets of a pass, in which the ranks agree beforehand if they have not yet: local(header), an allgather,
-/// then apply(packets). Of a header with a fault, `local` writes the header alone.
+/// Exchanges the packets `from` of a pass into `to`, in which the ranks agree beforehand if they have not yet: local(header), an
+/// allgather, then apply(packets). Of a header with a fault, `local` writes the header alone.
 template <communicator C, class Local, class Apply>
-void exchange_packets(C const& comm, batch_norm_workspace& workspace, syncnorm::detail::packet_header const& own,
-                      cudaStream_t stream, Local const& local, Apply const& apply) {
+void exchange_packets(C const& comm, batch_norm_workspace& workspace, std::span<std::byte const> from,
+                      std::span<std::byte> to, syncnorm::detail::packet_header const& own, cudaStream_t stream,
+                      Local const& local, Apply const& apply) {
   if (!workspace.agreed()) workspace.agree(comm, own, stream);
   local(own);
-  syncnorm::allgather(comm, std::span<std::byte const>{workspace.own()}, workspace.all(), stream);
-  apply(gathered_packets{workspace.all().data(), syncnorm::size(comm)});
+  syncnorm::allgather(comm, from, to, stream);
+  apply(gathered_packets{to.data(), syncnorm::size(comm)});
   workspace.raise();
 }
 
@@ -119,7 +120,7 @@ void forward(C const& comm, tensor_view<T const> x, tensor_view<T> y, affine_par
   if (wrong) x = {nullptr, 0, std::max<std::int64_t>(channels, 0), 0}, y = {nullptr, 0, x.channels, 0}, affine = {};
   auto const done = wrong ? batch_norm_epilogue<T>{} : epilogue;
   exchange_packets(
-      comm, workspace, own, stream,
+      comm, workspace, workspace.own(), workspace.all(), own, stream,
       [&](auto const& header) {
         Kernels::template local_moments<T>(x, done.mask, header, workspace.own().data(), workspace.work(),
                                            workspace.limits(), stream);

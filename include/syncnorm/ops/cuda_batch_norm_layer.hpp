@@ -15,6 +15,7 @@
 #include <syncnorm/cuda/workspace.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_double_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
@@ -82,6 +83,17 @@ public:
     detail::backward<Kernels, T, P>(comm_, dy, x, dx, dresidual, affine(), {gamma_grad_, beta_grad_}, epilogue, options,
                                     saved_, workspace_, stream);
   }
+
+  /// The gradients of the latest backward pass, whose x, dy and epilogue these have to be; adds to the gradient of gamma. As
+  /// `batch_norm_double_backward` on the host. The first one allocates, unless `reserve_double_backward` has.
+  void double_backward(batch_norm_second_order<T, P> const& second, tensor_view<T const> x, tensor_view<T const> dy,
+                       tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_backward_options const& options,
+                       batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
+    detail::double_backward<Kernels, T, P>(comm_, second, dy, x, to_dy, to_x, affine(), gamma_grad_, epilogue, options,
+                                           saved_, workspace_, stream);
+  }
+  /// Allocates what double backward passes exchange: seven numbers a channel and rank.
+  void reserve_double_backward() { workspace_.reserve_double_backward(); }
 
   /// Throws what has failed in passes so far, as far as it is known on this rank, and in the communicator. Does not wait.
   void check() {

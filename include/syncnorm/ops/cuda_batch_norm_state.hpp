@@ -84,6 +84,19 @@ public:
     return {all_, packet_bytes(channels_) * static_cast<std::size_t>(ranks_)};
   }
 
+  /// The same of double backward passes, whose packets have more values a channel; empty before `reserve_double_backward`.
+  [[nodiscard]] std::span<std::byte> double_own() const { return {double_memory_.data(), double_bytes_}; }
+  [[nodiscard]] std::span<std::byte> double_all() const {
+    return {double_memory_.data() + double_bytes_, double_bytes_ * static_cast<std::size_t>(ranks_)};
+  }
+  /// Local; allocates, once.
+  void reserve_double_backward() {
+    if (double_bytes_ != 0) return;
+    auto const bytes = packet_bytes(channels_, 7);
+    double_memory_ = detail::device_memory{bytes * static_cast<std::size_t>(1 + ranks_)};
+    double_bytes_ = bytes;
+  }
+
   /// Whether the ranks are known to have this number of channels.
   [[nodiscard]] bool agreed() const noexcept { return agreed_; }
 
@@ -133,7 +146,8 @@ private:
   int device_ = 0;
   device_limits limits_;
   detail::pass_report report_;
-  detail::device_memory memory_;
+  detail::device_memory memory_, double_memory_;
+  std::size_t double_bytes_ = 0;
   std::byte *own_ = nullptr, *all_ = nullptr, *heads_ = nullptr;
   workspace work_;
 };
