@@ -220,6 +220,10 @@ TEST_CASE("another device than that of the layer, and a device that fails") {
   CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
           step.backward(layer, on);
         }).find("there was no forward pass") != std::string::npos);
+  layer_over<syncnorm::self_communicator> reducing{{}, 3, {.norm = {.exchange = syncnorm::exchange_policy::reduce}}};
+  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+          step.forward(reducing, on);
+        }).find("on a device ranks only gather") != std::string::npos);
   fake_cuda::fail_next("cudaMalloc", cudaErrorMemoryAllocation);
   CHECK_THROWS_AS((layer_over<syncnorm::self_communicator>{{}, 3}), syncnorm::cuda_error);
   step.forward(layer, on);

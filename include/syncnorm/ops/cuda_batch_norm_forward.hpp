@@ -91,6 +91,8 @@ void forward(C const& comm, tensor_view<T const> x, tensor_view<T> y, affine_par
   check.values(affine.gamma, "gamma", channels);
   check.values(affine.beta, "beta", channels);
   check.options(options, running, channels);
+  check.require(options.exchange != exchange_policy::reduce,
+                [] { return "the exchange policy is reduce, but on a device ranks only gather"; });
   check.values(running.mean, "running_mean", channels);
   check.values(running.var, "running_var", channels);
   if (running.num_batches_tracked != nullptr) check.memory(running.num_batches_tracked, "num_batches_tracked");
