@@ -71,3 +71,32 @@ TEST_CASE_TEMPLATE("streamed vectors are the stored ones", T, float16, bfloat16)
   CHECK(std::memcmp(stored.data(), streamed.data(), sizeof stored) == 0);
   static_assert(!vectors::can_stream<T> == !vectors::can_stream<float>);
 }
+
+TEST_CASE_TEMPLATE("two vectors at once are converted as single elements are", T, float16, bfloat16) {
+  constexpr unsigned lanes = vectors::native_lanes<float>;
+  using vector = vectors::vector_t<float, static_cast<int>(lanes)>;
+  alignas(64) std::array<T, 2 * lanes> streamed{};
+  std::array<T, 2 * lanes + 1> stored{};
+  int wrong = 0;
+  // Upper halves of all kinds, beside lower halves about none, a tie and all but one; what is no number in either vector,
+  // in both, and in none.
+  for (unsigned const low : {0U, 1U, 0x7fffU, 0x8000U, 0x8001U, 0xffffU})
+    for (unsigned first = 0; first < 65536; first += lanes)
+      for (unsigned const other : {first, first ^ 0x4000U}) {
+        std::array<float, 2 * lanes> values;
+        for (unsigned i = 0; i < lanes; ++i) {
+          values[i] = std::bit_cast<float>((first + i) << 16 | low);
+          values[lanes + i] = std::bit_cast<float>((other + i) << 16 | low);
+        }
+        std::array<vector, 2> v;
+        std::memcpy(v.data(), values.data(), sizeof v);
+        vectors::stream_two<static_cast<int>(lanes)>(streamed.data(), v[0], v[1]);
+        vectors::stream_fence();
+        vectors::store_two<static_cast<int>(lanes)>(stored.data() + 1, v[0], v[1]);
+        for (unsigned i = 0; i < 2 * lanes; ++i) {
+          auto const expected = T{values[i]}.bits();
+          wrong += (streamed[i].bits() != expected) + (stored[i + 1].bits() != expected);
+        }
+      }
+  CHECK(wrong == 0);
+}

@@ -209,8 +209,7 @@ private:
       if (streams[j]) {
         stream_two<L>(to[j] + i, v0[j], v1[j]);
       } else if (to[j] != nullptr) {
-        store<L>(to[j] + i, v0[j]);
-        store<L>(to[j] + i + L, v1[j]);
+        store_two<L>(to[j] + i, v0[j], v1[j]);
       }
   }
 

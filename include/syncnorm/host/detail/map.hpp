@@ -214,8 +214,7 @@ private:
     if constexpr (Stream) {
       stream_two<L>(to, v0, v1);
     } else {
-      store<L>(to, v0);
-      store<L>(to + L, v1);
+      store_two<L>(to, v0, v1);
     }
   }
 

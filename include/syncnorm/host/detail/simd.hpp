@@ -131,14 +131,39 @@ template <class Vector, std::size_t... I>
   return __builtin_shufflevector(a, b, I...);
 }
 
+/// The bits of two vectors one after the other.
+template <class T, int Lanes>
+requires packs<T>
+[[nodiscard]] inline auto pack_two(vector_t<accumulate_t<T>, Lanes> const& v0,
+                                   vector_t<accumulate_t<T>, Lanes> const& v1) {
+#if defined(__AVX512BW__)
+  if constexpr (narrows_two<format_of<T>, Lanes>)
+    return narrow_two_bfloat16(v0, v1);
+  else
+#endif
+    return join(pack<T, Lanes>(v0), pack<T, Lanes>(v1), std::make_index_sequence<2 * Lanes>{});
+}
+
 /// Two vectors one after the other: as one, where they fill a register together. Aligned to that.
 template <int Lanes, class T>
 inline void stream_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0, vector_t<accumulate_t<T>, Lanes> const& v1) {
   if constexpr (can_stream<T> && stream_lanes<T> == 2 * Lanes) {
-    stream_bits(to, join(pack<T, Lanes>(v0), pack<T, Lanes>(v1), std::make_index_sequence<2 * Lanes>{}));
+    stream_bits(to, pack_two<T, Lanes>(v0, v1));
   } else {
     stream<Lanes>(to, v0);
     stream<Lanes>(to + Lanes, v1);
+  }
+}
+
+/// The same through the cache, of any alignment.
+template <int Lanes, class T>
+inline void store_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0, vector_t<accumulate_t<T>, Lanes> const& v1) {
+  if constexpr (narrows_two<format_of<T>, Lanes>) {
+    auto const packed = pack_two<T, Lanes>(v0, v1);
+    std::memcpy(static_cast<void*>(to), &packed, sizeof packed);
+  } else {
+    store<Lanes>(to, v0);
+    store<Lanes>(to + Lanes, v1);
   }
 }
 
