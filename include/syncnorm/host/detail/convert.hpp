@@ -111,7 +111,8 @@ template <__mmask32 Kept, class Source>
     rounded0 = _mm512_mask_or_epi32(rounded0, _mm512_cmp_ps_mask(real0, real0, _CMP_UNORD_Q), all0, quiet);
     rounded1 = _mm512_mask_or_epi32(rounded1, _mm512_cmp_ps_mask(real1, real1, _CMP_UNORD_Q), all1, quiet);
   }
-  auto const mixed = _mm512_mask_mov_epi16(_mm512_maskz_srli_epi32(0xffff, rounded0, 16), 0xaaaaaaaaU, rounded1);
+  auto const upper = _mm512_set1_epi32(static_cast<int>(0xffff0000U)); // of which the halves of the second are taken
+  auto const mixed = _mm512_ternarylogic_epi32(upper, rounded1, _mm512_maskz_srli_epi32(0xffff, rounded0, 16), 0xca);
   return reinterpret<bits16<32>>(permute_words<0xffffffffU>(mixed, [](int i) { return i < 16 ? 2 * i : 2 * i - 31; }));
 }
 

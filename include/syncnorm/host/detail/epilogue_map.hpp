@@ -185,10 +185,14 @@ private:
   }
 
   template <int L, class K>
-  [[nodiscard]] results<L> compute(pointers const& from, std::int64_t i, K const& k) const {
+  [[nodiscard]] static results<L> compute(Op const& op, pointers const& from, std::int64_t i, K const& k) {
     std::array<vector_t<A, L>, inputs> v;
     for (std::size_t j = 0; j < inputs; ++j) v[j] = load<L>(from[j] + i);
-    return op_.apply(v, k.template get<L>(i), k.template counted<L>(i));
+    return op.apply(v, k.template get<L>(i), k.template counted<L>(i));
+  }
+  template <int L, class K>
+  [[nodiscard]] results<L> compute(pointers const& from, std::int64_t i, K const& k) const {
+    return compute<L>(op_, from, i, k);
   }
 
   template <int L>
@@ -259,29 +263,37 @@ private:
       i = head;
     }
     if (streaming || n < L) {
-      vectors(from, to, i, n, k, further, fetch, streams);
+      i = vectors(from, to, i, n, k, further, fetch, streams);
       some(from, to, i, n - i, k);
       return;
     }
     // The last vector may overlap the one before it, which in place overwrites what it reads.
     auto const last = compute<L>(from, n - L, k);
-    vectors(from, to, i, n, k, further, fetch, streams);
+    i = vectors(from, to, i, n, k, further, fetch, streams);
     if (i < n) put<L>(to, n - L, last, {});
   }
 
-  /// All whole vectors from `i` on.
+  /// All whole vectors from `i` on; returns where they end. What it is given and the op are copies, which stay in
+  /// registers: of anything else the compiler must suppose that an element that is written changes it.
   template <class K>
-  void vectors(pointers const& from, targets const& to, std::int64_t& i, std::int64_t n, K const& k,
-               std::array<std::int64_t, inputs> const& further, bool fetch,
-               std::array<bool, outputs> const& streams) const {
+  [[nodiscard]] std::int64_t vectors(pointers const given_from, targets const given_to, std::int64_t i, std::int64_t n,
+                                     K const given_k, std::array<std::int64_t, inputs> const given_further, bool fetch,
+                                     std::array<bool, outputs> const given_streams) const {
     constexpr int L = native_lanes<A>;
+    auto const op = op_;
+    auto const from = given_from;
+    auto const to = given_to;
+    auto const k = given_k;
+    auto const further = given_further;
+    auto const streams = given_streams;
     for (; i + 2 * L <= n; i += 2 * L) {
       if (fetch)
         for (std::size_t j = 0; j < inputs; ++j) prefetch<2 * L, 2>(from[j], i + further[j]);
-      auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
+      auto const v0 = compute<L>(op, from, i, k), v1 = compute<L>(op, from, i + L, k);
       put_two<L>(to, i, v0, v1, streams);
     }
-    for (; i + L <= n; i += L) put<L>(to, i, compute<L>(from, i, k), streams);
+    for (; i + L <= n; i += L) put<L>(to, i, compute<L>(op, from, i, k), streams);
+    return i;
   }
 
   Op op_;
