@@ -1,11 +1,13 @@
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/core/half.hpp>
 
 #include <ops/power_norm_run.hpp>
 
@@ -35,4 +37,57 @@ TEST_CASE_TEMPLATE("power norm of one rank needs no group", T, float, double) {
     test::power_norm_data<T> const data{c};
     for (auto const& failure : test::run_power_norm(data, syncnorm::self_communicator{})) FAIL_CHECK(failure);
   }
+}
+
+TEST_CASE_TEMPLATE("power norm of 16-bit elements is that of the same elements in float, rounded", T, syncnorm::float16,
+                   syncnorm::bfloat16) {
+  using syncnorm::thread_communicator;
+  constexpr double rounding = std::is_same_v<T, syncnorm::float16> ? 0x1p-11 : 0x1p-8; // of the last bit that is kept
+  for (auto const order : {test::layout::nchw, test::layout::nhwc})
+    for (std::int64_t const groups : {0, 2})
+      syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
+        // One rank has no samples; the warm-up ends after two of the four steps.
+        std::int64_t const samples = comm.rank() == 1 ? 0 : 2 + comm.rank(), channels = 6, spatial = 7;
+        syncnorm::power_norm_layer_options const options{.norm = {.warmup_iters = 2, .groups = groups}};
+        syncnorm::power_norm<T, thread_communicator> layer{comm, channels, options};
+        syncnorm::power_norm<float, thread_communicator> twin{comm, channels, options};
+        auto const make = [&]<class V>(V) { return test::owned_tensor<V>{order, samples, channels, spatial}; };
+        auto x = make(T{}), dy = make(T{}), out = make(T{});
+        auto wide_x = make(0.0F), wide_dy = make(0.0F), wide_out = make(0.0F);
+        std::vector<std::uint8_t> mask(static_cast<std::size_t>(samples * spatial), 1);
+        for (std::size_t i = 0; i < mask.size(); i += 3) mask[i] = 0;
+        auto const each = [&](auto const& f) {
+          for (std::int64_t n = 0; n < samples; ++n)
+            for (std::int64_t c = 0; c < channels; ++c)
+              for (std::int64_t s = 0; s < spatial; ++s) f(n, c, s);
+        };
+        auto const compare = [&] {
+          each([&](auto n, auto c, auto s) {
+            double const expected = wide_out.view(n, c, s);
+            double const error = std::abs(syncnorm::as_double(out.view(n, c, s)) - expected);
+            CHECK(error <= rounding * std::abs(expected) + 1e-5);
+          });
+        };
+        std::uint64_t drawn = static_cast<std::uint64_t>(comm.rank()) << 20;
+        for (int step = 0; step < 4; ++step) {
+          each([&](auto n, auto c, auto s) {
+            x.view(n, c, s) = syncnorm::from_double<T>(test::noise(1, ++drawn));
+            dy.view(n, c, s) = syncnorm::from_double<T>(test::noise(2, drawn));
+            wide_x.view(n, c, s) = static_cast<float>(x.view(n, c, s));
+            wide_dy.view(n, c, s) = static_cast<float>(dy.view(n, c, s));
+          });
+          auto const counts = syncnorm::mask_of(mask.data(), samples, spatial);
+          layer.forward(x.view, out.view, counts);
+          twin.forward(wide_x.view, wide_out.view, counts);
+          compare();
+          layer.backward(x.view, dy.view, out.view);
+          twin.backward(wide_x.view, wide_dy.view, wide_out.view);
+          compare();
+        }
+        for (std::size_t c = 0; c < static_cast<std::size_t>(channels); ++c) {
+          CHECK(std::abs(layer.running_phi()[c] - twin.running_phi()[c]) <= 1e-5 * twin.running_phi()[c]);
+          CHECK(std::abs(layer.ema_gz()[c] - twin.ema_gz()[c]) <= 1e-5);
+          CHECK(std::abs(layer.gamma_grad()[c] - twin.gamma_grad()[c]) <= 1e-3);
+        }
+      });
 }
