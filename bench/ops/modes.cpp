@@ -1,0 +1,128 @@
+// batch_norm on one rank over micro-batches by one statistic, and double backward, beside the floor of their bytes.
+
+#include <array>
+#include <cstdint>
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <omp.h>
+
+#include <syncnorm/host/openmp.hpp>
+
+#include "support/floor.hpp"
+#include "support/harness.hpp"
+#include "support/passes.hpp"
+
+namespace {
+
+int threads = 2;
+
+template <class T>
+using layer_of = syncnorm::batch_norm<T, syncnorm::self_communicator, syncnorm::host::openmp_executor>;
+
+template <class T>
+[[nodiscard]] std::shared_ptr<layer_of<T>> make_layer(bench::row_key const& key) {
+  return std::make_shared<layer_of<T>>(syncnorm::self_communicator{}, key.shape[1],
+                                       syncnorm::batch_norm_layer_options{}, syncnorm::host::openmp_executor{threads});
+}
+
+/// Passes over four micro-batches, which are the samples of one tensor; the floor is that of the whole tensor.
+template <class T>
+void add_micro_batches(std::vector<bench::row>& rows, std::string const& layout, std::array<std::int64_t, 3> shape) {
+  for (std::string const op : {"forward", "backward"}) {
+    bench::row_key const key{op + "+4_batches", layout, bench::type_name<T>(), shape, "self", 1, threads};
+    auto const make = [=] {
+      auto const data = bench::make_tensors<T>(key);
+      auto const steps = bench::iterations_for(bench::floor_bytes<T>(key));
+      auto const ours = [=] {
+        auto const layer = make_layer<T>(key);
+        auto const has_run = std::make_shared<bool>(false);
+        return [=](int) {
+          auto const& tensor = data->front();
+          constexpr std::size_t batches = 4;
+          auto const length = key.shape[0] / static_cast<std::int64_t>(batches);
+          std::array<syncnorm::tensor_view<T const>, batches> x, dy;
+          std::array<syncnorm::tensor_view<T>, batches> out;
+          for (std::size_t k = 0; k < batches; ++k) {
+            auto const first = static_cast<std::int64_t>(k) * length;
+            x[k] = bench::view_of(key, tensor.x).sample_range(first, length);
+            dy[k] = bench::view_of(key, tensor.dy).sample_range(first, length);
+            out[k] = bench::view_of(key, tensor.out).sample_range(first, length);
+          }
+          if (op == "forward" || !*has_run) layer->forward(x, out);
+          *has_run = true;
+          if (op == "backward") layer->backward(x, dy, out);
+        };
+      };
+      return std::vector<bench::contender>{
+          {"ours", ours, steps, bench::settling_steps},
+          {"floor", [=] { return bench::floor_step<T>(key, data); }, steps, bench::settling_steps}};
+    };
+    rows.push_back({key, bench::floor_bytes<T>(key), make});
+  }
+}
+
+/// Double backward, which reads x, dy and the gradient with respect to dx, and writes those to dy and to x.
+template <class T>
+void add_double_backward(std::vector<bench::row>& rows, std::string const& with, std::string const& layout,
+                         std::array<std::int64_t, 3> shape) {
+  bench::row_key const key{"double_backward" + with, layout, bench::type_name<T>(), shape, "self", 1, threads};
+  auto const tensor_bytes = static_cast<double>(bench::tensors<T>::size(key)) * sizeof(T);
+  double const bytes = 5 * tensor_bytes;
+  auto const make = [=] {
+    auto const data = bench::make_tensors<T>(key);
+    auto const more = std::make_shared<std::vector<bench::buffer<T>>>();
+    for (std::uint32_t seed : {21U, 22U}) more->emplace_back(bench::tensors<T>::size(key), seed);
+    auto const steps = bench::iterations_for(bytes);
+    auto const ours = [=] {
+      auto const layer = make_layer<T>(key);
+      auto const has_run = std::make_shared<bool>(false);
+      return [=](int) {
+        auto const& tensor = data->front();
+        auto const x = bench::view_of(key, tensor.x), dy = bench::view_of(key, tensor.dy);
+        auto const to_dy = bench::view_of(key, tensor.out), to_x = bench::view_of(key, (*more)[1]);
+        syncnorm::batch_norm_epilogue<T> epilogue;
+        if (!with.empty()) epilogue.activation = syncnorm::activation::relu();
+        if (!*has_run) layer->forward(x, to_x, epilogue);
+        *has_run = true;
+        layer->double_backward({.dx = bench::view_of(key, (*more)[0])}, x, dy, to_dy, to_x, {}, epilogue);
+      };
+    };
+    auto const floor = [=] {
+      return [=](int) {
+        auto const& tensor = data->front();
+        auto const n = static_cast<std::int64_t>(tensor_bytes);
+        bench::floor_copy(tensor.out.data(), tensor.x.data(), tensor.dy.data(), n, threads);
+        bench::floor_copy((*more)[1].data(), (*more)[0].data(), nullptr, n, threads);
+      };
+    };
+    return std::vector<bench::contender>{{"ours", ours, steps, bench::settling_steps},
+                                         {"floor", floor, steps, bench::settling_steps}};
+  };
+  rows.push_back({key, bytes, make});
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  try {
+    auto const how = bench::parse(argc, argv);
+    if (how.others.contains("threads")) threads = std::stoi(how.others.at("threads"));
+    omp_set_num_threads(threads);
+    std::array<std::int64_t, 3> const images{32, 256, 3136};
+    std::vector<bench::row> rows;
+    for (char const* layout : {"NCHW", "NHWC"}) {
+      if (how.quick && std::string{layout} == "NHWC") continue;
+      add_micro_batches<float>(rows, layout, images);
+      add_double_backward<float>(rows, "", layout, images);
+      add_double_backward<float>(rows, "+relu", layout, images);
+    }
+    return bench::run(how, rows);
+  } catch (std::exception const& error) {
+    std::cerr << "bench.ops.modes: " << error.what() << '\n';
+    return 1;
+  }
+}
