@@ -16,6 +16,7 @@
 #include <syncnorm/core/cuda_element.hpp>
 
 #include "cuda/compiled_kernels.hpp"
+#include "cuda/double_backward_case.hpp"
 #include "cuda/layer_cases.hpp"
 #include "cuda/stream_contract.hpp"
 
@@ -92,6 +93,13 @@ TEST_CASE("ranks on one GPU agree with the oracle") {
   over_threads(4, [](auto const& comm) {
     for (auto const& of : large_cases()) layer_cases::check_steps<layer_over<float, staged_threads>>(comm, of, false);
   });
+}
+
+TEST_CASE("double backward of ranks on one GPU agrees with that of the host") {
+  for (bool const with_epilogue : {false, true})
+    over_threads(3, [&](auto const& comm) {
+      layer_cases::check_double_backward<layer_over<float, staged_threads>>(comm, with_epilogue);
+    });
 }
 
 TEST_CASE("ranks on as many GPUs as there are agree with the oracle over NCCL") {

@@ -1,8 +1,6 @@
 #include "ops/cuda_support.hpp"
 
 #include <array>
-#include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -11,7 +9,8 @@
 #include <doctest/doctest.h>
 
 #include <syncnorm/comm/self.hpp>
-#include <syncnorm/ops/batch_norm.hpp>
+
+#include "cuda/double_backward_case.hpp"
 
 using test::layer_over;
 
@@ -141,54 +140,7 @@ TEST_CASE("parameters and running statistics are optional, and what was allocate
 TEST_CASE("double backward agrees with that of the host") {
   for (bool const with_epilogue : {false, true})
     test::over_threads(2, [&](auto const& comm) {
-      std::int64_t const n = 2 + comm.rank(), c = 3, s = 7;
-      std::deque<layer_cases::device_tensor<float>> tensors; // x, dy, u, v, the residual, y, dx, dresidual, to dy, to x
-      for (std::uint64_t i = 0; i < 10; ++i) {
-        std::vector<long double> values(static_cast<std::size_t>(n * c * s));
-        for (std::size_t k = 0; k < values.size(); ++k)
-          values[k] = test::noise(10 * i + static_cast<std::uint64_t>(comm.rank()), k);
-        tensors.emplace_back(test::layout::nhwc, n, c, s).put(values, 0);
-      }
-      std::vector<std::uint8_t> counts;
-      for (std::int64_t k = 0; k < n * s; ++k) counts.push_back(k % 4 != 1);
-      test::device_buffer<std::uint8_t> const mask{counts};
-      test::device_buffer<float> const a{{0.5F, -1, 2}}, b{{1, 0.25F, -0.5F}};
-      auto const on_host = [&](std::size_t i) { return tensors[i].host.view; };
-      auto const on_device = [&](std::size_t i) { return tensors[i].view; };
-
-      layer_over<test::staged_threads> layer{comm, c};
-      syncnorm::batch_norm<float, syncnorm::thread_communicator> host{comm.host(), c};
-      test::stream const on;
-      auto const step = [&](auto& of, auto const& view, float const* first, float const* second,
-                            std::uint8_t const* counted, auto... stream) {
-        syncnorm::batch_norm_epilogue<float> epilogue;
-        if (with_epilogue) {
-          epilogue.activation.negative_slope = 0.25;
-          epilogue.residual = view(4);
-          epilogue.mask = syncnorm::mask_of(counted, n, s);
-          epilogue.masked = syncnorm::masked_outputs::zero;
-        }
-        of.forward(view(0), view(5), epilogue, stream...);
-        of.backward(view(0), view(1), view(6), epilogue, with_epilogue ? view(7) : syncnorm::tensor_view<float>{},
-                    syncnorm::batch_norm_backward_options{}, stream...);
-        syncnorm::batch_norm_second_order<float, float> const gradients{
-            view(2), {first, 3}, {second, 3}, with_epilogue ? view(3) : syncnorm::tensor_view<float>{}};
-        of.double_backward(gradients, view(0), view(1), view(8), view(9), syncnorm::batch_norm_backward_options{},
-                           epilogue, stream...);
-      };
-      auto const host_a = a.get(), host_b = b.get();
-      step(layer, on_device, a.data(), b.data(), mask.data(), static_cast<cudaStream_t>(on));
-      layer.synchronize(on);
-      std::array const found{tensors[8].get(), tensors[9].get()};
-      step(host, on_host, host_a.data(), host_b.data(), counts.data());
-      for (std::size_t i = 0; i < 2; ++i) {
-        auto& expected = tensors[8 + i];
-        expected.memory.put(expected.host.storage);
-        CHECK(layer_cases::error_of(found[i], expected.get()) < 1e-5);
-      }
-      auto const gamma = host.gamma_grad();
-      CHECK(layer_cases::error_of(layer_cases::get(layer.gamma_grad()),
-                                  std::vector<float>{gamma.begin(), gamma.end()}) < 1e-5);
+      layer_cases::check_double_backward<layer_over<test::staged_threads>>(comm, with_epilogue);
     });
   test::check_no_violations();
 }

@@ -98,9 +98,9 @@ concept allreduces_async = communicator<C> &&
   { communicator_traits<C>::template allreduce_async<T>(c, in, out, op) } -> async_work;
 };
 
-/// allgather(in, out, stream) of device memory: in the order of the stream, and capturable in a graph unless the
-/// communicator says otherwise. The call does not wait for the device or for peers, so what fails later is thrown by a
-/// later call, or by `check(comm)`.
+/// allgather(in, out, stream) of device memory, in the order of the stream. Unless the communicator says otherwise, the call
+/// does not wait for the device or for peers, so that what fails later is thrown by a later call or by `check(comm)`, and it
+/// can be captured in a graph.
 template <class C, class T>
 concept allgathers_on_stream = communicator<C> &&
     requires(C const& c, std::span<T const> in, std::span<T> out, CUstream_st* stream) {
