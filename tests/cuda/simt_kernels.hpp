@@ -195,9 +195,9 @@ private:
     using gpu::detail::axis;
     enqueue(a.cut.groups * a.cut.pieces, stream, [a](simt::machine& on, simt::launch_shape const& shape) {
       if (gpu::detail::axis_of(a.op.lead()) == axis::positions)
-        on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions, threads>(hw, a); });
+        on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions>(hw, a); });
       else
-        on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::channels, threads>(hw, a); });
+        on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::channels>(hw, a); });
     });
   }
 

@@ -107,7 +107,7 @@ void check_passes(pass_case const& of) {
     if (of.on_chip)
       run_fused(rank.machine,
                 gpu::detail::make_fused(gpu::detail::moments_op<T>{xs[r].view(), epilogues[r].mask}, op,
-                                        header_of(channels, all * spatial), rank.packet_data(), 64),
+                                        header_of(channels, all * spatial), rank.packet_data(), of.how.threads),
                 of.how);
     else
       run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
@@ -201,7 +201,7 @@ void check_passes(pass_case const& of) {
       run_fused(rank.machine,
                 gpu::detail::make_fused(gpu::detail::make_backward_sums<T, Epilogue>(
                                             dys[r].view(), xs[r].view(), rank.affine(), epilogues[r], rank.saved()),
-                                        op, header_of(channels, all * spatial), rank.packet_data(), 64),
+                                        op, header_of(channels, all * spatial), rank.packet_data(), of.how.threads),
                 of.how);
     else
       run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
@@ -259,6 +259,18 @@ TEST_CASE("Kernels take every element type, alignment and number of ranks") {
     check_passes<T, true>(of);
   };
   check(float{}), check(double{}), check(float16{}), check(bfloat16{});
+}
+
+TEST_CASE("Blocks of as many threads as there is work for") {
+  for (std::int64_t const spatial : {20, 60, 400}) {
+    pass_case of{{3, 2}, 2, spatial};
+    of.how.threads = 128;
+    of.how.blocks = 2;
+    check_passes<float, false>(of);
+    of.samples = {4};
+    of.on_chip = true;
+    check_passes<float, false>(of);
+  }
 }
 
 TEST_CASE("Backward without exchange, and without what is not needed") {

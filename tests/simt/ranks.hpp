@@ -26,6 +26,7 @@ struct launching {
   std::int64_t blocks = 12; ///< wanted in all
   std::int64_t least = 1;   ///< packs of a thread
   unsigned order = 0;       ///< in which blocks run
+  int threads = 64;         ///< of a block of packs along positions, at most
 };
 
 template <class T>
@@ -35,35 +36,41 @@ void add_tensor(simt::memory& to, std::string const& name, syncnorm::tensor_view
   to.add(name, t.data, static_cast<std::size_t>(reach));
 }
 
-/// Runs a reduction in `Threads` threads a block.
-template <int Threads = 64, class Op>
+/// Threads of a block of packs along channels, and at most of one of packs along positions.
+inline constexpr int few_threads = 64, most_threads = 128;
+
+template <class Op>
 void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launching const& how) {
+  bool const along_positions = gpu::detail::axis_of(a.op.lead()) == axis::positions;
   if (a.cut.groups != 0 && how.least != 0)
-    a.cut = gpu::detail::cut_tensor(a.op.lead(), Threads, how.blocks, how.least, gpu::detail::most_pieces);
-  simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), Threads, 0, how.order};
-  if (gpu::detail::axis_of(a.op.lead()) == axis::positions)
-    on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::positions, Threads>(hw, a); });
+    a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
+                                    gpu::detail::most_pieces);
+  simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), a.cut.threads, 0, how.order};
+  if (along_positions)
+    on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::positions, most_threads>(hw, a); });
   else
-    on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::channels, Threads>(hw, a); });
+    on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::channels, few_threads>(hw, a); });
 }
 
-template <int Threads = 64, class Op>
+template <class Op>
 void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching const& how) {
+  bool const along_positions = gpu::detail::axis_of(a.op.lead()) == axis::positions;
   if (how.least != 0)
-    a.cut = gpu::detail::cut_tensor(a.op.lead(), Threads, how.blocks, how.least, std::int64_t{1} << 20);
-  simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), Threads, 0, how.order};
-  if (gpu::detail::axis_of(a.op.lead()) == axis::positions)
-    on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions, Threads>(hw, a); });
+    a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
+                                    std::int64_t{1} << 20);
+  simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), a.cut.threads, 0, how.order};
+  if (along_positions)
+    on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions>(hw, a); });
   else
-    on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::channels, Threads>(hw, a); });
+    on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::channels>(hw, a); });
 }
 
 /// Runs a pass of one rank whose channels stay on the chip.
-template <int Threads = 64, class Sums, class Map>
+template <class Sums, class Map>
 void run_fused(simt::machine& on, gpu::detail::fused_arguments<Sums, Map> const& a, launching const& how) {
   auto const bytes = static_cast<std::size_t>(gpu::detail::fused_bytes<Sums>(a.cut));
-  on.launch({a.cut.groups, Threads, bytes, how.order},
-            [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, Threads>(hw, a); });
+  on.launch({a.cut.groups, a.cut.threads, bytes, how.order},
+            [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, most_threads>(hw, a); });
 }
 
 /// What a pass has in device memory on one rank besides its tensors.

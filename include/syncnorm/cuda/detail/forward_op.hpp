@@ -52,7 +52,6 @@ struct forward_statistics {
       return {load_value(hw, running.mean, c, 0), inv_std, held, 0};
     }
     incoming_packets const from{packets, channels, values};
-    SYNCNORM_UNROLL_FOUR
     for (int rank = 0; rank < from.ranks(); ++rank)
       all = merge(all, {from.count(hw, rank), from.value(hw, rank, 0, c), from.value(hw, rank, 1, c)});
     return summarize(all);
@@ -110,7 +109,7 @@ struct normalize_op {
   using A = accumulate_t<T>;
   static constexpr int inputs = Epilogue ? 2 : 1, outputs = 1, coefficients = 3, unroll = Epilogue ? 2 : 4,
                        threads = 256;
-  static constexpr int resident[] = {Epilogue && sizeof(T) == 2 ? 2 : 3, 2};
+  static constexpr int resident[] = {sizeof(T) == 2 ? 2 : 3, 2};
 
   tensor_view<T const> x, residual{}; ///< residual without data: none
   tensor_view<T> y;

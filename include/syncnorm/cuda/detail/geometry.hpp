@@ -23,6 +23,7 @@ struct geometry {
   std::int64_t step_outer = 0, step_inner = 1; ///< by what the items of a thread are apart, of samples and within one
   std::uint32_t pieces = 1, groups = 0;
   int lanes = 1;
+  int threads = 64; ///< of a block
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t items() const { return samples * inner; }
 };

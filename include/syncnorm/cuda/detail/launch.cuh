@@ -52,7 +52,7 @@ template <class Op, axis Axis, class Architectures>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(Op::threads,
                                                                         Op::resident[static_cast<int>(Axis)])
     map_global(__grid_constant__ map_arguments<Op> const a) {
-  map_kernel<Op, Axis, Op::threads>(hardware{}, a);
+  map_kernel<Op, Axis>(hardware{}, a);
 }
 
 template <class Arguments>
@@ -67,14 +67,14 @@ template <class Architectures, class Op>
 cudaError_t launch_reduction(reduce_arguments<Op> const& a, cudaStream_t stream) {
   auto* const kernel = axis_of(a.op.lead()) == axis::positions ? &reduce_global<Op, axis::positions, Architectures>
                                                                : &reduce_global<Op, axis::channels, Architectures>;
-  return launch<reduce_arguments<Op>>(kernel, a.cut.groups * a.cut.pieces, Op::threads, a, 0, stream);
+  return launch<reduce_arguments<Op>>(kernel, a.cut.groups * a.cut.pieces, a.cut.threads, a, 0, stream);
 }
 
 template <class Architectures, class Op>
 cudaError_t launch_map(map_arguments<Op> const& a, cudaStream_t stream) {
   auto* const kernel = axis_of(a.op.lead()) == axis::positions ? &map_global<Op, axis::positions, Architectures>
                                                                : &map_global<Op, axis::channels, Architectures>;
-  return launch<map_arguments<Op>>(kernel, a.cut.groups * a.cut.pieces, Op::threads, a, 0, stream);
+  return launch<map_arguments<Op>>(kernel, a.cut.groups * a.cut.pieces, a.cut.threads, a, 0, stream);
 }
 
 /// 512 threads: two blocks of them have 64 KB in flight.
@@ -93,7 +93,7 @@ cudaError_t launch_fused(fused_arguments<Sums, Map> const& a, cudaStream_t strea
   auto const code =
       cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (code != cudaSuccess) return code;
-  return launch<fused_arguments<Sums, Map>>(kernel, a.cut.groups, fused_threads, a, static_cast<std::size_t>(bytes),
+  return launch<fused_arguments<Sums, Map>>(kernel, a.cut.groups, a.cut.threads, a, static_cast<std::size_t>(bytes),
                                             stream);
 }
 

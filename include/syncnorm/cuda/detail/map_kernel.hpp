@@ -100,7 +100,7 @@ struct map_batch {
 /// Merges the packets of all ranks, in each block for its own channels, and maps the elements by what comes of it. Where
 /// ranks disagree, nothing is written but the report. The pieces are taken in the opposite order of reduce_kernel: what it
 /// read last is the likeliest to be in the cache.
-template <class Op, axis Axis, int Threads, class Hw>
+template <class Op, axis Axis, class Hw>
 SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   using T = typename Op::element_type;
   using A = typename Op::A;
@@ -113,7 +113,7 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   std::uint32_t const groups = cut.groups > 0 ? cut.groups : 1, group = block % groups, piece = block / groups;
 
   // The first loads are in flight while the statistics are merged.
-  walk<Axis, T> items{cut, a.op.lead(), group, piece, hw.thread(), Threads};
+  walk<Axis, T> items{cut, a.op.lead(), group, piece, hw.thread(), hw.threads()};
   batch_type some;
   bool whole = all_whole<Op::unroll>(a.op, items);
   if (whole) some.template load<true>(hw, a.op, items);

@@ -20,7 +20,8 @@ template <class T>
 }
 
 /// Cuts `[N, C, S]` into about `blocks` pieces in all, of at least `least` packs for each thread, and at most `most` pieces
-/// for a group.
+/// for a group. Blocks are of `threads` threads, or, along positions, of as few as leave each of them two packs: of small
+/// blocks more fit on a multiprocessor.
 template <class T>
 [[nodiscard]] geometry cut_tensor(tensor_view<T> const& lead, int threads, std::int64_t blocks, std::int64_t least,
                                   std::int64_t most) {
@@ -39,6 +40,8 @@ template <class T>
     bool const anywhere = aligned || lead.stride_s != 1;
     cut.inner = std::max<std::int64_t>(1, up_to(lead.spatial + (anywhere ? 0 : length - 1), length));
     cut.groups = static_cast<std::uint32_t>(lead.channels);
+    while (threads > 64 && cut.items() <= threads) threads /= 2;
+    stride = threads;
   } else {
     // 8 lanes read 128 bytes, a line of the cache.
     while (cut.lanes < 8 && cut.lanes * length < lead.channels) cut.lanes *= 2;
@@ -46,6 +49,7 @@ template <class T>
     cut.inner = std::max<std::int64_t>(1, lead.spatial);
     cut.groups = static_cast<std::uint32_t>(up_to(lead.channels, cut.lanes * length));
   }
+  cut.threads = threads;
   std::int64_t const items = cut.items(), groups = std::max<std::int64_t>(1, cut.groups);
   std::int64_t const wanted = std::min({blocks / groups, up_to(items, stride * least), most});
   cut.per_piece = std::max<std::int64_t>(1, up_to(up_to(items, std::max<std::int64_t>(1, wanted)), stride)) * stride;

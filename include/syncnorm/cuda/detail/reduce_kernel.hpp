@@ -48,7 +48,7 @@ public:
   template <class Hw>
   static SYNCNORM_DEVICE void sum_piece(Hw const& hw, Op const& op, geometry const& cut, std::uint32_t group,
                                         std::uint32_t piece, storage& shared, double (&all)[Op::parts]) {
-    walk<Axis, T> items{cut, op.lead(), group, piece, hw.thread(), Threads};
+    walk<Axis, T> items{cut, op.lead(), group, piece, hw.thread(), hw.threads()};
     if constexpr (Axis == axis::positions) {
       channel_accumulator<Op> sums{hw, op, items.channel()};
       add_items(hw, op, items, sums);
@@ -92,7 +92,7 @@ public:
 
   template <class Hw>
   static SYNCNORM_DEVICE void combine_block(Hw const& hw, storage& shared, double (&all)[Op::parts]) {
-    constexpr int warps = Threads / 32;
+    int const warps = hw.threads() / 32;
     Op::combine_warp(hw, all);
     int const lane = hw.thread() % 32, warp = hw.thread() / 32;
     if (lane == 0) {
