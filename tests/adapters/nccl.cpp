@@ -134,6 +134,24 @@ TEST_CASE("ranks that gather different extents get an error, and abort ends the 
   CHECK(fake_nccl::alive() == 0);
 }
 
+TEST_CASE("calls of a communicator that does not block return when NCCL has enqueued them, or time out") {
+  using namespace std::chrono_literals;
+  on_ranks(2, [](ncclComm_t raw) {
+    auto const comm = nccl_communicator::adopt(raw, 200ms);
+    fake_nccl::set_in_progress(raw, 5);
+    gather_of_two gather{2};
+    gather(comm);
+    comm.batch([&] { gather(comm); });
+    comm.synchronize(gather.on);
+    CHECK((gather.out.get() == std::vector<float>{1, 2, 1, 2}));
+    fake_nccl::set_in_progress(raw, 1 << 30);
+    CHECK_THROWS_AS(gather(comm), syncnorm::timeout_error);
+    CHECK_THROWS_AS(gather(comm), syncnorm::nccl_error);
+    gather.on.wait();
+  });
+  CHECK(fake_nccl::alive() == 0);
+}
+
 TEST_CASE("what cannot be made a communicator, and calls that fail") {
   using namespace std::chrono_literals;
   CHECK_THROWS_AS(nccl_communicator{nullptr}, syncnorm::invalid_argument_error);

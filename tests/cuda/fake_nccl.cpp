@@ -36,6 +36,7 @@ struct member {
   long next = 0, next_split = 0;
   std::atomic<bool> aborted = false;
   std::atomic<ncclResult_t> async_error = ncclSuccess;
+  std::atomic<int> polls_of_a_call = 0, polls_left = 0;
 };
 
 std::atomic<int> made = 0;
@@ -107,7 +108,8 @@ ncclResult_t collective(char const* name, void const* in, std::size_t bytes, ncc
     grouped.push_back(std::move(enqueue));
   else
     enqueue();
-  return ncclSuccess;
+  comm->self->polls_left = comm->self->polls_of_a_call.load();
+  return comm->self->polls_left > 0 ? ncclInProgress : ncclSuccess;
 }
 
 } // namespace
@@ -127,6 +129,7 @@ std::vector<ncclComm_t> make_group(int size) {
   return all;
 }
 void set_async_error(ncclComm_t comm, ncclResult_t code) { comm->self->async_error = code; }
+void set_in_progress(ncclComm_t comm, int polls) { comm->self->polls_of_a_call = polls; }
 int alive() { return made; }
 
 } // namespace fake_nccl
@@ -168,6 +171,7 @@ ncclResult_t ncclCommCount(ncclComm_t const comm, int* size) {
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* code) {
   *code = comm->self->async_error;
+  if (*code == ncclSuccess && comm->self->polls_left > 0 && --comm->self->polls_left > 0) *code = ncclInProgress;
   return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {

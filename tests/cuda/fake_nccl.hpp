@@ -14,6 +14,9 @@ std::vector<ncclComm_t> make_group(int size);
 /// Lets ncclCommGetAsyncError of `comm` give `code`.
 void set_async_error(ncclComm_t comm, ncclResult_t code);
 
+/// Makes `comm` one that does not block: a collective is in progress until it was asked for so many times.
+void set_in_progress(ncclComm_t comm, int polls);
+
 /// Communicators that were made and neither destroyed nor aborted.
 int alive();
 
