@@ -111,13 +111,17 @@ public:
                      buffer{std::move(name), data, count * sizeof(T), sizeof(T) > 8 ? 8 : sizeof(T),
                             !std::is_const_v<T>, initialized});
   }
-  void clear() { buffers_.clear(); }
+  void clear() {
+    buffers_.clear();
+    latest_ = nullptr;
+  }
   void settle() {
     for (auto& [begin, each] : buffers_) each.settle();
   }
 
   void check(void const* data, std::size_t bytes, access how, accessor const& by) {
     auto const at = reinterpret_cast<std::uintptr_t>(data);
+    if (latest_ != nullptr && latest_->contains(at)) return latest_->check(at, bytes, how, by);
     auto next = buffers_.upper_bound(at);
     if (next == buffers_.begin() || !std::prev(next)->second.contains(at)) {
       std::string near;
@@ -128,11 +132,13 @@ public:
                 std::prev(next)->second.name();
       throw violation{"out of bounds: " + std::to_string(bytes) + " bytes by " + by.name() + near};
     }
-    std::prev(next)->second.check(at, bytes, how, by);
+    latest_ = &std::prev(next)->second;
+    latest_->check(at, bytes, how, by);
   }
 
 private:
   std::map<std::uintptr_t, buffer> buffers_;
+  buffer* latest_ = nullptr;
 };
 
 } // namespace simt

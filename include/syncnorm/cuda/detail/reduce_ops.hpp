@@ -13,7 +13,7 @@
 #include <syncnorm/cuda/detail/pack.hpp>
 #include <syncnorm/cuda/operands.hpp>
 
-// What reduce_kernel sums. A thread keeps `fine` sums of a channel in the type of the elements' arithmetic, over at most 64
+// What reduce_kernel sums. A thread keeps `fine` sums of a channel in the type of the elements' arithmetic, over fewer than 96
 // elements, and puts them into `sums` doubles of its own (`flush`); of these it makes `parts` doubles at the end
 // (`finish`), which are put together in the order of threads, warps and blocks (`combine`).
 namespace syncnorm::cuda::detail {
