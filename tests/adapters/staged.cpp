@@ -1,6 +1,9 @@
 #include <syncnorm/adapters/staged.hpp>
 
+#include <algorithm>
 #include <chrono>
+#include <span>
+#include <thread>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -17,6 +20,19 @@ namespace {
 using staged_threads = syncnorm::staged<syncnorm::thread_communicator>;
 static_assert(syncnorm::stream_communicator<staged_threads> && !staged_threads::capturable());
 static_assert(syncnorm::splits<staged_threads> && syncnorm::aborts<staged_threads>);
+
+/// The communicator of one rank, after whose collectives a stream has something to do before anything else.
+struct busy_host {
+  cudaStream_t busy;
+
+  [[nodiscard]] int rank() const { return 0; }
+  [[nodiscard]] int size() const { return 1; }
+  template <syncnorm::wire_type T>
+  void allgather(std::span<T const> in, std::span<T> out) const {
+    std::ranges::copy(in, out.begin());
+    fake_cuda::enqueue(busy, [] { std::this_thread::sleep_for(std::chrono::milliseconds{20}); });
+  }
+};
 
 /// One allgather of two numbers on a stream of its own.
 void gather(staged_threads const& comm) {
@@ -54,6 +70,18 @@ TEST_CASE("what was pinned is kept, and given back") {
     on.wait();
   }
   CHECK(fake_cuda::allocated() == before);
+}
+
+TEST_CASE("an exchange on another stream leaves what a stream is still to copy back") {
+  test::device_buffer<float> const one{{1, 2}}, two{{3, 4}}, first{2}, second{2};
+  test::stream const on, other;
+  syncnorm::staged const comm{busy_host{on}};
+  syncnorm::allgather(comm, one.span(), first.span(), on);
+  syncnorm::allgather(comm, two.span(), second.span(), other);
+  on.wait();
+  other.wait();
+  CHECK((first.get() == std::vector<float>{1, 2}));
+  CHECK((second.get() == std::vector<float>{3, 4}));
 }
 
 TEST_CASE("a stream that is being captured is an error on every rank, and nothing is exchanged") {

@@ -1,5 +1,6 @@
 #include "cuda/fake_runtime.hpp"
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -319,7 +320,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   }
   return fake_cuda::enqueue(stream, [number, latest = event->latest] {
     std::lock_guard const lock{latest->mutex};
-    latest->completed = number;
+    latest->completed = std::max(latest->completed, number);
     latest->reached.notify_all();
   });
 }
