@@ -22,6 +22,7 @@
 
 #include <comm/contract.hpp>
 #include <ops/grid.hpp>
+#include <ops/power_norm_run.hpp>
 #include <support/processes.hpp>
 
 using namespace std::chrono_literals;
@@ -105,6 +106,12 @@ TEST_CASE("over processes: the contract, the grid, and a model as one process tr
       std::ranges::for_each(floats, check);
       std::ranges::for_each(doubles, check);
       check_model(comm, x, dy);
+      if (size == 3)
+        for (auto const order : {layout::nc, layout::nhwc}) {
+          power_norm_case run{{size, 6, 2, order == layout::nc ? 1 : 5, partition::with_empty_ranks, order}};
+          run.groups = order == layout::nc ? 0 : 2, run.warmup = 6, run.steps = 14;
+          for (auto const& failure : run_power_norm(power_norm_data<double>{run}, comm)) FAIL_CHECK(failure);
+        }
       syncnorm::barrier(comm);
     }));
   }
