@@ -273,6 +273,13 @@ TEST_CASE("Blocks of as many threads as there is work for") {
   }
 }
 
+TEST_CASE("A channel of more pieces than a warp has lanes") {
+  pass_case of{{1}, 1, 24000};
+  of.how.blocks = 90;
+  of.how.order = 2;
+  check_passes<float, false>(of);
+}
+
 TEST_CASE("Backward without exchange, and without what is not needed") {
   pass_case of{{2, 3, 1}, 5, 30};
   of.exchange = false;

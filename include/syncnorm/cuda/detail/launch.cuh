@@ -77,8 +77,8 @@ cudaError_t launch_map(map_arguments<Op> const& a, cudaStream_t stream) {
   return launch<map_arguments<Op>>(kernel, a.cut.groups * a.cut.pieces, a.cut.threads, a, 0, stream);
 }
 
-/// 512 threads: two blocks of them have 64 KB in flight.
-inline constexpr int fused_threads = 512;
+/// Two blocks or more to a multiprocessor, so that one reads while another writes.
+inline constexpr int fused_threads = 256;
 
 template <class Sums, class Map, class Architectures>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(fused_threads)
