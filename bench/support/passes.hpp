@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/executor.hpp>
@@ -96,18 +97,26 @@ template <class T>
   return (forward + backward) * static_cast<double>(tensors<T>::size(key)) * sizeof(T);
 }
 
+/// The exchange policy that a row names, or else what the cost model says.
+[[nodiscard]] inline syncnorm::exchange_policy policy_of(row_key const& key) {
+  if (key.op.find("+gather") != std::string::npos) return syncnorm::exchange_policy::gather;
+  if (key.op.find("+reduce") != std::string::npos) return syncnorm::exchange_policy::reduce;
+  return syncnorm::exchange_policy::automatic;
+}
+
 /// One layer per rank, each stepped by its own thread. `comm_of(rank)` gives the communicators.
 template <class T, class CommOf, class E>
 [[nodiscard]] contender::step syncnorm_step(row_key const& key, rank_tensors<T> data, CommOf const& comm_of, E exec) {
   using comm = std::invoke_result_t<CommOf const&, int>;
   struct member {
-    member(comm c, std::int64_t channels, E e) : layer{std::move(c), channels, {}, e} {}
+    member(comm c, row_key const& key, E e)
+        : layer{std::move(c), key.shape[1], {.norm = {.exchange = policy_of(key)}}, e} {}
     syncnorm::batch_norm<T, comm, E> layer;
     bool has_run = false;
   };
   std::vector<std::shared_ptr<member>> members;
   for (int r = 0; r < static_cast<int>(data->size()); ++r)
-    members.push_back(std::make_shared<member>(comm_of(r), key.shape[1], exec));
+    members.push_back(std::make_shared<member>(comm_of(r), key, exec));
   passes const wanted{key};
   return [=](int rank) {
     auto& own = *members[static_cast<std::size_t>(rank)];
