@@ -203,15 +203,16 @@ private:
   [[nodiscard]] bool is_complete(thread_slot const& slot) const { return slot.arrived.load() == size_; }
   [[nodiscard]] bool has_ended(thread_slot const& slot) const { return is_complete(slot) || failed_.load(); }
 
-  /// The slot after `slot`, for all ranks the same: the first rank to come brings it.
+  /// The slot after `slot`, for all ranks the same: the first rank to come brings it, while the others wait, lest each
+  /// take one.
   thread_slot* link(thread_slot& slot) {
     if (auto* const linked = slot.next.load(std::memory_order_acquire)) return linked;
-    auto* const offered = take();
-    offered->sequence = slot.sequence + 1;
-    thread_slot* linked = nullptr;
-    if (slot.next.compare_exchange_strong(linked, offered)) return offered;
-    give(*offered);
-    return linked;
+    std::scoped_lock const held{linking_};
+    if (auto* const linked = slot.next.load(std::memory_order_relaxed)) return linked;
+    auto* const next = take();
+    next->sequence = slot.sequence + 1;
+    slot.next.store(next, std::memory_order_release);
+    return next;
   }
 
   thread_slot* take() {
@@ -332,6 +333,8 @@ private:
   // Written once, before failed_ is set; read after it was seen.
   bool timed_out_ = false;
   std::string failure_;
+
+  std::mutex linking_; // taken before mutex_
 
   // Guarded by the mutex.
   std::mutex mutex_;
