@@ -52,6 +52,19 @@ template <class T>
   return epilogue.masked == masked_outputs::zero ? epilogue.mask : mask_view{};
 }
 
+/// Ops that tell zeroes from other outputs take the mask as it is; for the others it is only there where outputs are 0.
+template <class Op, class T>
+void set_epilogue(Op& op, batch_norm_epilogue<T> const& epilogue) {
+  op.residual = epilogue.residual;
+  op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
+  if constexpr (requires { op.zeroes; }) {
+    op.mask = epilogue.mask;
+    op.zeroes = epilogue.masked == masked_outputs::zero;
+  } else {
+    op.mask = written_mask(epilogue);
+  }
+}
+
 template <class T, bool Epilogue>
 [[nodiscard]] normalize_op<T, Epilogue> make_normalize(tensor_view<T const> x, tensor_view<T> y,
                                                        batch_norm_epilogue<T> const& epilogue,
@@ -60,11 +73,7 @@ template <class T, bool Epilogue>
   op.x = x, op.y = y;
   op.statistics = statistics;
   op.use = use_of(x);
-  if constexpr (Epilogue) {
-    op.residual = epilogue.residual;
-    op.mask = written_mask(epilogue);
-    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
-  }
+  if constexpr (Epilogue) set_epilogue(op, epilogue);
   return op;
 }
 
@@ -85,11 +94,7 @@ make_backward_sums(tensor_view<T const> dy, tensor_view<T const> x, affine_value
   op.saved = saved;
   op.saved_count = saved.count;
   op.affine = affine;
-  if constexpr (Epilogue) {
-    op.residual = epilogue.residual;
-    op.mask = written_mask(epilogue);
-    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
-  }
+  if constexpr (Epilogue) set_epilogue(op, epilogue);
   return op;
 }
 
@@ -101,12 +106,7 @@ template <class T, bool Epilogue>
   op.dy = dy, op.x = x, op.dx = dx, op.dresidual = dresidual;
   op.statistics = statistics;
   op.use = use_of(x);
-  if constexpr (Epilogue) {
-    op.residual = epilogue.residual;
-    op.mask = epilogue.mask;
-    op.zeroes = epilogue.masked == masked_outputs::zero;
-    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
-  }
+  if constexpr (Epilogue) set_epilogue(op, epilogue);
   return op;
 }
 
@@ -121,12 +121,7 @@ make_double_backward_sums(tensor_view<T const> u, tensor_view<T const> dy, tenso
   op.saved_count = saved.count;
   op.affine = affine;
   op.gamma_gradient = gamma_gradient;
-  if constexpr (Epilogue) {
-    op.residual = epilogue.residual;
-    op.mask = epilogue.mask;
-    op.zeroes = epilogue.masked == masked_outputs::zero;
-    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
-  }
+  if constexpr (Epilogue) set_epilogue(op, epilogue);
   return op;
 }
 
@@ -142,10 +137,7 @@ make_double_gradient(tensor_view<T const> u, tensor_view<T const> v, tensor_view
   op.use = use_of(x);
   if constexpr (Epilogue) {
     op.v = v;
-    op.residual = epilogue.residual;
-    op.mask = epilogue.mask;
-    op.zeroes = epilogue.masked == masked_outputs::zero;
-    op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
+    set_epilogue(op, epilogue);
   }
   return op;
 }
