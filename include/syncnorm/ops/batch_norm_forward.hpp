@@ -52,6 +52,26 @@ batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tensor_vie
   return saved;
 }
 
+namespace detail {
+
+/// Says in `check` what is wrong with the arguments of `batch_norm_inference`.
+template <class T, class P>
+void check_inference(call_check& check, tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine,
+                     std::span<P const> mean, std::span<P const> var, double eps,
+                     batch_norm_epilogue<T> const& epilogue) {
+  auto const channels = static_cast<std::int64_t>(mean.size());
+  check.tensor(x, "x", channels);
+  check.output(y, "y", x);
+  check.channel_values(affine.gamma, "gamma", channels);
+  check.channel_values(affine.beta, "beta", channels);
+  check.require(var.size() == mean.size(),
+                [&] { return check.text("var has ", var.size(), " elements, mean has ", mean.size()); });
+  check.eps(eps);
+  pass_epilogues<T>::check_one(check, epilogue, x);
+}
+
+} // namespace detail
+
 /// Batch normalization by constant statistics, y = gamma·(x − mean)/√(var + eps) + beta: inference, and training by
 /// frozen statistics. Where `kind` says that var is the standard deviation, y = gamma·(x − mean)/var + beta. Not
 /// collective. x, y `[N, C, S]`, y may be x; mean and var `[C]`. A mask in `epilogue` decides about outputs of 0 alone.
@@ -62,16 +82,8 @@ void batch_norm_inference(E const& exec, std::type_identity_t<tensor_view<T cons
                           std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved,
                           running_variance kind = running_variance::unbiased,
                           batch_norm_epilogue<T> const& epilogue = {}) {
-  auto const channels = static_cast<std::int64_t>(mean.size());
   detail::call_check check;
-  check.tensor(x, "x", channels);
-  check.output(y, "y", x);
-  check.channel_values(affine.gamma, "gamma", channels);
-  check.channel_values(affine.beta, "beta", channels);
-  check.require(var.size() == mean.size(),
-                [&] { return check.text("var has ", var.size(), " elements, mean has ", mean.size()); });
-  check.eps(eps);
-  detail::pass_epilogues<T>::check_one(check, epilogue, x);
+  detail::check_inference<T, P>(check, x, y, affine, mean, var, eps, epilogue);
   detail::throw_fault("batch_norm inference", check);
 
   saved.scope = statistics_scope::constant;

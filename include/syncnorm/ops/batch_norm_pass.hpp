@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -74,37 +75,44 @@ template <class T, class P, host::executor E>
 class planned_inference final : public planned_pass, private pass_steps {
 public:
   planned_inference(E exec, std::int64_t channels, forward_operands<T, P> const& in, batch_norm_options const& options,
-                    batch_norm_saved& saved)
+                    batch_norm_saved& saved, batch_norm_caller const& caller = {})
       : exec_{std::move(exec)}, channels_{channels}, x_(in.x.begin(), in.x.end()), y_(in.y.begin(), in.y.end()),
         epilogues_(in.epilogues.begin(), in.epilogues.end()), affine_{in.affine}, running_{in.running},
-        options_{options}, saved_{&saved} {}
+        options_{options}, saved_{&saved} {
+    check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+    check_.require(x_.size() == y_.size(), [&] {
+      return check_.text("there are ", y_.size(), " micro-batches of y, expected ", x_.size(), " as of x");
+    });
+    check_.require(epilogues_.empty() || epilogues_.size() == x_.size(), [&] {
+      return check_.text("there are ", epilogues_.size(), " epilogues, expected ", x_.size(), " as micro-batches of x");
+    });
+    for (std::size_t k = 0; k < x_.size() && !check_.failed(); ++k)
+      check_inference<T, P>(check_, x_[k], y_[k], affine_, running_.mean, running_.var, options_.eps, epilogue(k));
+  }
   pass_steps& steps() override { return *this; }
 
 private:
+  static constexpr std::string_view name = "batch_norm inference";
+
   [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
   [[nodiscard]] exchange_policy policy() const override { return options_.exchange; }
   [[nodiscard]] std::int64_t channels() const override { return channels_; }
   [[nodiscard]] bool collective() const override { return false; }
-  [[nodiscard]] packet_header header() const override {
-    return make_header<T>("batch_norm inference", channels_, 0, call_check{});
-  }
+  [[nodiscard]] packet_header header() const override { return make_header<T>(name, channels_, 0, check_); }
   void local(channel_span, std::span<double>, std::span<double>) override {}
   void accept(exchange_summary const&) override {}
   [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span) override { return {}; }
   void apply(channel_span) override {}
   void commit(channel_span, std::span<double const>, std::span<double const>) override {}
   void run_alone() override {
-    call_check check;
-    check.require(x_.size() == y_.size(), [&] {
-      return check.text("there are ", y_.size(), " micro-batches of y, expected ", x_.size(), " as of x");
-    });
-    check.require(epilogues_.empty() || epilogues_.size() == x_.size(), [&] {
-      return check.text("there are ", epilogues_.size(), " epilogues, expected ", x_.size(), " as micro-batches of x");
-    });
-    throw_fault("batch_norm inference", check);
+    throw_fault(name, check_);
     for (std::size_t k = 0; k < x_.size(); ++k)
       batch_norm_inference<T, P>(exec_, x_[k], y_[k], affine_, running_.mean, running_.var, options_.eps, *saved_,
-                                 options_.variance, epilogues_.empty() ? batch_norm_epilogue<T>{} : epilogues_[k]);
+                                 options_.variance, epilogue(k));
+  }
+
+  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const {
+    return epilogues_.empty() ? batch_norm_epilogue<T>{} : epilogues_[k];
   }
 
   E exec_;
@@ -116,6 +124,7 @@ private:
   running_statistics<P> running_;
   batch_norm_options options_;
   batch_norm_saved* saved_;
+  call_check check_;
 };
 
 } // namespace detail

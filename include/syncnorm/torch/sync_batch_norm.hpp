@@ -7,7 +7,6 @@
 #include <string>
 #include <utility>
 
-#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/options/batchnorm.h>
 #include <torch/nn/pimpl.h>
@@ -15,18 +14,17 @@
 
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/self.hpp>
-#include <syncnorm/ops/batch_norm_forward.hpp>
-#include <syncnorm/ops/batch_norm_in_place.hpp>
-#include <syncnorm/torch/detail/check.hpp>
+#include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/function.hpp>
-#include <syncnorm/torch/element.hpp>
 #include <syncnorm/torch/epilogue.hpp>
+#include <syncnorm/torch/pending_forward.hpp>
 
 namespace syncnorm::torch {
 
 namespace detail {
 class batches_of;
-}
+class members_of;
+} // namespace detail
 
 /// Batch normalization over the batch of all ranks of a communicator, in training; with its options, state and modes
 /// otherwise those of torch::nn::BatchNorm1d, 2d and 3d, so that checkpoints of either load into the other.
@@ -87,14 +85,21 @@ public:
   /// The same with an activation, a residual added before it, and a mask `[N, …]` of the positions that count:
   /// f(forward(input) + residual), or 0. The residual has a gradient.
   ::torch::Tensor forward_with(::torch::Tensor const& input, norm_epilogue const& epilogue) {
-    auto fault = detail::find_fault(input, {weight, bias}, {running_mean, running_var}, num_batches_tracked);
-    if (fault.empty()) fault = detail::find_fault(epilogue, input);
-    auto const type = fault.empty() ? input.scalar_type() : ::torch::kFloat;
-    auto const parameters = detail::type_of_parameters(input, {weight, bias, running_mean, running_var});
-    return detail::with_types(type, parameters, [&]<class Types>(Types) {
-      using T = typename Types::element;
-      return run<T, typename Types::parameter>(input, epilogue, parameters, std::move(fault));
-    });
+    auto const pass = make_pass(input, epilogue, "");
+    pass->run();
+    return detail::record(*pass);
+  }
+
+  /// Starts the exchange of `forward_with`, and returns while it is under way, given a communicator with `allgather_async`:
+  ///
+  ///     auto pending = norm->begin_forward(x);
+  ///     ... // anything else, other passes among it
+  ///     auto const y = pending.finish();
+  ///
+  /// Collective in training; `finish` is not, and passes may be finished in any order. Until then neither input nor module
+  /// may be written to. A rank that drops a pass has no part in its backward pass, so the others must not run that.
+  [[nodiscard]] pending_forward begin_forward(::torch::Tensor const& input, norm_epilogue const& epilogue = {}) {
+    return pending_forward{make_pass(input, epilogue, in_place_ ? not_in_place : "")};
   }
 
   void pretty_print(std::ostream& stream) const override {
@@ -152,6 +157,7 @@ public:
 
 private:
   friend class detail::batches_of;
+  friend class detail::members_of;
 
   [[nodiscard]] std::shared_ptr<detail::exchange_state> make_state(any_communicator comm) const {
     return std::make_shared<detail::exchange_state>(
@@ -165,97 +171,25 @@ private:
     return made;
   }
 
-  template <class T, class P>
-  ::torch::Tensor run(::torch::Tensor const& input, norm_epilogue const& with, ::torch::Dtype parameters,
-                      std::string fault) {
-    bool const records = at::GradMode::is_enabled();
-    bool const needs = records && (requires_grad(input) || requires_grad(weight) || requires_grad(bias) ||
-                                   requires_grad(with.residual));
-    auto const pass = c10::make_intrusive<detail::recorded_pass>();
-    pass->state = state_;
-    pass->parameters = parameters;
-    pass->activation = with.activation;
-    pass->masked = with.masked;
-    detail::operands<T> of_input;
-    affine_parameters<P> affine;
-    running_statistics<P> running;
-    batch_norm_epilogue<T> epilogue{.activation = with.activation};
-    ::torch::Tensor gamma, beta, residual = with.residual;
-    std::int64_t batches = 0;
-    {
-      at::AutoGradMode const no_recording{false};
-      try {
-        if (fault.empty()) {
-          if (in_place_) {
-            at::AutoGradMode const recording{records};
-            ::torch::autograd::check_inplace(input, needs);
-          }
-          of_input = in_place_ ? detail::make_operands_in_place<T>(input) : detail::make_operands<T>(input);
-          if (weight.defined()) affine.gamma = detail::values_of<P>(gamma = weight.contiguous());
-          if (bias.defined()) affine.beta = detail::values_of<P>(beta = bias.contiguous());
-          if (residual.defined()) epilogue.residual = detail::make_companion<T>(residual, of_input);
-          if (with.mask.defined()) pass->mask = detail::dense_mask(with.mask, of_input.order);
-          epilogue.mask = detail::view_of_mask(pass->mask);
-          epilogue.masked = with.masked;
-          if (in_place_) pass->kept = keep<T, P>(of_input, affine, epilogue, records);
-          running = {detail::values_of<P>(running_mean), detail::values_of<P>(running_var)};
-          // Module::to converts this buffer, too, so it may be of any type.
-          if (num_batches_tracked.defined()) batches = num_batches_tracked.item<std::int64_t>();
-          if (num_batches_tracked.defined()) running.num_batches_tracked = &batches;
-        }
-      } catch (std::exception const& e) {
-        fault = detail::text_of(e);
-      }
-      auto const backward = !records ? backward_pass::impossible
-                            : needs  ? backward_pass::needed
-                                     : backward_pass::possible;
-      auto const batches_before = batches;
-      compute(of_input, affine, running, epilogue, *pass, {fault, backward});
-      if (batches != batches_before) num_batches_tracked.fill_(batches);
-    }
-    c10::optional<at::Tensor> anchor;
-    if (pass->saved.backward_needed && !needs) anchor = at::zeros({0}).requires_grad_();
-    auto output = detail::batch_norm_function::apply(input, optional(weight), optional(bias), optional(with.residual),
-                                                     anchor, pass, &of_input.y);
-    return in_place_ ? input : output; // the same, unless nothing is recorded
+  [[nodiscard]] detail::forward_inputs inputs_of(::torch::Tensor const& input, norm_epilogue const& epilogue) const {
+    detail::forward_inputs in{input, epilogue, weight, bias, running_mean, running_var, num_batches_tracked};
+    in.options = make_options();
+    in.channels = options.num_features();
+    in.scope = is_training() && !frozen_ ? statistics_scope::all_ranks
+               : running_mean.defined()  ? statistics_scope::constant
+                                         : statistics_scope::this_rank;
+    in.in_place = in_place_;
+    in.state = state_;
+    return in;
   }
 
-  /// What a pass in place keeps of x, where it is recorded.
-  template <class T, class P>
-  static std::shared_ptr<void const> keep(detail::operands<T> const& of_input, affine_parameters<P> const& affine,
-                                          batch_norm_epilogue<T> const& epilogue, bool records) {
-    auto const& x = of_input.x_view;
-    if (epilogue.has_residual() && epilogue.residual.data == x.data && x.size() > 0)
-      throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
-    auto kept = std::make_shared<batch_norm_kept<T>>();
-    if (records) kept->keep(x, affine, epilogue);
-    return kept;
-  }
+  static constexpr char const* not_in_place = "a pass in two phases or of a group is not in place";
 
-  template <class T, class P>
-  void compute(detail::operands<T> const& of_input, affine_parameters<P> const& affine,
-               running_statistics<P> const& running, batch_norm_epilogue<T> const& epilogue,
-               detail::recorded_pass& pass, batch_norm_caller const& caller) {
-    auto const& x = of_input.x_view;
-    auto const& y = of_input.y_view;
-    auto const norm = make_options();
-    at_executor const exec;
-    if (is_training() && !frozen_) {
-      auto& workspace = state_->workspace;
-      batch_norm_forward<T, P>(exec, state_->comm, x, y, affine, running, norm, pass.saved, workspace, caller,
-                               epilogue);
-      if (pass.saved.count > 0) detail::bump_versions({running_mean, running_var});
-      return;
-    }
-    if (!caller.fault.empty()) throw invalid_argument_error{"batch_norm inference: " + std::string{caller.fault}};
-    if (!running.mean.empty()) {
-      batch_norm_inference<T, P>(exec, x, y, affine, running.mean, running.var, norm.eps, pass.saved, norm.variance,
-                                 epilogue);
-    } else {
-      batch_norm_workspace workspace{options.num_features()};
-      batch_norm_forward<T, P>(exec, self_communicator{}, x, y, affine, {}, norm, pass.saved, workspace, {}, epilogue);
-      pass.saved.scope = statistics_scope::this_rank;
-    }
+  [[nodiscard]] std::unique_ptr<detail::forward_pass>
+  make_pass(::torch::Tensor const& input, norm_epilogue const& epilogue, std::string fault) const {
+    auto inputs = inputs_of(input, epilogue);
+    auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
+    return detail::make_forward_pass(std::move(inputs), backward, std::move(fault));
   }
 
   static bool requires_grad(::torch::Tensor const& tensor) { return tensor.defined() && tensor.requires_grad(); }

@@ -13,6 +13,7 @@
 
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/ops/batch_norm_group.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 
 namespace syncnorm::torch::detail {
@@ -22,12 +23,15 @@ struct exchange_state {
   any_communicator comm;
   batch_norm_workspace workspace;
   bool exchange_backward = true;
+  std::int64_t batches_tracked = 0;                          ///< while a pass is completed, what num_batches_tracked is
+  std::optional<batch_norm_group<any_communicator>> group{}; ///< of the passes with others, of which this is the first
 };
 
 /// What a recorded forward pass leaves for its backward pass, besides tensors.
 struct recorded_pass : ::torch::CustomClassHolder {
   std::shared_ptr<exchange_state> state;
   batch_norm_saved saved;
+  at::ScalarType element = at::kFloat;    ///< the type of x, as far as there are passes of it
   at::ScalarType parameters = at::kFloat; ///< the type of weight, bias and running statistics
   syncnorm::activation activation{};
   masked_outputs masked = masked_outputs::normalized;

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/types.h>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/torch/detail/forward_pass.hpp>
+#include <syncnorm/torch/detail/pending_outputs.hpp>
+#include <syncnorm/torch/epilogue.hpp>
+#include <syncnorm/torch/sync_batch_norm.hpp>
+
+namespace syncnorm::torch {
+
+/// One module's part in a group: what it normalizes, as `SyncBatchNormImpl::forward_with`.
+struct group_member {
+  SyncBatchNorm norm;
+  ::torch::Tensor input;
+  norm_epilogue epilogue{};
+};
+
+/// Forward passes of a group whose exchange is under way; see `begin_group_forward`, and `pending_forward`.
+class pending_group_forward {
+public:
+  explicit pending_group_forward(std::vector<std::unique_ptr<detail::forward_pass>> passes)
+      : pending_{std::move(passes)} {}
+
+  [[nodiscard]] bool ready() { return pending_.ready(); }
+
+  /// The outputs, as `pending_forward::finish`.
+  [[nodiscard]] std::vector<::torch::Tensor> finish() { return pending_.finish(); }
+
+private:
+  detail::pending_outputs pending_;
+};
+
+namespace detail {
+
+/// The passes of the modules of a group.
+class members_of {
+public:
+  [[nodiscard]] static std::vector<std::unique_ptr<forward_pass>> passes(std::vector<group_member> const& members) {
+    if (members.empty()) throw invalid_argument_error{"a group of modules is empty"};
+    bool needs = false;
+    std::vector<forward_inputs> inputs;
+    for (auto const& member : members) {
+      inputs.push_back(member.norm->inputs_of(member.input, member.epilogue));
+      needs = needs || inputs.back().requires_grad();
+    }
+    auto const backward = backward_of(at::GradMode::is_enabled(), needs);
+    auto const first = inputs.front().state;
+    std::vector<std::unique_ptr<forward_pass>> passes;
+    for (auto& each : inputs) {
+      auto fault =
+          each.in_place ? std::string{SyncBatchNormImpl::not_in_place} : find_fault(each.state->comm, first->comm);
+      passes.push_back(make_forward_pass(std::move(each), backward, std::move(fault)));
+    }
+    return passes;
+  }
+
+private:
+  [[nodiscard]] static std::string find_fault(any_communicator const& comm, any_communicator const& first) {
+    if (size(comm) == size(first) && rank(comm) == rank(first)) return {};
+    auto const text = [](any_communicator const& of) {
+      return "rank " + std::to_string(rank(of)) + " of " + std::to_string(size(of));
+    };
+    return "the module is on " + text(comm) + ", the first of the group on " + text(first);
+  }
+};
+
+} // namespace detail
+
+/// The outputs of several modules whose statistics travel in one collective, and the sums of their backward pass in one:
+///
+///     auto const y = syncnorm::torch::group_forward({{first, x}, {second, u}, {third, v, {.residual = w}}});
+///
+/// Each is what `forward_with` gives. No input may depend on another module's output, and the gradients of all outputs come
+/// in one backward pass, an output that the loss does not depend on having the gradient 0. Collective, over the communicator
+/// of the first module, as long as one is in training; all ranks pass the same modules in the same order, which are on the
+/// same ranks. Modules in evaluation mode or with frozen statistics may be among them. What is wrong on one rank with one of
+/// them is thrown on every rank, and then none has changed. Gradients of gradients take a collective for each module.
+inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> const& members) {
+  return pending_group_forward{detail::members_of::passes(members)}.finish();
+}
+
+/// Starts the exchange of `group_forward`, and returns while it is under way, as `SyncBatchNormImpl::begin_forward`.
+[[nodiscard]] inline pending_group_forward begin_group_forward(std::vector<group_member> const& members) {
+  return pending_group_forward{detail::members_of::passes(members)};
+}
+
+} // namespace syncnorm::torch

@@ -1,0 +1,173 @@
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/types.h>
+
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/ops/batch_norm_backward.hpp>
+#include <syncnorm/ops/batch_norm_in_place.hpp>
+#include <syncnorm/ops/batch_norm_pass.hpp>
+#include <syncnorm/torch/detail/double_backward.hpp>
+#include <syncnorm/torch/detail/recorded_pass.hpp>
+#include <syncnorm/torch/detail/views.hpp>
+#include <syncnorm/torch/element.hpp>
+#include <syncnorm/torch/epilogue.hpp>
+#include <syncnorm/torch/executor.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// What a forward pass read, as far as its backward pass needs it: x, or y where x is recovered from it.
+struct forward_tensors {
+  at::Tensor x, weight, bias, residual;
+
+  /// Those to be saved of a pass over `x`, which wrote `y`.
+  [[nodiscard]] static forward_tensors of(recorded_pass const& pass, at::Tensor const& x, at::Tensor const& weight,
+                                          at::Tensor const& bias, at::Tensor const& residual, at::Tensor const& y) {
+    // What was activated depends on bias and residual; so does x where it is recovered from y.
+    bool const in_place = pass.kept != nullptr, needs_bias = in_place || pass.activation.negative_slope != 1;
+    return {in_place ? y : x, weight, needs_bias ? bias : at::Tensor{}, residual};
+  }
+};
+
+/// Which gradients autograd asks for.
+struct wanted_gradients {
+  bool x = false, weight = false, bias = false, residual = false;
+
+  [[nodiscard]] bool any() const { return x || weight || bias || residual; }
+};
+
+/// A backward pass of a module, to be run at once, or described for others to run.
+class backward_call {
+public:
+  using tensors = ::torch::autograd::variable_list;
+
+  virtual ~backward_call() = default;
+  backward_call(backward_call const&) = delete;
+  backward_call& operator=(backward_call const&) = delete;
+
+  /// Runs the pass. Collective after a pass in training.
+  virtual void run() = 0;
+  [[nodiscard]] recorded_pass const& pass() const noexcept { return *pass_; }
+
+  /// The gradients of x, weight, bias and residual, once the pass has run, themselves differentiable if autograd asks for
+  /// that. Of the passes of a group each is differentiated by itself.
+  [[nodiscard]] tensors results() {
+    tensors gradients{dx_, dgamma_, dbeta_, dresidual_};
+    if (!at::GradMode::is_enabled()) return gradients;
+    if (pass_->kept != nullptr)
+      once_differentiable::refuse("the gradients of a pass in place (double backward)", gradients,
+                                  {dy_, of_.x, of_.weight, of_.residual});
+    else
+      batch_norm_backward_function::record(gradients, {dy_}, {of_.x}, of_.weight, {pass_, of_.bias, of_.residual});
+    return gradients;
+  }
+
+protected:
+  backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy, wanted_gradients wants)
+      : pass_{std::move(pass)}, of_{std::move(of)}, dy_{std::move(dy)}, wants_{wants} {}
+
+  c10::intrusive_ptr<recorded_pass> pass_;
+  forward_tensors of_;
+  at::Tensor dy_;
+  wanted_gradients wants_;
+  at::Tensor dx_, dgamma_, dbeta_, dresidual_;
+};
+
+/// The same for elements of type `T` and parameters of type `P`.
+template <class T, class P>
+class typed_backward_call final : public backward_call {
+public:
+  /// `fault` is what is wrong already.
+  typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy, wanted_gradients wants,
+                      std::string fault)
+      : backward_call{std::move(pass), std::move(of), std::move(dy), wants}, fault_{std::move(fault)} {
+    bool const twice = at::GradMode::is_enabled() && pass_->kept == nullptr;
+    differentiable_ = twice && wants_.any() ? backward_pass::needed : backward_pass::impossible;
+    at::AutoGradMode const no_recording{false};
+    epilogue_.activation = pass_->activation;
+    try {
+      if (fault_.empty()) take();
+    } catch (std::exception const& e) {
+      fault_ = text_of(e);
+    }
+  }
+
+  void run() override {
+    at::AutoGradMode const no_recording{false};
+    std::optional<batch_norm_workspace> own;
+    auto& workspace = pass_->workspace_or(own);
+    batch_norm_backward<T const, P>(at_executor{}, pass_->state->comm, dy_view_, x_view_, dx_view_, affine_,
+                                    pass_->saved, gradients_, {pass_->state->exchange_backward}, workspace,
+                                    {fault_, differentiable_}, epilogue_, dresidual_view_);
+  }
+
+  /// Describes the pass. It borrows this.
+  [[nodiscard]] batch_norm_pass plan() {
+    auto const channels = static_cast<std::int64_t>(pass_->saved.mean.size());
+    std::span<tensor_view<T> const> const dx{&dx_view_, dx_.defined() ? 1U : 0U};
+    return plan_batch_norm_backward<T, P>(at_executor{}, channels, {&dy_view_, 1}, {&x_view_, 1}, dx, affine_,
+                                          pass_->saved, gradients_, {pass_->state->exchange_backward},
+                                          {fault_, differentiable_}, {&epilogue_, 1}, {&dresidual_view_, 1});
+  }
+
+private:
+  void take() {
+    auto const of_x = make_operands<T>(of_.x);
+    read_x_ = of_x.x, read_dy_ = dy_, read_residual_ = of_.residual; // which may become copies
+    x_view_ = of_x.x_view;
+    dy_view_ = make_companion<T>(read_dy_, of_x);
+    if (wants_.x) dx_ = of_x.y, dx_view_ = of_x.y_view;
+    if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = of_.weight.contiguous());
+    if (of_.bias.defined()) affine_.beta = values_of<P>(beta_ = of_.bias.contiguous());
+    auto const zeros = [&] { return at::zeros({of_.x.size(1)}, of_.x.options().dtype(pass_->parameters)); };
+    if (wants_.weight) gradients_.gamma = values_of<P>(dgamma_ = zeros());
+    if (wants_.bias) gradients_.beta = values_of<P>(dbeta_ = zeros());
+    if (read_residual_.defined()) epilogue_.residual = make_companion<T>(read_residual_, of_x);
+    if (pass_->kept) {
+      // x is made again where its gradient will be.
+      auto const& kept = *static_cast<batch_norm_kept<T> const*>(pass_->kept.get());
+      fault_ = kept.recover(at_executor{}, of_x.x_view, of_x.y_view, affine_, pass_->saved, epilogue_);
+      read_x_ = of_x.y;
+      x_view_ = of_x.y_view;
+    }
+    epilogue_.mask = view_of_mask(pass_->mask);
+    epilogue_.masked = pass_->masked;
+    if (wants_.residual) dresidual_view_ = *view_of<T>(dresidual_ = at::empty_like(of_x.y), of_x.order);
+  }
+
+  std::string fault_;
+  backward_pass differentiable_;
+  at::Tensor read_x_, read_dy_, read_residual_, gamma_, beta_;
+  tensor_view<T const> x_view_{}, dy_view_{};
+  tensor_view<T> dx_view_{}, dresidual_view_{};
+  affine_parameters<P> affine_;
+  affine_gradients<P> gradients_;
+  batch_norm_epilogue<T> epilogue_;
+};
+
+/// A backward pass by `dy`, which throws faults of any rank on every rank.
+[[nodiscard]] inline std::unique_ptr<backward_call> make_backward_call(c10::intrusive_ptr<recorded_pass> pass,
+                                                                       forward_tensors of, at::Tensor dy,
+                                                                       wanted_gradients wants, std::string fault) {
+  auto const element = pass->element, parameters = pass->parameters;
+  return with_types(element, parameters, [&]<class Types>(Types) -> std::unique_ptr<backward_call> {
+    return std::make_unique<typed_backward_call<typename Types::element, typename Types::parameter>>(
+        std::move(pass), std::move(of), std::move(dy), wants, std::move(fault));
+  });
+}
+
+/// Describes the pass. It borrows the pass.
+[[nodiscard]] inline batch_norm_pass plan_of(backward_call& call) {
+  return with_types(call.pass().element, call.pass().parameters, [&]<class Types>(Types) {
+    return static_cast<typed_backward_call<typename Types::element, typename Types::parameter>&>(call).plan();
+  });
+}
+
+} // namespace syncnorm::torch::detail

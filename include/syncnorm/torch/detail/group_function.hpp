@@ -1,0 +1,120 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/types.h>
+
+#include <syncnorm/torch/detail/backward_call.hpp>
+#include <syncnorm/torch/detail/begin_together.hpp>
+#include <syncnorm/torch/detail/forward_pass.hpp>
+#include <syncnorm/torch/detail/recorded_pass.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// The recorded passes of a group.
+struct recorded_group : ::torch::CustomClassHolder {
+  struct member {
+    c10::intrusive_ptr<recorded_pass> pass;
+    bool weight, bias, residual; ///< which of these there are, besides x
+  };
+  std::vector<member> members;
+};
+
+/// Records the forward passes of a group, which have been computed already, and runs their backward passes in one.
+class group_function : public ::torch::autograd::Function<group_function> {
+public:
+  using context = ::torch::autograd::AutogradContext;
+  using tensors = ::torch::autograd::variable_list;
+
+  /// Returns the outputs, recorded as functions of `inputs`: x, weight, bias and residual of each member, as far as they
+  /// are there, and perhaps an anchor as in `batch_norm_function`.
+  static tensors forward(context* recorded, at::TensorList inputs, c10::intrusive_ptr<recorded_group> const& group,
+                         tensors const* outputs) {
+    tensors saved;
+    auto next = inputs.begin();
+    for (std::size_t l = 0; l < outputs->size(); ++l) {
+      auto const& [pass, has_weight, has_bias, has_residual] = group->members[l];
+      auto const take = [&](bool there) { return there ? *next++ : at::Tensor{}; };
+      auto const x = take(true), weight = take(has_weight), bias = take(has_bias), residual = take(has_residual);
+      auto const save = forward_tensors::of(*pass, x, weight, bias, residual, (*outputs)[l]);
+      saved.insert(saved.end(), {save.x, save.weight, save.bias, save.residual});
+    }
+    recorded->save_for_backward(std::move(saved));
+    recorded->saved_data["group"] = c10::IValue::make_capsule(group);
+    recorded->saved_data["inputs"] = static_cast<std::int64_t>(inputs.size());
+    return *outputs;
+  }
+
+  static tensors backward(context* recorded, tensors const& dy) {
+    auto const group = c10::static_intrusive_pointer_cast<recorded_group>(recorded->saved_data["group"].toCapsule());
+    tensors saved;
+    std::string fault;
+    try {
+      saved = recorded->get_saved_variables();
+    } catch (std::exception const& e) {
+      fault = text_of(e);
+    }
+    std::vector<std::unique_ptr<backward_call>> calls;
+    std::vector<batch_norm_pass> plans;
+    std::size_t edge = 0;
+    for (std::size_t l = 0; l < dy.size(); ++l) {
+      auto const& member = group->members[l];
+      auto const wants = [&](bool there) { return there && recorded->needs_input_grad(edge++); };
+      wanted_gradients wanted;
+      wanted.x = wants(true);
+      wanted.weight = wants(member.weight);
+      wanted.bias = wants(member.bias);
+      wanted.residual = wants(member.residual);
+      forward_tensors of;
+      if (fault.empty()) of = {saved[4 * l], saved[4 * l + 1], saved[4 * l + 2], saved[4 * l + 3]};
+      calls.push_back(make_backward_call(member.pass, std::move(of), dy[l], wanted, fault));
+      plans.push_back(plan_of(*calls.back()));
+    }
+    run(*group->members.front().pass->state, plans);
+    tensors results;
+    for (std::size_t l = 0; l < dy.size(); ++l) {
+      auto const& member = group->members[l];
+      auto const of_member = calls[l]->results();
+      auto const there = std::array{true, member.weight, member.bias, member.residual};
+      for (std::size_t i = 0; i < there.size(); ++i)
+        if (there[i]) results.push_back(of_member[i]);
+    }
+    // Of the anchor, if there is one, and what is no tensor.
+    results.resize(static_cast<std::size_t>(recorded->saved_data["inputs"].toInt()) + 2);
+    return results;
+  }
+
+private:
+  static void run(exchange_state& state, std::vector<batch_norm_pass>& plans) {
+    at::AutoGradMode const no_recording{false};
+    if (auto pending = begin_together(state, plans))
+      pending->finish();
+    else
+      for (auto const& plan : plans) plan.steps().run_alone();
+  }
+};
+
+/// The outputs of the passes of a group, recorded as functions of their inputs; and of an anchor.
+[[nodiscard]] inline std::vector<at::Tensor> record_group(std::vector<std::unique_ptr<forward_pass>> const& passes,
+                                                          bool anchored) {
+  auto const group = c10::make_intrusive<recorded_group>();
+  std::vector<at::Tensor> inputs, outputs;
+  for (auto const& pass : passes) {
+    auto const& in = pass->inputs();
+    group->members.push_back({pass->pass(), in.weight.defined(), in.bias.defined(), in.with.residual.defined()});
+    for (auto const* tensor : {&in.input, &in.weight, &in.bias, &in.with.residual})
+      if (tensor->defined()) inputs.push_back(*tensor);
+    outputs.push_back(pass->output());
+  }
+  if (anchored) inputs.push_back(at::zeros({0}).requires_grad_());
+  return group_function::apply(at::TensorList{inputs}, group, &outputs);
+}
+
+} // namespace syncnorm::torch::detail

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include <torch/types.h>
+
+#include <syncnorm/torch/detail/forward_pass.hpp>
+#include <syncnorm/torch/detail/pending_outputs.hpp>
+
+namespace syncnorm::torch {
+
+/// A forward pass of a module whose exchange is under way; see `SyncBatchNormImpl::begin_forward`. Destruction without
+/// `finish` waits for the exchange and drops what came: the ranks stay in step, and on this rank the module is as it was.
+class pending_forward {
+public:
+  explicit pending_forward(std::unique_ptr<detail::forward_pass> pass) : pending_{std::move(pass)} {}
+
+  /// Whether `finish` would not have to wait.
+  [[nodiscard]] bool ready() { return pending_.ready(); }
+
+  /// Waits for the exchange and returns the output. Not collective. Throws what is wrong on any rank, on every rank, and then
+  /// leaves the running statistics as they were; and, on this rank alone, that the input was written to meanwhile. Once.
+  [[nodiscard]] ::torch::Tensor finish() { return pending_.finish().front(); }
+
+private:
+  detail::pending_outputs pending_;
+};
+
+} // namespace syncnorm::torch
