@@ -12,6 +12,8 @@
 #include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
+#include <syncnorm/host/detail/gradient_rows.hpp>
+#include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 
@@ -48,6 +50,16 @@ void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>
         detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
         count};
   };
+  detail::channel_blocks const blocks{x.channels, block};
+  if (detail::suits_row_pipeline<detail::gradient_rows<T>>(blocks, std::array{dy, x}, dx)) {
+    auto const rows = [&](std::int64_t first, std::int64_t length) {
+      return detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
+                                      mean.data() + first, detail::layout::rows};
+    };
+    detail::reduce_and_map_rows<T>(
+        exec, blocks, std::array{dy, x}, dx, how, rows, sum_dy, sum_dy_xmu, [](std::int64_t, std::int64_t) {}, op);
+    return;
+  }
   detail::reduce_and_map<T>(exec, block, std::array<tensor_view<T const>, 2>{dy, x}, dx, how, reduce, op);
 }
 

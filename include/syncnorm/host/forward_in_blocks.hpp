@@ -10,6 +10,8 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
+#include <syncnorm/host/detail/moment_rows.hpp>
+#include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/local_moments.hpp>
 #include <syncnorm/host/normalize.hpp>
@@ -46,6 +48,14 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
                                                  {detail::channels_of(params.gamma, first, length), 1},
                                                  {detail::channels_of(params.beta, first, length), 0}};
   };
+  detail::channel_blocks const blocks{x.channels, block};
+  if (detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, std::array{x}, y)) {
+    auto const rows = [&, parts = detail::groups{x.samples, x.spatial}](std::int64_t first, std::int64_t length) {
+      return detail::moment_rows<T>{x.channel_range(first, length), parts, detail::layout::rows};
+    };
+    detail::reduce_and_map_rows<T>(exec, blocks, std::array{x}, y, how, rows, mean, m2, finish, op);
+    return;
+  }
   detail::reduce_and_map<T>(exec, block, std::array<tensor_view<T const>, 1>{x}, y, how, reduce, op);
 }
 

@@ -8,62 +8,11 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
-
-/// `dy = Σ dy` and `product = Σ dy·(x − center)` of the elements of one piece.
-template <class A>
-struct gradient_sums {
-  A dy, product;
-};
-
-template <class T, class A = accumulate_t<T>>
-[[nodiscard]] inline gradient_sums<A> sum_gradient_piece(T const* dy, T const* x, A center, std::int64_t n,
-                                                         std::int64_t dy_ahead, std::int64_t x_ahead) {
-  constexpr int lanes = native_lanes<A>;
-  using vector = vector_t<A, lanes>;
-  if (n < lanes) {
-    A first = 0, second = 0;
-    for (std::int64_t i = 0; i < n; ++i) {
-      A const g = load<1>(dy + i);
-      first += g;
-      second += g * (load<1>(x + i) - center);
-    }
-    return {first, second};
-  }
-
-  struct sums {
-    vector first{}, second{};
-    void add(vector const& g, vector const& d) {
-      first += g;
-      second += g * d;
-    }
-  } s0, s1, s2, s3;
-  vector const c = splat<A, lanes>(center);
-  std::int64_t i = 0;
-  for (; i + 4 * lanes <= n; i += 4 * lanes) {
-    prefetch<4 * lanes>(dy, i + dy_ahead);
-    prefetch<4 * lanes>(x, i + x_ahead);
-    s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
-    s1.add(load<lanes>(dy + i + lanes), load<lanes>(x + i + lanes) - c);
-    s2.add(load<lanes>(dy + i + 2 * lanes), load<lanes>(x + i + 2 * lanes) - c);
-    s3.add(load<lanes>(dy + i + 3 * lanes), load<lanes>(x + i + 3 * lanes) - c);
-  }
-  if (i < n) {
-    prefetch<4 * lanes>(dy, i + dy_ahead);
-    prefetch<4 * lanes>(x, i + x_ahead);
-  }
-  for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
-  if (i < n) {
-    int const rest = static_cast<int>(n - i);
-    s1.add(keep_last<A, lanes>(load<lanes>(dy + n - lanes), rest),
-           keep_last<A, lanes>(load<lanes>(x + n - lanes) - c, rest));
-  }
-  return {sum_lanes<A, lanes>((s0.first + s1.first) + (s2.first + s3.first)),
-          sum_lanes<A, lanes>((s0.second + s1.second) + (s2.second + s3.second))};
-}
 
 /// Σ dy and Σ dy·(x − mean) of channels over one group of pieces; see reduce_channels. The elements' arithmetic takes the
 /// mean rounded to their type; what that loses is added in double.
@@ -82,15 +31,14 @@ public:
   [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy,
                                     double* sum_dy_xmu) const {
     tensor_view<T const> const dy = dy_.channel_range(first, length), x = x_.channel_range(first, length);
+    if (layout_ != layout::channels) return rows(dy, x, mean_.data() + first, group, sum_dy, sum_dy_xmu);
     constexpr int lanes = native_lanes<A>, double_lanes = native_lanes<double>;
     centers center;
     for (std::int64_t c = 0; c < length; ++c) {
       center[static_cast<std::size_t>(c)] = static_cast<A>(mean_[static_cast<std::size_t>(first + c)]);
       sum_dy[c] = sum_dy_xmu[c] = 0;
     }
-    if (layout_ != layout::channels) {
-      rows(dy, x, center, group, sum_dy, sum_dy_xmu);
-    } else if (parts_.cut.length >= shortest) {
+    if (parts_.cut.length >= shortest) {
       length >= lanes ? channels<lanes>(dy, x, center, group, sum_dy, sum_dy_xmu)
                       : channels<1>(dy, x, center, group, sum_dy, sum_dy_xmu);
     } else {
@@ -104,37 +52,27 @@ public:
     }
   }
 
-  static void merge(std::int64_t, std::int64_t, double* a, double* b, double const* a_more, double const* b_more,
-                    std::int64_t length) {
-    for (std::int64_t c = 0; c < length; ++c) a[c] += a_more[c];
-    for (std::int64_t c = 0; c < length; ++c) b[c] += b_more[c];
+  static void merge(std::int64_t before, std::int64_t more, double* a, double* b, double const* a_more,
+                    double const* b_more, std::int64_t length) {
+    gradient_rows<T>::merge(before, more, a, b, a_more, b_more, length);
   }
 
 private:
   using centers = std::array<A, most>;
 
-  void rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center, std::int64_t group,
+  void rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, double const* mean, std::int64_t group,
             double* sum_dy, double* sum_dy_xmu) const {
-    std::array<A, static_cast<std::size_t>(row_cut::longest)> dy_row, x_row;
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-      std::int64_t const length = now.length;
-      for (std::int64_t c = 0; c < x.channels; ++c) {
-        A const middle = center[static_cast<std::size_t>(c)];
-        gradient_sums<A> piece;
-        if (layout_ == layout::rows) {
-          piece = sum_gradient_piece(&dy(now.sample, c, now.begin), &x(now.sample, c, now.begin), middle, length,
-                                     lookahead(dy, c, now, next), lookahead(x, c, now, next));
-        } else {
-          for (std::int64_t s = 0; s < length; ++s) {
-            dy_row[static_cast<std::size_t>(s)] = load<1>(&dy(now.sample, c, now.begin + s));
-            x_row[static_cast<std::size_t>(s)] = load<1>(&x(now.sample, c, now.begin + s));
-          }
-          piece = sum_gradient_piece(dy_row.data(), x_row.data(), middle, length, 0, 0);
-        }
-        sum_dy[c] += static_cast<double>(piece.dy);
-        sum_dy_xmu[c] += static_cast<double>(piece.product);
-      }
-    });
+    constexpr auto at_once = gradient_rows<T>::channels_at_once;
+    for (std::int64_t begin = 0; begin < x.channels; begin += at_once) {
+      std::int64_t const some = std::min<std::int64_t>(at_once, x.channels - begin);
+      gradient_rows<T> sums{dy.channel_range(begin, some), x.channel_range(begin, some), mean + begin, layout_};
+      bool begun = false;
+      parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
+        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun);
+        begun = true;
+      });
+      sums.finish(group, sum_dy + begin, sum_dy_xmu + begin);
+    }
   }
 
   /// Long pieces: one lane per channel, four positions at a time.

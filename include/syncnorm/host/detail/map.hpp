@@ -107,6 +107,15 @@ public:
     }
   }
 
+  /// Computes positions [begin, end) of one row, where rows are contiguous. `stream_fence` must follow.
+  void operator()(std::int64_t sample, std::int64_t channel, std::int64_t begin, std::int64_t end) const {
+    constant const k{table_ + channel, period_};
+    if (stream_)
+      run<true, false>(at(sample, channel, begin), &out_(sample, channel, begin), end - begin, k, {});
+    else
+      run<false, false>(at(sample, channel, begin), &out_(sample, channel, begin), end - begin, k, {});
+  }
+
 private:
   /// Each channel's coefficients stand for `fold` lanes, and all of it is repeated for each position of a run.
   void fill_table(Op const& op, std::int64_t lanes, std::int64_t fold) {

@@ -1,0 +1,157 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// Σ (x − pivot) and Σ (x − pivot)² of some channel's pieces, in one number per lane: pieces are added up without adding
+/// up lanes.
+template <class A>
+struct pivoted_sums {
+  static constexpr int lanes = native_lanes<A>;
+
+  A pivot;
+  vector_t<double, native_lanes<double>> first{}, second{};
+
+  template <class T>
+  void add(T const* x, std::int64_t n, std::int64_t ahead) {
+    using vector = vector_t<A, lanes>;
+    if (n < lanes) {
+      A a = 0, b = 0;
+      for (std::int64_t i = 0; i < n; ++i) {
+        A const d = load<1>(x + i) - pivot;
+        a += d;
+        b += d * d;
+      }
+      first[0] += static_cast<double>(a);
+      second[0] += static_cast<double>(b);
+      return;
+    }
+    struct sums {
+      vector first{}, second{};
+      void add(vector const& d) {
+        first += d;
+        second += d * d;
+      }
+    } s0, s1, s2, s3;
+    vector const p = splat<A, lanes>(pivot);
+    std::int64_t i = 0;
+    for (; i + 4 * lanes <= n; i += 4 * lanes) {
+      prefetch<4 * lanes>(x, i + ahead);
+      s0.add(load<lanes>(x + i) - p);
+      s1.add(load<lanes>(x + i + lanes) - p);
+      s2.add(load<lanes>(x + i + 2 * lanes) - p);
+      s3.add(load<lanes>(x + i + 3 * lanes) - p);
+    }
+    if (i < n) prefetch<4 * lanes>(x, i + ahead);
+    for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(x + i) - p);
+    if (i < n) s1.add(keep_last<A, lanes>(load<lanes>(x + n - lanes) - p, static_cast<int>(n - i)));
+    first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
+    second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
+  }
+
+  /// Goes over to another pivot after `n` elements.
+  void move_to(A other, double n) {
+    double const t = static_cast<double>(pivot) - static_cast<double>(other),
+                 sum = sum_lanes<double, native_lanes<double>>(first);
+    double const squares = sum_lanes<double, native_lanes<double>>(second);
+    *this = {other};
+    first[0] = sum + n * t;
+    second[0] = squares + t * (2 * sum + n * t);
+  }
+};
+
+/// The mean of a vector at the beginning, or the first of fewer elements.
+template <class T, class A = accumulate_t<T>>
+[[nodiscard]] inline A pilot_mean(T const* x, std::int64_t n) {
+  constexpr int lanes = native_lanes<A>;
+  return n < lanes ? load<1>(x) : sum_lanes<A, lanes>(load<lanes>(x)) * static_cast<A>(1.0 / lanes);
+}
+
+/// m2 and mean from Σ (x − pivot) and Σ (x − pivot)².
+inline void finish_moments(double pivot, double first, double second, double inverse, double& mean, double& m2) {
+  mean = pivot + first * inverse;
+  // A NaN stays one: max returns its first argument unless that is the smaller.
+  m2 = std::max(second - first * first * inverse, 0.0);
+}
+
+/// Moments of a few channels, row piece by row piece; the sums of a group of pieces at a time.
+///
+/// They are sums about one pivot per channel and group: they cancel only as far as that is far from the mean, and it is the
+/// mean of the first piece, or of a vector of a short one, so that the loss is bounded by the spread that these elements
+/// themselves cause.
+template <class T>
+class moment_rows {
+  using A = accumulate_t<T>;
+
+public:
+  static constexpr std::int64_t channels_at_once = 64;
+
+  /// `x`: up to channels_at_once channels.
+  moment_rows(tensor_view<T const> const& x, groups const& parts, layout of)
+      : x_{x}, parts_{parts}, contiguous_{of == layout::rows} {}
+
+  /// Adds a piece of channel `c`; `begun`: not the first of its group.
+  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun) {
+    auto& sum = sums_[static_cast<std::size_t>(c)];
+    if (contiguous_)
+      add(sum, &x_(now.sample, c, now.begin), now.length, lookahead(x_, c, now, next), begun);
+    else
+      add_strided(sum, c, now, begun);
+  }
+
+  /// The moments of all channels over the group that was added.
+  void finish(std::int64_t group, double* mean, double* m2) const {
+    double const inverse = 1 / static_cast<double>(parts_.elements(group));
+    for (std::int64_t c = 0; c < x_.channels; ++c) {
+      auto const& sum = sums_[static_cast<std::size_t>(c)];
+      finish_moments(static_cast<double>(sum.pivot), sum_lanes<double, native_lanes<double>>(sum.first),
+                     sum_lanes<double, native_lanes<double>>(sum.second), inverse, mean[c], m2[c]);
+    }
+  }
+
+  static void merge(std::int64_t before, std::int64_t more, double* mean, double* m2, double const* mean_more,
+                    double const* m2_more, std::int64_t length) {
+    double const share = static_cast<double>(more) / static_cast<double>(before + more);
+    double const weight = static_cast<double>(before) * share;
+    for (std::int64_t c = 0; c < length; ++c) {
+      double const delta = mean_more[c] - mean[c];
+      mean[c] += delta * share;
+      m2[c] += m2_more[c] + delta * delta * weight;
+    }
+  }
+
+private:
+  template <class E>
+  static void add(pivoted_sums<A>& sum, E const* x, std::int64_t n, std::int64_t ahead, bool begun) {
+    if (!begun) sum = {pilot_mean(x, n)};
+    sum.add(x, n, ahead);
+    if (begun || n < groups::long_piece) return;
+    double const count = static_cast<double>(n);
+    sum.move_to(
+        static_cast<A>(static_cast<double>(sum.pivot) + sum_lanes<double, native_lanes<double>>(sum.first) / count),
+        count);
+  }
+
+  [[gnu::noinline]] void add_strided(pivoted_sums<A>& sum, std::int64_t c, groups::piece const& piece, bool begun) {
+    std::array<A, static_cast<std::size_t>(row_cut::longest)> row{};
+    for (std::int64_t s = 0; s < piece.length; ++s)
+      row[static_cast<std::size_t>(s)] = load<1>(&x_(piece.sample, c, piece.begin + s));
+    add(sum, row.data(), piece.length, 0, begun);
+  }
+
+  tensor_view<T const> x_;
+  groups parts_;
+  bool contiguous_;
+  std::array<pivoted_sums<A>, channels_at_once> sums_;
+};
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,119 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host::detail {
+
+/// Consecutive channels of a pass in blocks, all of one length but the last, which takes what is left over, so that none is
+/// too narrow for vectors.
+struct channel_blocks {
+  std::int64_t channels, length, count = std::max<std::int64_t>(1, channels / length);
+
+  [[nodiscard]] std::int64_t first(std::int64_t i) const { return i * length; }
+  [[nodiscard]] std::int64_t size(std::int64_t i) const {
+    return (i + 1 == count ? channels : first(i + 1)) - first(i);
+  }
+};
+
+/// Whether `row_pipeline` can take blocks of so many channels.
+template <class Rows, class T, std::size_t Inputs>
+[[nodiscard]] bool suits_row_pipeline(channel_blocks const& blocks, std::array<tensor_view<T const>, Inputs> const& in,
+                                      tensor_view<T> const& out) {
+  auto const rows = [&](auto const& x) { return has_rows(x) && !table_folds(x.channel_range(0, blocks.length)); };
+  return std::ranges::all_of(in, rows) && rows(out) && blocks.size(blocks.count - 1) <= Rows::channels_at_once;
+}
+
+/// Sums the rows of one block of channels while it maps those of the block before, row piece by row piece in turn: then
+/// memory is read and written and the cache is read at the same time. `Rows` are `moment_rows` or `gradient_rows`,
+/// `map_kernel` the map.
+template <class T, class Rows, class Map>
+class row_pipeline {
+public:
+  row_pipeline(groups const& parts, std::int64_t spatial) : parts_{parts}, spatial_{spatial} {}
+
+  /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps `mapped` channels by `map`.
+  [[gnu::noinline]] void operator()(Rows& rows, std::int64_t length, double* a, double* b, Map const* map,
+                                    std::int64_t mapped) const {
+    std::array<double, Rows::channels_at_once> next_a, next_b;
+    std::int64_t before = 0;
+    for (std::int64_t g = 0; g < parts_.count; ++g) {
+      bool begun = false;
+      parts_.for_each_piece(g, [&](groups::piece const& now, groups::piece const& next) {
+        std::int64_t const begin = whole_lines(now.begin), end = whole_lines(now.begin + now.length);
+        for (std::int64_t c = 0; c < std::max(length, mapped); ++c) {
+          if (c < length) rows.add(c, now, next, begun);
+          if (c < mapped) (*map)(now.sample, c, begin, end);
+        }
+        begun = true;
+      });
+      std::int64_t const more = parts_.elements(g);
+      if (g == 0) {
+        rows.finish(g, a, b);
+      } else {
+        rows.finish(g, next_a.data(), next_b.data());
+        Rows::merge(before, more, a, b, next_a.data(), next_b.data(), length);
+      }
+      before += more;
+    }
+  }
+
+private:
+  /// The map goes on where streamed stores fill whole lines.
+  [[nodiscard]] std::int64_t whole_lines(std::int64_t position) const {
+    constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T));
+    return position == spatial_ ? spatial_ : position / line * line;
+  }
+
+  groups parts_;
+  std::int64_t spatial_;
+};
+
+/// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
+/// `out = op(first, length)(in)` while the next block is summed. Each thread takes several blocks in a row.
+template <class T, executor E, class MakeRows, class Finish, class MakeOp, std::size_t Inputs>
+void reduce_and_map_rows(E const& exec, channel_blocks const& blocks,
+                         std::array<tensor_view<T const>, Inputs> const& in, tensor_view<T> const& out, stores how,
+                         MakeRows const& make_rows, std::span<double> a, std::span<double> b, Finish const& finish,
+                         MakeOp const& make_op) {
+  using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
+  using op_type = std::invoke_result_t<MakeOp const&, std::int64_t, std::int64_t>;
+  using map_type = map_kernel<T, op_type>;
+  row_pipeline<T, rows_type, map_type> const pipeline{{out.samples, out.spatial}, out.spatial};
+  std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks.count, 4 * exec.concurrency());
+  exec.for_each(runs, [&](std::int64_t run) {
+    std::int64_t const begin = run * blocks.count / runs, end = (run + 1) * blocks.count / runs;
+    scratch_lease<accumulate_t<T>> table{map_type::table_size(out.channel_range(0, blocks.size(blocks.count - 1)))};
+    std::optional<map_type> map;
+    std::int64_t mapped = 0;
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::int64_t const first = blocks.first(i), length = blocks.size(i);
+      auto rows = make_rows(first, length);
+      pipeline(rows, length, a.data() + first, b.data() + first, map ? &*map : nullptr, mapped);
+      finish(first, length);
+      auto part = in;
+      for (auto& view : part) view = view.channel_range(first, length);
+      map.emplace(make_op(first, length), part, out.channel_range(first, length), how, table.data());
+      mapped = length;
+    }
+    boxes const tasks = map->tasks();
+    for (std::int64_t task = tasks.count(); task-- > 0;) (*map)(tasks[task]);
+    stream_fence();
+  });
+}
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,165 @@
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include <doctest/doctest.h>
+#include <syncnorm/host/backward_elemt.hpp>
+#include <syncnorm/host/backward_reduce.hpp>
+#include <syncnorm/host/detail/gradient_rows.hpp>
+#include <syncnorm/host/detail/moment_rows.hpp>
+#include <syncnorm/host/detail/row_pipeline.hpp>
+#include <syncnorm/host/local_moments.hpp>
+#include <syncnorm/host/normalize.hpp>
+
+#include <host/tensors.hpp>
+
+using namespace syncnorm;
+
+namespace {
+
+/// Rows of one piece and of several, with and without tails; one group of pieces and many.
+constexpr test::extents pipeline_shapes[] = {{3, 5, 17}, {9, 7, 333}, {1, 4, 1040}, {5, 5, 2100}, {130, 3, 130}};
+
+template <class T>
+bool same_bits(std::vector<T> const& a, std::vector<T> const& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
+template <class T>
+struct pipeline_results {
+  std::vector<double> mean, m2, sum_dy, sum_dy_xmu;
+  std::vector<T> y, dx;
+
+  explicit pipeline_results(std::int64_t channels)
+      : mean(static_cast<std::size_t>(channels), -1), m2(mean), sum_dy(mean), sum_dy_xmu(mean) {}
+};
+
+template <class T>
+void check_same(pipeline_results<T> const& got, pipeline_results<T> const& whole) {
+  CHECK(same_bits(got.mean, whole.mean));
+  CHECK(same_bits(got.m2, whole.m2));
+  CHECK(same_bits(got.sum_dy, whole.sum_dy));
+  CHECK(same_bits(got.sum_dy_xmu, whole.sum_dy_xmu));
+  CHECK(same_bits(got.y, whole.y));
+  CHECK(same_bits(got.dx, whole.dx));
+}
+
+/// Passes over the same tensors, one after the other or as a pipeline. m2 stands in for inv_std.
+template <class T>
+struct pipeline_case {
+  tensor_view<T const> x, dy;
+  std::vector<T> gamma, beta;
+  std::int64_t count;
+
+  using A = accumulate_t<T>;
+
+  void separate(pipeline_results<T>& r, tensor_view<T> y, tensor_view<T> dx) const {
+    host::serial_executor const serial;
+    host::local_moments(serial, x, r.mean, r.m2);
+    host::normalize(serial, x, y, r.mean, r.m2, affine_parameters<T>{gamma, beta});
+    host::backward_reduce(serial, dy, x, r.mean, r.sum_dy, r.sum_dy_xmu);
+    host::backward_elemt(serial, dy, x, dx, r.mean, r.m2, std::span<T const>{gamma}, r.sum_dy, r.sum_dy_xmu, count);
+  }
+
+  template <class E>
+  void forward(E const& exec, std::int64_t block, pipeline_results<T>& r, tensor_view<T> y, host::stores how) const {
+    host::detail::groups const parts{x.samples, x.spatial};
+    std::vector<int> finished(r.mean.size());
+    host::detail::reduce_and_map_rows<T>(
+        exec, {x.channels, block}, std::array{x}, y, how,
+        [&](std::int64_t first, std::int64_t length) {
+          return host::detail::moment_rows<T>{x.channel_range(first, length), parts, host::detail::layout::rows};
+        },
+        r.mean, r.m2,
+        [&](std::int64_t first, std::int64_t length) {
+          for (std::int64_t c = first; c < first + length; ++c) ++finished[static_cast<std::size_t>(c)];
+        },
+        [&](std::int64_t first, std::int64_t length) {
+          using host::detail::channels_of;
+          return host::detail::normalize_op<A>{channels_of(std::span<double const>{r.mean}, first, length),
+                                               channels_of(std::span<double const>{r.m2}, first, length),
+                                               {channels_of(std::span<T const>{gamma}, first, length), 1},
+                                               {channels_of(std::span<T const>{beta}, first, length), 0}};
+        });
+    CHECK(finished == std::vector<int>(finished.size(), 1));
+  }
+
+  template <class E>
+  void backward(E const& exec, std::int64_t block, pipeline_results<T>& r, tensor_view<T> dx, host::stores how) const {
+    host::detail::reduce_and_map_rows<T>(
+        exec, {x.channels, block}, std::array{dy, x}, dx, how,
+        [&](std::int64_t first, std::int64_t length) {
+          return host::detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
+                                                r.mean.data() + first, host::detail::layout::rows};
+        },
+        r.sum_dy, r.sum_dy_xmu, [](std::int64_t, std::int64_t) {},
+        [&](std::int64_t first, std::int64_t length) {
+          using host::detail::channels_of;
+          return host::detail::backward_elemt_op<A>{channels_of(std::span<double const>{r.mean}, first, length),
+                                                    channels_of(std::span<double const>{r.m2}, first, length),
+                                                    {channels_of(std::span<T const>{gamma}, first, length), 1},
+                                                    channels_of(std::span<double const>{r.sum_dy}, first, length),
+                                                    channels_of(std::span<double const>{r.sum_dy_xmu}, first, length),
+                                                    count};
+        });
+  }
+};
+
+} // namespace
+
+TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bits of separate passes", T, float, double,
+                   bfloat16) {
+  for (auto const& shape : pipeline_shapes) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    CAPTURE(test::name_of(shape));
+    auto const values = test::deviates<T>(n, c, s, 1), gradients = test::deviates<T>(n, c, s, 2);
+    for (auto const order : {test::arrangement::nchw, test::arrangement::padded_rows}) {
+      CAPTURE(test::name_of(order));
+      test::tensor<T> x{order, n, c, s, values, 1}, dy{order, n, c, s, gradients}, y{order, n, c, s, 3},
+          dx{order, n, c, s};
+      host::detail::channel_blocks const narrow{c, 1};
+      if (!host::detail::suits_row_pipeline<host::detail::moment_rows<T>>(
+              narrow, std::array<tensor_view<T const>, 2>{x.view(), dy.view()}, y.view())) {
+        CHECK((s == 17 && order == test::arrangement::nchw)); // where positions are taken for channels
+        continue;
+      }
+      auto const ch = static_cast<std::size_t>(c);
+      pipeline_case<T> const passes{x.view(), dy.view(), std::vector<T>(ch, T(1.5)), std::vector<T>(ch, T(-0.25)),
+                                    n * s};
+      pipeline_results<T> whole{c};
+      passes.separate(whole, y.view(), dx.view());
+      whole.y = y.values();
+      whole.dx = dx.values();
+
+      auto const check = [&](auto const& exec, std::int64_t block, host::stores how) {
+        CAPTURE(block);
+        pipeline_results<T> got{c};
+        test::tensor<T> y_got{order, n, c, s, 2}, dx_got{order, n, c, s, 1}, over = dy;
+        passes.forward(exec, block, got, y_got.view(), how);
+        passes.backward(exec, block, got, dx_got.view(), how);
+        got.y = y_got.values();
+        got.dx = dx_got.values();
+        check_same(got, whole);
+        CHECK(y_got.intact());
+        CHECK(dx_got.intact());
+
+        pipeline_case<T> in_place = passes;
+        in_place.dy = over.view();
+        in_place.backward(exec, block, got, over.view(), how);
+        got.dx = over.values();
+        over = x;
+        in_place.x = over.view();
+        in_place.forward(exec, block, got, over.view(), how);
+        got.y = over.values();
+        check_same(got, whole);
+      };
+      check(host::serial_executor{}, 1, host::stores::streaming);
+      check(host::serial_executor{}, 2, host::stores::cached);
+      check(test::shuffling_executor{2}, 1, host::stores::cached);
+      check(test::shuffling_executor{1}, 2, host::stores::streaming);
+    }
+  }
+}
