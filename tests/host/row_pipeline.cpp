@@ -21,7 +21,7 @@ using namespace syncnorm;
 namespace {
 
 /// Rows of one piece and of several, with and without tails; one group of pieces and many.
-constexpr test::extents pipeline_shapes[] = {{3, 5, 17}, {9, 7, 333}, {1, 4, 1040}, {5, 5, 2100}, {130, 3, 130}};
+constexpr test::extents pipeline_shapes[] = {{3, 5, 9}, {9, 7, 333}, {1, 4, 1040}, {5, 5, 2100}, {130, 3, 260}};
 
 template <class T>
 bool same_bits(std::vector<T> const& a, std::vector<T> const& b) {
@@ -123,7 +123,7 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
       host::detail::channel_blocks const narrow{c, 1};
       if (!host::detail::suits_row_pipeline<host::detail::moment_rows<T>>(
               narrow, std::array<tensor_view<T const>, 2>{x.view(), dy.view()}, y.view())) {
-        CHECK((s == 17 && order == test::arrangement::nchw)); // where positions are taken for channels
+        CHECK((s == 9 && order == test::arrangement::nchw)); // where positions are taken for channels
         continue;
       }
       auto const ch = static_cast<std::size_t>(c);

@@ -10,6 +10,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -31,6 +32,8 @@ public:
   [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy,
                                     double* sum_dy_xmu) const {
     tensor_view<T const> const dy = dy_.channel_range(first, length), x = x_.channel_range(first, length);
+    if (layout_ == layout::rows && are_short_rows(x.spatial))
+      return short_rows(dy, x, mean_.data() + first, group, sum_dy, sum_dy_xmu);
     if (layout_ != layout::channels) return rows(dy, x, mean_.data() + first, group, sum_dy, sum_dy_xmu);
     constexpr int lanes = native_lanes<A>, double_lanes = native_lanes<double>;
     centers center;
@@ -72,6 +75,36 @@ private:
         begun = true;
       });
       sums.finish(group, sum_dy + begin, sum_dy_xmu + begin);
+    }
+  }
+
+  /// dy and dy·(x − center).
+  struct terms {
+    T const *dy, *x;
+    std::int64_t dy_stride, x_stride;
+    A center;
+
+    [[nodiscard]] std::array<vector_t<A, native_lanes<A>>, 2> at(std::int64_t row, std::int64_t i) const {
+      constexpr int lanes = native_lanes<A>;
+      auto const g = load<lanes>(dy + row * dy_stride + i);
+      return {g, g * (load<lanes>(x + row * x_stride + i) - splat<A, lanes>(center))};
+    }
+    void prefetch(std::int64_t row, std::int64_t i) const {
+      prefetch_rows(dy + row * dy_stride, i);
+      prefetch_rows(x + row * x_stride, i);
+    }
+  };
+
+  /// Rows of few vectors: those of a channel one after the other.
+  void short_rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, double const* mean, std::int64_t group,
+                  double* sum_dy, double* sum_dy_xmu) const {
+    std::int64_t const begin = group * parts_.length, end = std::min(parts_.pieces, begin + parts_.length);
+    for (std::int64_t c = 0; c < x.channels; ++c) {
+      auto const center = static_cast<A>(mean[c]);
+      short_row_sums<A, terms> const sums{{&dy(0, c, 0), &x(0, c, 0), dy.stride_n, x.stride_n, center}};
+      auto const [first, second] = sums(begin, end, x.spatial);
+      sum_dy[c] = first;
+      sum_dy_xmu[c] = second - (mean[c] - static_cast<double>(center)) * first;
     }
   }
 

@@ -26,11 +26,13 @@ public:
     std::int64_t channel, channels, sample, samples, position, positions;
   };
 
-  /// `narrowest`: as many channels as there are belong to a box, up to this.
-  boxes(std::int64_t samples, std::int64_t channels, std::int64_t spatial, std::int64_t narrowest)
+  /// `narrowest`: as many channels as there are belong to a box, up to this. `widest`: and no more.
+  boxes(std::int64_t samples, std::int64_t channels, std::int64_t spatial, std::int64_t narrowest,
+        std::int64_t widest = box_elements)
       : samples_{samples}, channels_{channels}, spatial_{spatial} {
     if (samples * channels * spatial == 0) return;
-    c_ = even_part(channels, std::max(narrowest, box_elements / std::min(spatial, box_elements) / 16 * 16));
+    std::int64_t const fitting = box_elements / std::min(spatial, box_elements) / 16 * 16;
+    c_ = even_part(channels, std::clamp(fitting, narrowest, widest));
     s_ = even_part(spatial, std::max<std::int64_t>(16, box_elements / c_ / 16 * 16));
     n_ = std::clamp<std::int64_t>(box_elements / (c_ * s_), 1, samples);
     count_ = ceil_div(channels, c_) * ceil_div(spatial, s_) * ceil_div(samples, n_);
@@ -77,6 +79,7 @@ public:
     std::int64_t fold = 1;
     if (table_folds(out) && std::ranges::all_of(in, [](auto const& x) { return table_folds(x); })) {
       fold = out.spatial;
+      folded_ = true;
       out_ = folded(out);
       for (auto& x : in_) x = folded(x);
     }
@@ -94,7 +97,9 @@ public:
   }
 
   [[nodiscard]] boxes tasks() const {
-    return {out_.samples, out_.channels, out_.spatial, layout_ == layout::channels ? chunk_channels<A> : 16};
+    // Where positions are taken for channels, the coefficients of a box fit the first-level cache.
+    std::int64_t const widest = folded_ ? chunk_channels<A> : boxes::box_elements;
+    return {out_.samples, out_.channels, out_.spatial, layout_ == layout::channels ? chunk_channels<A> : 16, widest};
   }
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
@@ -270,7 +275,7 @@ private:
   A* table_;
   std::int64_t period_ = 0, run_positions_ = 1;
   layout layout_ = layout::strided;
-  bool stream_ = false;
+  bool stream_ = false, folded_ = false;
 };
 
 template <class T, class Op, executor E>

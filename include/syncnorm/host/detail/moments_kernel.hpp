@@ -9,6 +9,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -29,7 +30,9 @@ public:
                                     double* m2) const {
     tensor_view<T const> const x = x_.channel_range(first, length);
     constexpr int lanes = native_lanes<A>, double_lanes = native_lanes<double>;
-    if (layout_ != layout::channels) {
+    if (layout_ == layout::rows && are_short_rows(x.spatial)) {
+      short_rows(x, group, mean, m2);
+    } else if (layout_ != layout::channels) {
       rows(x, group, mean, m2);
     } else if (parts_.cut.length >= shortest) {
       length >= lanes ? channels<lanes>(x, group, mean, m2) : channels<1>(x, group, mean, m2);
@@ -55,6 +58,35 @@ private:
         begun = true;
       });
       sums.finish(group, mean + begin, m2 + begin);
+    }
+  }
+
+  /// x − pivot and its square.
+  struct terms {
+    T const* x;
+    std::int64_t stride;
+    A pivot;
+
+    [[nodiscard]] std::array<vector_t<A, native_lanes<A>>, 2> at(std::int64_t row, std::int64_t i) const {
+      constexpr int lanes = native_lanes<A>;
+      auto const d = load<lanes>(x + row * stride + i) - splat<A, lanes>(pivot);
+      return {d, d * d};
+    }
+    void prefetch(std::int64_t row, std::int64_t i) const { prefetch_rows(x + row * stride, i); }
+  };
+
+  /// Rows of few vectors: those of a channel one after the other.
+  void short_rows(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
+    double const inverse = 1 / static_cast<double>(parts_.elements(group));
+    std::int64_t const begin = group * parts_.length, end = std::min(parts_.pieces, begin + parts_.length);
+    for (std::int64_t c = 0; c < x.channels; ++c) {
+      constexpr int lanes = native_lanes<A>;
+      vector_t<A, lanes> pilot{};
+      for (std::int64_t i = 0; i < short_row_pilot; i += lanes) pilot += load<lanes>(&x(begin, c, i));
+      A const pivot = sum_lanes<A, lanes>(pilot) * static_cast<A>(1.0 / short_row_pilot);
+      short_row_sums<A, terms> const sums{{&x(0, c, 0), x.stride_n, pivot}};
+      auto const [first, second] = sums(begin, end, x.spatial);
+      finish_moments(static_cast<double>(pivot), first, second, inverse, mean[c], m2[c]);
     }
   }
 

@@ -13,6 +13,7 @@
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -35,16 +36,18 @@ template <class Rows, class T, std::size_t Inputs>
 [[nodiscard]] bool suits_row_pipeline(channel_blocks const& blocks, std::array<tensor_view<T const>, Inputs> const& in,
                                       tensor_view<T> const& out) {
   auto const rows = [&](auto const& x) { return has_rows(x) && !table_folds(x.channel_range(0, blocks.length)); };
-  return std::ranges::all_of(in, rows) && rows(out) && blocks.size(blocks.count - 1) <= Rows::channels_at_once;
+  return !are_short_rows(out.spatial) && std::ranges::all_of(in, rows) && rows(out) &&
+         blocks.size(blocks.count - 1) <= Rows::channels_at_once;
 }
 
 /// Sums the rows of one block of channels while it maps those of the block before, row piece by row piece in turn: then
-/// memory is read and written and the cache is read at the same time. `Rows` are `moment_rows` or `gradient_rows`,
-/// `map_kernel` the map.
+/// memory is read and written and the cache is read at the same time. The map takes samples in the opposite order: what was
+/// read last is the likeliest to be in the cache still where two blocks do not fit. `Rows` are `moment_rows` or
+/// `gradient_rows`, `Map` is a `map_kernel`.
 template <class T, class Rows, class Map>
 class row_pipeline {
 public:
-  row_pipeline(groups const& parts, std::int64_t spatial) : parts_{parts}, spatial_{spatial} {}
+  row_pipeline(std::int64_t samples, std::int64_t spatial) : parts_{samples, spatial}, samples_{samples} {}
 
   /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps `mapped` channels by `map`.
   [[gnu::noinline]] void operator()(Rows& rows, std::int64_t length, double* a, double* b, Map const* map,
@@ -54,10 +57,11 @@ public:
     for (std::int64_t g = 0; g < parts_.count; ++g) {
       bool begun = false;
       parts_.for_each_piece(g, [&](groups::piece const& now, groups::piece const& next) {
+        std::int64_t const sample = samples_ - 1 - now.sample;
         std::int64_t const begin = whole_lines(now.begin), end = whole_lines(now.begin + now.length);
         for (std::int64_t c = 0; c < std::max(length, mapped); ++c) {
           if (c < length) rows.add(c, now, next, begun);
-          if (c < mapped) (*map)(now.sample, c, begin, end);
+          if (c < mapped) (*map)(sample, c, begin, end);
         }
         begun = true;
       });
@@ -76,11 +80,11 @@ private:
   /// The map goes on where streamed stores fill whole lines.
   [[nodiscard]] std::int64_t whole_lines(std::int64_t position) const {
     constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T));
-    return position == spatial_ ? spatial_ : position / line * line;
+    return position == parts_.cut.spatial ? position : position / line * line;
   }
 
   groups parts_;
-  std::int64_t spatial_;
+  std::int64_t samples_;
 };
 
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
@@ -93,7 +97,7 @@ void reduce_and_map_rows(E const& exec, channel_blocks const& blocks,
   using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
   using op_type = std::invoke_result_t<MakeOp const&, std::int64_t, std::int64_t>;
   using map_type = map_kernel<T, op_type>;
-  row_pipeline<T, rows_type, map_type> const pipeline{{out.samples, out.spatial}, out.spatial};
+  row_pipeline<T, rows_type, map_type> const pipeline{out.samples, out.spatial};
   std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks.count, 4 * exec.concurrency());
   exec.for_each(runs, [&](std::int64_t run) {
     std::int64_t const begin = run * blocks.count / runs, end = (run + 1) * blocks.count / runs;
