@@ -42,14 +42,16 @@ template <class T, class A = accumulate_t<T>>
   vector const c = splat<A, lanes>(center);
   std::int64_t i = 0;
   for (; i + 4 * lanes <= n; i += 4 * lanes) {
-    prefetch<4 * lanes>(dy, i + dy_ahead);
-    prefetch<4 * lanes>(x, i + x_ahead);
+    if (x_ahead != 0) {
+      prefetch<4 * lanes>(dy, i + dy_ahead);
+      prefetch<4 * lanes>(x, i + x_ahead);
+    }
     s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
     s1.add(load<lanes>(dy + i + lanes), load<lanes>(x + i + lanes) - c);
     s2.add(load<lanes>(dy + i + 2 * lanes), load<lanes>(x + i + 2 * lanes) - c);
     s3.add(load<lanes>(dy + i + 3 * lanes), load<lanes>(x + i + 3 * lanes) - c);
   }
-  if (i < n) {
+  if (i < n && x_ahead != 0) {
     prefetch<4 * lanes>(dy, i + dy_ahead);
     prefetch<4 * lanes>(x, i + x_ahead);
   }
@@ -76,14 +78,14 @@ public:
   gradient_rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, double const* mean, layout of)
       : dy_{dy}, x_{x}, mean_{mean}, contiguous_{of == layout::rows} {}
 
-  /// Adds a piece of channel `c`; `begun`: not the first of its group.
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun) {
+  /// Adds a piece of channel `c`; `begun`: not the first of its group; `fetch`: fetches what comes next.
+  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, bool fetch = true) {
     auto const i = static_cast<std::size_t>(c);
     auto const center = static_cast<A>(mean_[c]);
-    auto const piece = contiguous_
-                           ? sum_gradient_piece(&dy_(now.sample, c, now.begin), &x_(now.sample, c, now.begin), center,
-                                                now.length, lookahead(dy_, c, now, next), lookahead(x_, c, now, next))
-                           : sum_strided(c, now, center);
+    auto const piece = contiguous_ ? sum_gradient_piece(&dy_(now.sample, c, now.begin), &x_(now.sample, c, now.begin),
+                                                        center, now.length, fetch ? lookahead(dy_, c, now, next) : 0,
+                                                        fetch ? lookahead(x_, c, now, next) : 0)
+                                   : sum_strided(c, now, center);
     first_[i] = (begun ? first_[i] : 0) + static_cast<double>(piece.dy);
     second_[i] = (begun ? second_[i] : 0) + static_cast<double>(piece.product);
   }

@@ -50,6 +50,11 @@ private:
   std::int64_t samples_, channels_, spatial_, n_ = 0, c_ = 0, s_ = 0, count_ = 0;
 };
 
+/// From one row to another, and to another position.
+struct row_distance {
+  std::int64_t channels, samples, positions;
+};
+
 /// Elementwise `out = op(in…, coefficients of the channel)`. `Op` has
 ///
 ///     static constexpr std::size_t inputs, coefficients;
@@ -105,20 +110,25 @@ public:
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
     if (stream_) {
-      channels_ahead != 0 ? run_box<true, true>(box, channels_ahead) : run_box<true, false>(box, 0);
+      channels_ahead != 0 ? run_box<true, 2>(box, channels_ahead) : run_box<true, 0>(box, 0);
       stream_fence();
     } else {
-      channels_ahead != 0 ? run_box<false, true>(box, channels_ahead) : run_box<false, false>(box, 0);
+      channels_ahead != 0 ? run_box<false, 2>(box, channels_ahead) : run_box<false, 0>(box, 0);
     }
   }
 
-  /// Computes positions [begin, end) of one row, where rows are contiguous. `stream_fence` must follow.
-  void operator()(std::int64_t sample, std::int64_t channel, std::int64_t begin, std::int64_t end) const {
+  /// Computes positions [begin, end) of one row, where rows are contiguous, and meanwhile fetches the inputs at a distance.
+  /// `stream_fence` must follow.
+  void operator()(std::int64_t sample, std::int64_t channel, std::int64_t begin, std::int64_t end,
+                  row_distance const& ahead) const {
     constant const k{table_ + channel, period_};
+    std::array<std::int64_t, inputs> further{};
+    for (std::size_t j = 0; j < inputs; ++j)
+      further[j] = ahead.channels * in_[j].stride_c + ahead.samples * in_[j].stride_n + ahead.positions;
     if (stream_)
-      run<true, false>(at(sample, channel, begin), &out_(sample, channel, begin), end - begin, k, {});
+      run<true, 1>(at(sample, channel, begin), &out_(sample, channel, begin), end - begin, k, further);
     else
-      run<false, false>(at(sample, channel, begin), &out_(sample, channel, begin), end - begin, k, {});
+      run<false, 1>(at(sample, channel, begin), &out_(sample, channel, begin), end - begin, k, further);
   }
 
 private:
@@ -142,7 +152,7 @@ private:
       for (std::int64_t i = lanes; i < period_; i += lanes) std::copy_n(&at(j, 0), lanes, &at(j, i));
   }
 
-  template <bool Stream, bool Fetch>
+  template <bool Stream, int Fetch>
   void run_box(boxes::box const& box, std::int64_t channels_ahead) const {
     std::array<std::int64_t, inputs> further{};
     for (std::size_t j = 0; j < inputs; ++j) further[j] = channels_ahead * in_[j].stride_c;
@@ -151,8 +161,8 @@ private:
         per_channel const k{table_ + box.channel, period_};
         std::int64_t const end = box.position + box.positions;
         for (std::int64_t s = box.position; s < end; s += run_positions_)
-          run<Stream, false>(at(n, box.channel, s), &out_(n, box.channel, s),
-                             box.channels * std::min(run_positions_, end - s), k, further);
+          run<Stream, 0>(at(n, box.channel, s), &out_(n, box.channel, s),
+                         box.channels * std::min(run_positions_, end - s), k, further);
         continue;
       }
       for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c) {
@@ -232,13 +242,13 @@ private:
     }
   }
 
-  template <int L>
+  template <int Level, int L>
   static void fetch(pointers const& from, std::int64_t i, std::array<std::int64_t, inputs> const& further) {
-    for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, 2>(from[j], i + further[j]);
+    for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, Level>(from[j], i + further[j]);
   }
 
-  /// `n` contiguous elements.
-  template <bool Stream, bool Fetch, class K>
+  /// `n` contiguous elements. `Fetch`: the level of cache for which those `further` on are fetched; 0: none.
+  template <bool Stream, int Fetch, class K>
   static void run(pointers const& from, T* to, std::int64_t n, K const& k,
                   std::array<std::int64_t, inputs> const& further) {
     constexpr int L = native_lanes<A>;
@@ -254,13 +264,14 @@ private:
     // The last vector may overlap the one before it, which in place overwrites what it reads.
     auto const last = Stream ? vector_t<A, L>{} : compute<L>(from, n - L, k);
     for (; i + 4 * L <= n; i += 4 * L) {
-      if constexpr (Fetch) fetch<L>(from, i, further);
+      if constexpr (Fetch != 0) fetch<Fetch, L>(from, i, further);
       auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
       auto const v2 = compute<L>(from, i + 2 * L, k), v3 = compute<L>(from, i + 3 * L, k);
       put_two<Stream, L>(to + i, v0, v1);
       put_two<Stream, L>(to + i + 2 * L, v2, v3);
     }
-    if (Fetch && i < n) fetch<L>(from, i, further);
+    if constexpr (Fetch != 0)
+      if (i < n) fetch<Fetch, L>(from, i, further);
     for (; i + L <= n; i += L) put<Stream, L>(to + i, compute<L>(from, i, k));
     if constexpr (Stream) {
       for (; i < n; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));

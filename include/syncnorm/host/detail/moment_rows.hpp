@@ -45,13 +45,13 @@ struct pivoted_sums {
     vector const p = splat<A, lanes>(pivot);
     std::int64_t i = 0;
     for (; i + 4 * lanes <= n; i += 4 * lanes) {
-      prefetch<4 * lanes>(x, i + ahead);
+      if (ahead != 0) prefetch<4 * lanes>(x, i + ahead);
       s0.add(load<lanes>(x + i) - p);
       s1.add(load<lanes>(x + i + lanes) - p);
       s2.add(load<lanes>(x + i + 2 * lanes) - p);
       s3.add(load<lanes>(x + i + 3 * lanes) - p);
     }
-    if (i < n) prefetch<4 * lanes>(x, i + ahead);
+    if (i < n && ahead != 0) prefetch<4 * lanes>(x, i + ahead);
     for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(x + i) - p);
     if (i < n) s1.add(keep_last<A, lanes>(load<lanes>(x + n - lanes) - p, static_cast<int>(n - i)));
     first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
@@ -99,11 +99,11 @@ public:
   moment_rows(tensor_view<T const> const& x, groups const& parts, layout of)
       : x_{x}, parts_{parts}, contiguous_{of == layout::rows} {}
 
-  /// Adds a piece of channel `c`; `begun`: not the first of its group.
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun) {
+  /// Adds a piece of channel `c`; `begun`: not the first of its group; `fetch`: fetches what comes next.
+  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, bool fetch = true) {
     auto& sum = sums_[static_cast<std::size_t>(c)];
     if (contiguous_)
-      add(sum, &x_(now.sample, c, now.begin), now.length, lookahead(x_, c, now, next), begun);
+      add(sum, &x_(now.sample, c, now.begin), now.length, fetch ? lookahead(x_, c, now, next) : 0, begun);
     else
       add_strided(sum, c, now, begun);
   }

@@ -49,7 +49,7 @@ class row_pipeline {
 public:
   row_pipeline(std::int64_t samples, std::int64_t spatial) : parts_{samples, spatial}, samples_{samples} {}
 
-  /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps `mapped` channels by `map`.
+  /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps the `mapped` channels before these by `map`, no more.
   [[gnu::noinline]] void operator()(Rows& rows, std::int64_t length, double* a, double* b, Map const* map,
                                     std::int64_t mapped) const {
     std::array<double, Rows::channels_at_once> next_a, next_b;
@@ -59,9 +59,12 @@ public:
       parts_.for_each_piece(g, [&](groups::piece const& now, groups::piece const& next) {
         std::int64_t const sample = samples_ - 1 - now.sample;
         std::int64_t const begin = whole_lines(now.begin), end = whole_lines(now.begin + now.length);
-        for (std::int64_t c = 0; c < std::max(length, mapped); ++c) {
-          if (c < length) rows.add(c, now, next, begun);
-          if (c < mapped) (*map)(sample, c, begin, end);
+        // The map takes longer than the sums, so it is what fetches the next piece to be summed.
+        row_distance const to_next_row{mapped + 1, now.sample - sample, now.begin - begin};
+        row_distance const to_next_piece{1, next.sample - sample, next.begin - begin};
+        for (std::int64_t c = 0; c < length; ++c) {
+          rows.add(c, now, next, begun, map == nullptr);
+          if (c < mapped) (*map)(sample, c, begin, end, c + 1 < length ? to_next_row : to_next_piece);
         }
         begun = true;
       });
