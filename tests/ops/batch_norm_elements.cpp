@@ -61,13 +61,15 @@ TEST_CASE_TEMPLATE("16-bit elements agree with the oracle on the same elements, 
                    types<own_half, double>, types<float, float16>) {
   using T = typename Types::element;
   using P = typename Types::parameter;
-  for (int const ranks : {1, 2, 3})
+  for (int const ranks : {1, 2, 3}) {
+    if (test::sanitized && ranks != 3) continue;
     for_each_small_case(ranks, [&](test::grid_case const& cell) {
       test::case_data<T, P> const data{cell};
       syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
         for (auto const& failure : test::run_case(data, comm)) FAIL_CHECK(failure);
       });
     });
+  }
 }
 
 TEST_CASE("statistics of float16 neither overflow nor lose counts") {
@@ -120,7 +122,7 @@ TEST_CASE("ranks of different element types are told so, an empty one, too") {
 TEST_CASE("halves beyond the cache are streamed and exchanged in parts") {
   for (auto const order : {test::layout::nchw, test::layout::nhwc}) {
     if (test::sanitized && order != test::layout::nchw) continue;
-    test::case_data<bfloat16> const data{{2, test::sanitized ? 24 : 40, 8, 8 * 1024, test::partition::uneven, order}};
+    test::case_data<bfloat16> const data{{2, test::sanitized ? 9 : 40, 8, 8 * 1024, test::partition::uneven, order}};
     syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
       for (auto const& failure : test::run_case(data, comm)) FAIL_CHECK(failure);
     });

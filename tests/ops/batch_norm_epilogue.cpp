@@ -28,12 +28,6 @@ namespace {
 
 using layer_over_threads = syncnorm::batch_norm<double, thread_communicator>;
 
-std::vector<double> noise_vector(std::uint64_t stream, std::size_t size) {
-  std::vector<double> values(size);
-  for (std::size_t i = 0; i < size; ++i) values[i] = test::noise(stream, i);
-  return values;
-}
-
 } // namespace
 
 TEST_CASE_TEMPLATE("epilogues and masks agree with the oracle on the whole batch", T, float, double,
@@ -58,7 +52,7 @@ TEST_CASE_TEMPLATE("epilogues and masks agree with the oracle on the whole batch
 }
 
 TEST_CASE("layers beyond the cache are exchanged in parts with their epilogues") {
-  for (std::size_t k = 1; k < test::epilogue_choices.size(); k += test::sanitized ? 5 : 2) {
+  for (std::size_t k = 1; k < test::epilogue_choices.size(); k += test::sanitized ? 9 : 2) {
     auto const& choice = test::epilogue_choices[k];
     test::epilogue_case<float> const data{{2, 13, 8, 4096, test::partition::uneven, test::layout::nchw}, choice};
     run_ranks(2, [&](thread_communicator const& comm) {
@@ -73,8 +67,8 @@ TEST_CASE("gradients through epilogues and masks agree with finite differences o
   for (auto const& choice : test::epilogue_choices) {
     if (choice.mask == test::epilogue_choice::none) continue;
     CAPTURE(choice.name());
-    auto x = noise_vector(11, size), residual = noise_vector(12, size);
-    auto const dy = noise_vector(13, size);
+    auto x = test::noise_vector(11, size), residual = test::noise_vector(12, size);
+    auto const dy = test::noise_vector(13, size);
     std::vector<double> gamma{0.75, -1.25}, beta{0.125, -0.25};
     std::vector<std::uint8_t> mask;
     for (std::int64_t n = 0; n < samples; ++n)

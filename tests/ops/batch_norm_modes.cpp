@@ -15,9 +15,9 @@
 
 namespace {
 
-constexpr syncnorm::host::serial_executor serial{};
+constexpr syncnorm::host::serial_executor one_thread{};
 
-std::vector<double> noise_vector(std::uint64_t stream, std::size_t size, double mean = 0, double deviation = 1) {
+std::vector<double> deviates(std::uint64_t stream, std::size_t size, double mean = 0, double deviation = 1) {
   std::vector<double> values(size);
   // A uniform value in [-1, 1) has the deviation 1/sqrt(3).
   for (std::size_t i = 0; i < size; ++i) values[i] = mean + deviation * std::sqrt(3.0) * test::noise(stream, i);
@@ -36,7 +36,7 @@ double loss_of_two_ranks(std::vector<double> const& x, std::vector<double> const
       return comm.rank() == 0 ? all.sample_range(0, cut) : all.sample_range(cut, samples - cut);
     };
     syncnorm::affine_parameters<double> const affine{gamma, beta};
-    (void)syncnorm::batch_norm_forward(serial, comm, share(x), share(y), affine);
+    (void)syncnorm::batch_norm_forward(one_thread, comm, share(x), share(y), affine);
   });
   double loss = 0;
   for (std::size_t i = 0; i < y.size(); ++i) loss += dy[i] * y[i];
@@ -47,9 +47,9 @@ double loss_of_two_ranks(std::vector<double> const& x, std::vector<double> const
 
 TEST_CASE("gradients agree with finite differences over two ranks") {
   constexpr std::int64_t samples = 5, channels = 3, spatial = 4, cut = 2;
-  auto x = noise_vector(1, samples * channels * spatial), gamma = noise_vector(2, channels, 1, 0.2);
-  auto beta = noise_vector(3, channels);
-  auto const dy = noise_vector(4, x.size());
+  auto x = deviates(1, samples * channels * spatial), gamma = deviates(2, channels, 1, 0.2);
+  auto beta = deviates(3, channels);
+  auto const dy = deviates(4, x.size());
   std::vector<double> dx(x.size()), gamma_grad(channels), beta_grad(channels), y(x.size());
   std::vector<double> rank_gamma(2 * channels), rank_beta(2 * channels);
   syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
@@ -59,10 +59,10 @@ TEST_CASE("gradients agree with finite differences over two ranks") {
     };
     auto const part = static_cast<std::size_t>(comm.rank() * channels);
     syncnorm::affine_parameters<double> const affine{gamma, beta};
-    auto const saved = syncnorm::batch_norm_forward(serial, comm, share(x), share(y), affine);
+    auto const saved = syncnorm::batch_norm_forward(one_thread, comm, share(x), share(y), affine);
     syncnorm::affine_gradients<double> const gradients{std::span{rank_gamma}.subspan(part, channels),
                                                        std::span{rank_beta}.subspan(part, channels)};
-    syncnorm::batch_norm_backward(serial, comm, share(dy), share(x), share(dx), affine, saved, gradients);
+    syncnorm::batch_norm_backward(one_thread, comm, share(dy), share(x), share(dx), affine, saved, gradients);
   });
   for (std::size_t c = 0; c < channels; ++c) {
     gamma_grad[c] = rank_gamma[c] + rank_gamma[channels + c];
@@ -95,7 +95,7 @@ TEST_CASE("a large mean beside a small deviation keeps the variance") {
       constexpr int ranks = 3;
       std::int64_t const samples = 40, channels = 4, spatial = order == test::layout::nc ? 1 : 60;
       auto const values =
-          noise_vector(7, static_cast<std::size_t>(ranks * samples * channels * spatial), given.mean, given.deviation);
+          deviates(7, static_cast<std::size_t>(ranks * samples * channels * spatial), given.mean, given.deviation);
       std::vector<float> const x(values.begin(), values.end());
       test::batch_norm_oracle const oracle{x, ranks * samples, channels, spatial, 0};
 
@@ -117,7 +117,7 @@ TEST_CASE("a large mean beside a small deviation keeps the variance") {
             for (std::int64_t s = 0; s < spatial; ++s)
               local.view(n, c, s) =
                   x[static_cast<std::size_t>(((comm.rank() * samples + n) * channels + c) * spatial + s)];
-        auto const saved = syncnorm::batch_norm_forward(serial, comm, local.view, y.view, {}, {}, {.eps = 0});
+        auto const saved = syncnorm::batch_norm_forward(one_thread, comm, local.view, y.view, {}, {}, {.eps = 0});
         for (std::size_t c = 0; c < static_cast<std::size_t>(channels); ++c) {
           double const variance = 1 / (saved.inv_std[c] * saved.inv_std[c]);
           double const expected = static_cast<double>(oracle.var[c]);
@@ -133,7 +133,7 @@ TEST_CASE("momentum empty is the cumulative average") {
     std::vector<double> mean(2), var(2);
     constexpr int batches = 4;
     for (int b = 0; b < batches; ++b) {
-      std::vector<double> const x = noise_vector(static_cast<std::uint64_t>(b), 2 * 3 * 2 * 5);
+      std::vector<double> const x = deviates(static_cast<std::uint64_t>(b), 2 * 3 * 2 * 5);
       std::vector<double> y(x.size());
       test::batch_norm_oracle const oracle{x, 6, 2, 5, 1e-5};
       auto const all = syncnorm::nchw(x.data(), 6, 2, 5);
@@ -152,7 +152,7 @@ TEST_CASE("momentum empty is the cumulative average") {
 }
 
 TEST_CASE("the biased running variance is kept on request") {
-  auto const x = noise_vector(5, 4 * 1 * 3);
+  auto const x = deviates(5, 4 * 1 * 3);
   std::vector<double> y(x.size());
   test::batch_norm_oracle const oracle{x, 4, 1, 3, 1e-5};
   syncnorm::batch_norm<double> layer{
@@ -162,7 +162,7 @@ TEST_CASE("the biased running variance is kept on request") {
 }
 
 TEST_CASE("affine parameters and running statistics are optional") {
-  auto const x = noise_vector(6, 2 * 4 * 3 * 2);
+  auto const x = deviates(6, 2 * 4 * 3 * 2);
   test::batch_norm_oracle const oracle{x, 8, 3, 2, 1e-5};
   auto const expected = oracle.forward(x, std::vector<double>{}, std::vector<double>{});
   syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
@@ -195,7 +195,7 @@ TEST_CASE("affine parameters and running statistics are optional") {
 }
 
 TEST_CASE("ranks may need different gradients") {
-  auto const x = noise_vector(8, 2 * 4 * 3 * 2), dy = noise_vector(9, x.size());
+  auto const x = deviates(8, 2 * 4 * 3 * 2), dy = deviates(9, x.size());
   std::vector<double> const gamma{1, 2, 3};
   test::batch_norm_oracle const oracle{x, 8, 3, 2, 1e-5};
   auto const expected = oracle.backward(x, dy, gamma);
@@ -205,13 +205,13 @@ TEST_CASE("ranks may need different gradients") {
     };
     std::vector<double> y(x.size()), dx(x.size(), -1);
     syncnorm::affine_parameters<double> const affine{gamma, {}};
-    auto const saved = syncnorm::batch_norm_forward(serial, comm, share(x), share(y), affine);
+    auto const saved = syncnorm::batch_norm_forward(one_thread, comm, share(x), share(y), affine);
     std::vector<double> gamma_grad(3, 100);
     if (comm.rank() == 0)
-      syncnorm::batch_norm_backward(serial, comm, share(dy), share(x), {}, affine, saved,
+      syncnorm::batch_norm_backward(one_thread, comm, share(dy), share(x), {}, affine, saved,
                                     syncnorm::affine_gradients<double>{gamma_grad, {}});
     else
-      syncnorm::batch_norm_backward(serial, comm, share(dy), share(x), share(dx), affine, saved);
+      syncnorm::batch_norm_backward(one_thread, comm, share(dy), share(x), share(dx), affine, saved);
     auto const local = oracle.parameter_gradients(x, dy, 0, 4);
     for (std::size_t c = 0; c < 3; ++c)
       CHECK(gamma_grad[c] ==
@@ -224,7 +224,7 @@ TEST_CASE("ranks may need different gradients") {
 }
 
 TEST_CASE("a backward pass without exchange neglects the other ranks' gradients") {
-  auto const x = noise_vector(10, 2 * 4 * 2 * 3), dy = noise_vector(11, x.size());
+  auto const x = deviates(10, 2 * 4 * 2 * 3), dy = deviates(11, x.size());
   std::vector<double> own_dy = dy;
   // The same as the exchanged backward pass in which rank 1 has zero gradients.
   std::fill(own_dy.begin() + static_cast<std::ptrdiff_t>(dy.size() / 2), own_dy.end(), 0.0);
@@ -235,24 +235,24 @@ TEST_CASE("a backward pass without exchange neglects the other ranks' gradients"
       return syncnorm::nchw(values.data(), 8, 2, 3).sample_range(4 * comm.rank(), 4);
     };
     std::vector<double> y(x.size()), dx(x.size());
-    auto const saved = syncnorm::batch_norm_forward(serial, comm, share(x), share(y));
+    auto const saved = syncnorm::batch_norm_forward(one_thread, comm, share(x), share(y));
     if (comm.rank() != 0) return; // not collective: nobody waits for rank 1
-    syncnorm::batch_norm_backward(serial, comm, share(dy), share(x), share(dx), syncnorm::affine_parameters<double>{},
-                                  saved, {}, {.exchange = false});
+    syncnorm::batch_norm_backward(one_thread, comm, share(dy), share(x), share(dx),
+                                  syncnorm::affine_parameters<double>{}, saved, {}, {.exchange = false});
     for (std::size_t i = 0; i < dx.size() / 2; ++i)
       CHECK(std::abs(dx[i] - static_cast<double>(expected.dx[i])) < 1e-12);
   });
 }
 
 TEST_CASE("evaluation has a backward pass, by constant statistics") {
-  auto const x = noise_vector(12, 6), dy = noise_vector(13, 6);
+  auto const x = deviates(12, 6), dy = deviates(13, 6);
   std::vector<double> const gamma{2, 3}, mean{0.5, -1}, var{4, 0.25};
   std::vector<double> y(6), dx(6), gamma_grad(2), beta_grad(2);
   syncnorm::batch_norm_saved saved;
   syncnorm::affine_parameters<double> const affine{gamma, {}};
   auto const view = [](auto& values) { return syncnorm::nc(values.data(), 3, 2); };
-  syncnorm::batch_norm_inference(serial, view(x), view(y), affine, mean, var, 1e-5, saved);
-  syncnorm::batch_norm_backward(serial, syncnorm::self_communicator{}, view(dy), view(x), view(dx), affine, saved,
+  syncnorm::batch_norm_inference(one_thread, view(x), view(y), affine, mean, var, 1e-5, saved);
+  syncnorm::batch_norm_backward(one_thread, syncnorm::self_communicator{}, view(dy), view(x), view(dx), affine, saved,
                                 syncnorm::affine_gradients<double>{gamma_grad, beta_grad});
   for (std::size_t c = 0; c < 2; ++c) {
     double const inv_std = 1 / std::sqrt(var[c] + 1e-5);
@@ -268,17 +268,17 @@ TEST_CASE("evaluation has a backward pass, by constant statistics") {
 }
 
 TEST_CASE("y may be x, and dx may be dy") {
-  auto const x = noise_vector(14, 4 * 3 * 5), dy = noise_vector(15, x.size());
+  auto const x = deviates(14, 4 * 3 * 5), dy = deviates(15, x.size());
   auto in_place = x, gradient = dy;
   std::vector<double> y(x.size()), dx(x.size());
   auto const view = [](auto& values) { return syncnorm::nhwc(values.data(), 4, 3, 5); };
   syncnorm::self_communicator const self;
-  auto const saved = syncnorm::batch_norm_forward(serial, self, view(x), view(y));
-  (void)syncnorm::batch_norm_forward(serial, self, view(in_place), view(in_place));
+  auto const saved = syncnorm::batch_norm_forward(one_thread, self, view(x), view(y));
+  (void)syncnorm::batch_norm_forward(one_thread, self, view(in_place), view(in_place));
   CHECK(in_place == y);
   syncnorm::affine_parameters<double> const affine;
-  syncnorm::batch_norm_backward(serial, self, view(dy), view(x), view(dx), affine, saved);
-  syncnorm::batch_norm_backward(serial, self, view(gradient), view(x), view(gradient), affine, saved);
+  syncnorm::batch_norm_backward(one_thread, self, view(dy), view(x), view(dx), affine, saved);
+  syncnorm::batch_norm_backward(one_thread, self, view(gradient), view(x), view(gradient), affine, saved);
   CHECK(gradient == dx);
 }
 
@@ -298,12 +298,12 @@ TEST_CASE("a batch that is empty on every rank changes nothing") {
 }
 
 TEST_CASE("statistics span a subgroup of the ranks") {
-  auto const x = noise_vector(16, 4 * 2 * 2 * 3);
+  auto const x = deviates(16, 4 * 2 * 2 * 3);
   syncnorm::run_ranks(4, [&](syncnorm::thread_communicator const& world) {
     auto const pair = syncnorm::split(world, world.rank() / 2);
     std::vector<double> y(2 * 2 * 3);
     auto const own = syncnorm::nchw(x.data(), 8, 2, 3).sample_range(2 * world.rank(), 2);
-    auto const saved = syncnorm::batch_norm_forward(serial, pair, own, syncnorm::nchw(y.data(), 2, 2, 3));
+    auto const saved = syncnorm::batch_norm_forward(one_thread, pair, own, syncnorm::nchw(y.data(), 2, 2, 3));
     auto const begin = x.begin() + world.rank() / 2 * 24;
     test::batch_norm_oracle const oracle{std::vector<double>(begin, begin + 24), 4, 2, 3, 1e-5};
     for (std::size_t c = 0; c < 2; ++c)

@@ -17,33 +17,28 @@ namespace {
 
 using syncnorm::running_variance;
 using syncnorm::thread_communicator;
-using layer_type = syncnorm::batch_norm<double, thread_communicator>;
+using layer_of_doubles = syncnorm::batch_norm<double, thread_communicator>;
 
-std::vector<double> noise_vector(std::uint64_t stream, std::size_t size, double mean = 0) {
-  std::vector<double> values(size);
-  for (std::size_t i = 0; i < size; ++i) values[i] = mean + test::noise(stream, i);
-  return values;
-}
+constexpr std::int64_t layer_channels = 3, layer_spatial = 4, per_rank = 5;
+constexpr std::size_t rank_size = per_rank * layer_channels * layer_spatial;
 
-constexpr std::int64_t channels = 3, spatial = 4, per_rank = 5;
-constexpr std::size_t rank_size = per_rank * channels * spatial;
-
-auto view(auto& values) { return syncnorm::nchw(values.data(), per_rank, channels, spatial); }
+auto view(auto& values) { return syncnorm::nchw(values.data(), per_rank, layer_channels, layer_spatial); }
 
 /// The samples of rank `rank`, of a batch over two ranks.
 auto share(auto& values, int rank) {
-  return syncnorm::nchw(values.data(), 2 * per_rank, channels, spatial).sample_range(rank * per_rank, per_rank);
+  return syncnorm::nchw(values.data(), 2 * per_rank, layer_channels, layer_spatial)
+      .sample_range(rank * per_rank, per_rank);
 }
 
 } // namespace
 
 TEST_CASE("frozen statistics: training by constants, local, and differentiable") {
-  auto x = noise_vector(1, rank_size);
-  auto const dy = noise_vector(2, rank_size);
+  auto x = test::noise_vector(1, rank_size);
+  auto const dy = test::noise_vector(2, rank_size);
   for (auto const kind : {running_variance::unbiased, running_variance::standard_deviation}) {
     syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
-      layer_type layer{comm, channels, {.norm = {.eps = 0.25, .variance = kind}}};
-      for (std::size_t c = 0; c < channels; ++c) {
+      layer_of_doubles layer{comm, layer_channels, {.norm = {.eps = 0.25, .variance = kind}}};
+      for (std::size_t c = 0; c < layer_channels; ++c) {
         auto const value = static_cast<double>(c);
         layer.gamma()[c] = 1.5 + value, layer.beta()[c] = 0.2 * value;
         layer.running_mean()[c] = 0.3 * value, layer.running_var()[c] = 0.7 + value;
@@ -64,7 +59,7 @@ TEST_CASE("frozen statistics: training by constants, local, and differentiable")
         loss();
         bool const is_deviation = kind == running_variance::standard_deviation;
         for (std::size_t i = 0; i < rank_size; ++i) {
-          auto const c = i / spatial % channels;
+          auto const c = i / layer_spatial % layer_channels;
           auto const deviation = is_deviation ? var[c] : std::sqrt(var[c] + 0.25);
           CHECK(y[i] ==
                 doctest::Approx((x[i] - mean[c]) / deviation * layer.gamma()[c] + layer.beta()[c]).epsilon(1e-13));
@@ -81,7 +76,7 @@ TEST_CASE("frozen statistics: training by constants, local, and differentiable")
           return (up - down) / (2 * h);
         };
         for (std::size_t i = 0; i < rank_size; ++i) CHECK(std::abs(dx[i] - slope(x[i])) < 1e-8);
-        for (std::size_t c = 0; c < channels; ++c) {
+        for (std::size_t c = 0; c < layer_channels; ++c) {
           CHECK(std::abs(layer.gamma_grad()[c] - slope(layer.gamma()[c])) < 1e-8);
           CHECK(std::abs(layer.beta_grad()[c] - slope(layer.beta()[c])) < 1e-8);
         }
@@ -99,14 +94,15 @@ TEST_CASE("frozen statistics: training by constants, local, and differentiable")
 }
 
 TEST_CASE("the running standard deviation is kept in place of a variance on request") {
-  auto const x = noise_vector(3, 2 * rank_size);
-  test::batch_norm_oracle const oracle{x, 2 * per_rank, channels, spatial, 0.125};
+  auto const x = test::noise_vector(3, 2 * rank_size);
+  test::batch_norm_oracle const oracle{x, 2 * per_rank, layer_channels, layer_spatial, 0.125};
   syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
-    layer_type layer{
-        comm, channels, {.norm = {.eps = 0.125, .momentum = 0.1, .variance = running_variance::standard_deviation}}};
+    layer_of_doubles layer{comm,
+                           layer_channels,
+                           {.norm = {.eps = 0.125, .momentum = 0.1, .variance = running_variance::standard_deviation}}};
     std::vector<double> y(rank_size);
     for (int step = 0; step < 2; ++step) layer.forward(share(x, comm.rank()), view(y));
-    for (std::size_t c = 0; c < channels; ++c) {
+    for (std::size_t c = 0; c < layer_channels; ++c) {
       auto const deviation = static_cast<double>(std::sqrt(oracle.var[c] + 0.125L));
       double const kept = 0.9 * (0.9 + 0.1 * deviation) + 0.1 * deviation;
       CHECK(layer.running_var()[c] == doctest::Approx(kept).epsilon(1e-13));
@@ -115,7 +111,7 @@ TEST_CASE("the running standard deviation is kept in place of a variance on requ
     layer.forward(share(x, comm.rank()), view(y));
     auto const own = share(x, comm.rank());
     for (std::int64_t n = 0; n < per_rank; ++n)
-      for (std::int64_t c = 0; c < channels; ++c) {
+      for (std::int64_t c = 0; c < layer_channels; ++c) {
         auto const ch = static_cast<std::size_t>(c);
         double const expected = (own(n, c, 0) - layer.running_mean()[ch]) / layer.running_var()[ch];
         CHECK(view(y)(n, c, 0) == doctest::Approx(expected).epsilon(1e-12));
@@ -124,15 +120,15 @@ TEST_CASE("the running standard deviation is kept in place of a variance on requ
 }
 
 TEST_CASE("a layer may have gamma alone, or beta alone") {
-  auto const x = noise_vector(4, 2 * rank_size), dy = noise_vector(5, 2 * rank_size);
-  test::batch_norm_oracle const oracle{x, 2 * per_rank, channels, spatial, 1e-5};
+  auto const x = test::noise_vector(4, 2 * rank_size), dy = test::noise_vector(5, 2 * rank_size);
+  test::batch_norm_oracle const oracle{x, 2 * per_rank, layer_channels, layer_spatial, 1e-5};
   std::vector<double> const gamma{0.5, -2, 3}, beta{1, 2, -3}, none;
   for (auto const parts : {syncnorm::affine_parts::gamma, syncnorm::affine_parts::beta}) {
     bool const has_gamma = parts == syncnorm::affine_parts::gamma;
     auto const y = oracle.forward(x, has_gamma ? gamma : none, has_gamma ? none : beta);
     auto const gradients = oracle.backward(x, dy, has_gamma ? gamma : none);
     syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
-      layer_type layer{comm, channels, {.parts = parts}};
+      layer_of_doubles layer{comm, layer_channels, {.parts = parts}};
       CHECK(layer.gamma().empty() == !has_gamma);
       CHECK(layer.gamma_grad().empty() == !has_gamma);
       CHECK(layer.beta().empty() == has_gamma);
@@ -148,14 +144,15 @@ TEST_CASE("a layer may have gamma alone, or beta alone") {
         CHECK(std::abs(dx[i] - static_cast<double>(gradients.dx[first + i])) < 1e-11);
       }
       auto const local = oracle.parameter_gradients(x, dy, comm.rank() * per_rank, (comm.rank() + 1) * per_rank);
-      for (std::size_t c = 0; c < channels; ++c) {
+      for (std::size_t c = 0; c < layer_channels; ++c) {
         if (has_gamma) CHECK(layer.gamma_grad()[c] == doctest::Approx(static_cast<double>(local.gamma[c])));
         if (!has_gamma) CHECK(layer.beta_grad()[c] == doctest::Approx(static_cast<double>(local.beta[c])));
       }
     });
     // Ranks whose layers have different parts.
     syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
-      layer_type layer{comm, channels, {.parts = comm.rank() == 0 ? parts : syncnorm::affine_parts::gamma_and_beta}};
+      layer_of_doubles layer{
+          comm, layer_channels, {.parts = comm.rank() == 0 ? parts : syncnorm::affine_parts::gamma_and_beta}};
       std::vector<double> own_y(rank_size);
       CHECK_THROWS_AS(layer.forward(share(x, comm.rank()), view(own_y)), syncnorm::mismatch_error);
     });
@@ -164,18 +161,18 @@ TEST_CASE("a layer may have gamma alone, or beta alone") {
 
 TEST_CASE("gradients accumulate over local backward passes and one that exchanges") {
   // Two micro-steps: the first passes are local, the last exchanges. Parameter gradients are the same either way.
-  auto const x = noise_vector(6, 2 * rank_size), dy = noise_vector(7, 2 * rank_size);
-  test::batch_norm_oracle const oracle{x, 2 * per_rank, channels, spatial, 1e-5};
+  auto const x = test::noise_vector(6, 2 * rank_size), dy = test::noise_vector(7, 2 * rank_size);
+  test::batch_norm_oracle const oracle{x, 2 * per_rank, layer_channels, layer_spatial, 1e-5};
   auto const gradients = oracle.backward(x, dy, std::vector<double>{});
   syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
-    layer_type layer{comm, channels};
+    layer_of_doubles layer{comm, layer_channels};
     std::vector<double> y(rank_size), dx(rank_size);
     for (bool const exchange : {false, false, true}) {
       layer.forward(share(x, comm.rank()), view(y));
       layer.backward(share(x, comm.rank()), share(dy, comm.rank()), view(dx), {.exchange = exchange});
     }
     auto const local = oracle.parameter_gradients(x, dy, comm.rank() * per_rank, (comm.rank() + 1) * per_rank);
-    for (std::size_t c = 0; c < channels; ++c) {
+    for (std::size_t c = 0; c < layer_channels; ++c) {
       CHECK(layer.gamma_grad()[c] == doctest::Approx(3 * static_cast<double>(local.gamma[c])).epsilon(1e-12));
       CHECK(layer.beta_grad()[c] == doctest::Approx(3 * static_cast<double>(local.beta[c])).epsilon(1e-12));
     }

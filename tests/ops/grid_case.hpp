@@ -91,4 +91,10 @@ inline double noise(std::uint64_t stream, std::uint64_t index) {
   return static_cast<double>(z >> 11U) * 0x1p-52 - 1.0;
 }
 
+inline std::vector<double> noise_vector(std::uint64_t stream, std::size_t size, double mean = 0) {
+  std::vector<double> values(size);
+  for (std::size_t i = 0; i < size; ++i) values[i] = mean + noise(stream, i);
+  return values;
+}
+
 } // namespace test

@@ -40,9 +40,9 @@ std::string text_of(F const& f) {
 bool has(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
 
 /// A rank of a thread group that counts its collectives.
-class counting_communicator {
+class communicator_that_counts {
 public:
-  counting_communicator(thread_communicator comm, int& calls) : comm_{std::move(comm)}, calls_{&calls} {}
+  communicator_that_counts(thread_communicator comm, int& calls) : comm_{std::move(comm)}, calls_{&calls} {}
 
   [[nodiscard]] int rank() const { return comm_.rank(); }
   [[nodiscard]] int size() const { return comm_.size(); }
@@ -217,8 +217,8 @@ TEST_CASE("one value per channel over all ranks, in one layer of a group, change
 TEST_CASE("a group of layers is one collective after the first, whatever their channels") {
   syncnorm::run_ranks(3, [](thread_communicator const& comm) {
     int calls = 0;
-    counting_communicator const counting{comm, calls};
-    using data_type = layer_data<float, counting_communicator>;
+    communicator_that_counts const counting{comm, calls};
+    using data_type = layer_data<float, communicator_that_counts>;
     data_type a{counting, 5, exchange_policy::automatic}, b{counting, 700, exchange_policy::automatic},
         c{counting, 64, exchange_policy::automatic};
     syncnorm::batch_norm_group group{counting};

@@ -18,12 +18,16 @@ struct batch_norm_oracle {
   batch_norm_oracle(std::vector<T> const& x, std::int64_t n, std::int64_t c, std::int64_t s, double epsilon)
       : samples{n}, channels{c}, spatial{s}, eps{epsilon}, mean(static_cast<std::size_t>(c)), var(mean), inv_std(mean) {
     long double const count = static_cast<long double>(n * s);
-    each([&](std::size_t ch, std::size_t i) { mean[ch] += static_cast<long double>(x[i]) / count; });
+    each([&](std::size_t ch, std::size_t i) { mean[ch] += static_cast<long double>(x[i]); });
+    for (auto& sum : mean) sum /= count;
     each([&](std::size_t ch, std::size_t i) {
       long double const d = static_cast<long double>(x[i]) - mean[ch];
-      var[ch] += d * d / count;
+      var[ch] += d * d;
     });
-    for (std::size_t ch = 0; ch < mean.size(); ++ch) inv_std[ch] = 1 / std::sqrt(var[ch] + eps);
+    for (std::size_t ch = 0; ch < mean.size(); ++ch) {
+      var[ch] /= count;
+      inv_std[ch] = 1 / std::sqrt(var[ch] + eps);
+    }
   }
 
   /// y = gamma·(x − mean)·inv_std + beta; empty gamma and beta stand for 1 and 0.
@@ -48,11 +52,16 @@ struct batch_norm_oracle {
                                    std::vector<P> const& gamma) const {
     auto sums = parameter_gradients(x, dy, 0, samples);
     long double const count = static_cast<long double>(samples * spatial);
+    std::vector<long double> mean_dy, slope; // of the terms by which the statistics depend on x
+    for (std::size_t ch = 0; ch < mean.size(); ++ch) {
+      mean_dy.push_back(sums.beta[ch] / count);
+      slope.push_back(inv_std[ch] * sums.gamma[ch] / count);
+    }
     sums.dx.resize(x.size());
     each([&](std::size_t ch, std::size_t i) {
-      long double const normalized = (static_cast<long double>(x[i]) - mean[ch]) * inv_std[ch];
-      sums.dx[i] = at(gamma, ch, 1) * inv_std[ch] *
-                   (static_cast<long double>(dy[i]) - sums.beta[ch] / count - normalized * sums.gamma[ch] / count);
+      long double const centered = static_cast<long double>(x[i]) - mean[ch];
+      sums.dx[i] =
+          at(gamma, ch, 1) * inv_std[ch] * (static_cast<long double>(dy[i]) - mean_dy[ch] - centered * slope[ch]);
     });
     return sums;
   }
@@ -62,9 +71,7 @@ struct batch_norm_oracle {
   [[nodiscard]] gradients parameter_gradients(std::vector<T> const& x, std::vector<T> const& dy, std::int64_t first,
                                               std::int64_t last) const {
     gradients sums{{}, std::vector<long double>(mean.size()), std::vector<long double>(mean.size())};
-    each([&](std::size_t ch, std::size_t i) {
-      auto const n = static_cast<std::int64_t>(i) / (channels * spatial);
-      if (n < first || n >= last) return;
+    each(first, last, [&](std::size_t ch, std::size_t i) {
       sums.gamma[ch] += static_cast<long double>(dy[i]) * (static_cast<long double>(x[i]) - mean[ch]) * inv_std[ch];
       sums.beta[ch] += static_cast<long double>(dy[i]);
     });
@@ -74,8 +81,12 @@ struct batch_norm_oracle {
 private:
   template <class F>
   void each(F const& f) const {
-    std::size_t i = 0;
-    for (std::int64_t n = 0; n < samples; ++n)
+    each(0, samples, f);
+  }
+  template <class F>
+  void each(std::int64_t first, std::int64_t last, F const& f) const {
+    auto i = static_cast<std::size_t>(first * channels * spatial);
+    for (std::int64_t n = first; n < last; ++n)
       for (std::size_t ch = 0; ch < mean.size(); ++ch)
         for (std::int64_t s = 0; s < spatial; ++s) f(ch, i++);
   }
