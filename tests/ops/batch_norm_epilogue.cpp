@@ -33,10 +33,11 @@ using layer_over_threads = syncnorm::batch_norm<double, thread_communicator>;
 TEST_CASE_TEMPLATE("epilogues and masks agree with the oracle on the whole batch", T, float, double,
                    syncnorm::bfloat16) {
   for (int const ranks : {1, 2, 3}) {
-    std::size_t turn = 0;
+    std::size_t turn = 0, cells = 0;
     for (auto const order : test::layouts)
       for (auto const spread : test::partitions)
         for (std::int64_t const channels : {3, 140}) {
+          if (test::sanitized && cells++ % 7 > 2) continue;
           std::int64_t const spatial = order == test::layout::nc ? 1 : channels == 3 ? 37 : 9;
           for (int k = 0; k < (test::sanitized ? 1 : 3); ++k) {
             auto const& choice = test::epilogue_choices[turn++ % test::epilogue_choices.size()];

@@ -9,6 +9,7 @@
 #include <doctest/doctest.h>
 
 #include <simt/ranks.hpp>
+#include <support/sanitized.hpp>
 
 namespace {
 
@@ -258,7 +259,8 @@ TEST_CASE("Kernels take every element type, alignment and number of ranks") {
     of.spatial = 47;
     check_passes<T, true>(of);
   };
-  check(float{}), check(double{}), check(float16{}), check(bfloat16{});
+  check(float{}), check(bfloat16{});
+  if (!sanitized) check(double{}), check(float16{});
 }
 
 TEST_CASE("Blocks of as many threads as there is work for") {
