@@ -1,7 +1,10 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -101,6 +104,77 @@ TEST_CASE("double backward needs nothing of positions whose outputs are 0, nor m
     return to_dy;
   };
   CHECK(run(0.25) == run(std::nan("")));
+}
+
+TEST_CASE("what is not given to double backward is not another times 0, so infinities stay where they are") {
+  double const infinity = std::numeric_limits<double>::infinity();
+  auto const bits = [](std::vector<double> const& values, double expected) {
+    return std::ranges::all_of(values, [&](double value) { return value == expected; });
+  };
+  for (bool const masked : {false, true})
+    syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+      std::vector<double> x{1, 2, 3, -2}, dy{0.5, infinity, -1, 2}, u{2, 1, -1, 3}, y(4), to_dy(4, 7.0), to_x(4, 7.0);
+      std::vector<double> const b{0.75};
+      std::vector<unsigned char> const mask{1, 1, 0, 1};
+      syncnorm::batch_norm_epilogue<double> epilogue;
+      if (masked) epilogue.mask = syncnorm::mask_of(mask.data(), 2, 2);
+      auto const view = [](std::vector<double>& values) { return syncnorm::nchw(values.data(), 2, 1, 2); };
+      syncnorm::batch_norm<double, thread_communicator> layer{comm, 1};
+      layer.forward(view(x), view(y), epilogue);
+      // Of the gradient of beta alone, which is linear in dy.
+      layer.double_backward({.beta_gradient = b}, view(x), view(dy), view(to_dy), view(to_x), {}, epilogue);
+      CHECK(bits(to_dy, 0.75));
+      CHECK(bits(to_x, 0));
+      CHECK(layer.gamma_grad()[0] == 0);
+
+      // By constant statistics dx is a multiple of dy alone.
+      layer.eval();
+      layer.running_var()[0] = 1 - 1e-5;
+      layer.gamma()[0] = 2;
+      x[1] = infinity;
+      layer.forward(view(x), view(y), epilogue);
+      layer.double_backward({.dx = view(u)}, view(x), view(dy), view(to_dy), view(to_x), {}, epilogue);
+      for (std::size_t i = 0; i < 4; ++i) CHECK(std::abs(to_dy[i] - 2 * u[i]) < 1e-12);
+      CHECK(bits(to_x, 0));
+    });
+}
+
+TEST_CASE("double backward in blocks of channels gives the bits of that of all at once") {
+  // Of a size that is taken in blocks by one thread, and by two not.
+  struct two_threads : syncnorm::host::serial_executor {
+    static int concurrency() { return 7; }
+  };
+  std::int64_t const samples = 3, channels = 65, spatial = 3001;
+  auto const make = [&](std::uint64_t stream) {
+    std::vector<float> values(static_cast<std::size_t>(samples * channels * spatial));
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(test::noise(stream, i));
+    return values;
+  };
+  auto x = make(1), dy = make(2), u = make(3), residual = make(4);
+  std::vector<unsigned char> mask(static_cast<std::size_t>(samples * spatial), 1);
+  for (std::size_t i = 0; i < mask.size(); i += 3) mask[i] = 0;
+  auto const view = [&](std::vector<float>& values) {
+    return syncnorm::nchw(values.data(), samples, channels, spatial);
+  };
+  for (bool const with : {false, true}) {
+    syncnorm::batch_norm_epilogue<float> epilogue;
+    if (with)
+      epilogue = {.activation = syncnorm::activation::leaky_relu(0.25),
+                  .residual = view(residual),
+                  .mask = syncnorm::mask_of(mask.data(), samples, spatial)};
+    auto const run = [&]<class E>(E exec) {
+      std::vector<float> to_dy(x.size()), to_x(x.size());
+      std::vector<float> const a(static_cast<std::size_t>(channels), 0.5F);
+      syncnorm::batch_norm<float, syncnorm::self_communicator, E> layer{{}, channels, {}, exec};
+      layer.forward(view(x), view(to_x), epilogue);
+      layer.double_backward({.dx = view(u), .gamma_gradient = a}, view(x), view(dy), view(to_dy), view(to_x), {},
+                            epilogue);
+      to_dy.insert(to_dy.end(), to_x.begin(), to_x.end());
+      to_dy.insert(to_dy.end(), layer.gamma_grad().begin(), layer.gamma_grad().end());
+      return to_dy;
+    };
+    CHECK(run(syncnorm::host::serial_executor{}) == run(two_threads{}));
+  }
 }
 
 TEST_CASE("double backward in floats is that in doubles, rounded") {

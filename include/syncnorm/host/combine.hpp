@@ -1,11 +1,13 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <type_traits>
 
+#include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/map.hpp>
@@ -15,45 +17,76 @@
 
 namespace syncnorm::host {
 
-/// One channel of out = a·scale_a + b·scale_b + (x − mean)·scale_x + shift.
-struct combination {
-  double scale_a = 0, scale_b = 0, mean = 0, scale_x = 0, shift = 0;
-};
-
 namespace detail {
 
-template <class A>
+/// The last of `Inputs` tensors is centred, the others are not.
+template <class A, std::size_t Inputs>
 struct combine_op {
-  static constexpr std::size_t inputs = 3, coefficients = 5;
+  static constexpr std::size_t inputs = Inputs, coefficients = Inputs + 2;
 
   std::span<combination const> channels;
+  std::array<double combination::*, Inputs> scales;
+  bool centres; ///< the last is x
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const& k = channels[static_cast<std::size_t>(channel)];
     // The shift makes up for what rounding the mean loses.
-    A const center = static_cast<A>(k.mean);
-    double const shift = k.shift - (k.mean - static_cast<double>(center)) * k.scale_x;
-    return {static_cast<A>(k.scale_a), static_cast<A>(k.scale_b), center, static_cast<A>(k.scale_x),
-            static_cast<A>(shift)};
+    A const center = static_cast<A>(centres ? k.mean : 0.0);
+    double const lost = centres ? (k.mean - static_cast<double>(center)) * k.scale_x : 0.0;
+    std::array<A, coefficients> values;
+    for (std::size_t j = 0; j < Inputs; ++j) values[j] = static_cast<A>(k.*scales[j]);
+    values[Inputs] = center;
+    values[Inputs + 1] = static_cast<A>(k.shift - lost);
+    return values;
   }
 
   template <class V>
   static V apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k) {
-    return in[0] * k[0] + (in[1] * k[1] + ((in[2] - k[2]) * k[3] + k[4]));
+    V sum = (in[Inputs - 1] - k[Inputs]) * k[Inputs - 1] + k[Inputs + 1];
+    for (std::size_t j = Inputs - 1; j-- > 0;) sum = in[j] * k[j] + sum;
+    return sum;
   }
 };
 
 } // namespace detail
 
-/// out = a·scale_a + b·scale_b + (x − mean)·scale_x + shift, by the `combination` of each channel.
+/// out = a·scale_a + b·scale_b + (x − mean)·scale_x + shift, by the `combination` of each channel. A default view is no
+/// term, nor is a tensor whose scale is 0 in every channel: it is not read, whatever numbers, or none, it holds.
 ///
-/// Shapes: a, b, x and out `[N, C, S]`, channels `[C]`. Local. out may be any of the inputs.
+/// Shapes: a, b, x and out `[N, C, S]`, channels `[C]`. Local. out may be any of the inputs. `how`: see `normalize`.
 template <class T, executor E>
 requires element<T>
 void combine(E const& exec, std::type_identity_t<tensor_view<T const>> a, std::type_identity_t<tensor_view<T const>> b,
-             std::type_identity_t<tensor_view<T const>> x, tensor_view<T> out, std::span<combination const> channels) {
-  detail::combine_op<accumulate_t<T>> const op{channels};
-  detail::map_channels<T>(exec, op, {a, b, x}, out, stores::automatic);
+             std::type_identity_t<tensor_view<T const>> x, tensor_view<T> out, std::span<combination const> channels,
+             stores how = stores::automatic) {
+  std::array<tensor_view<T const>, 3> in;
+  std::array<double combination::*, 3> scales{};
+  std::size_t terms = 0;
+  auto const add = [&](tensor_view<T const> const& tensor, double combination::*scale) {
+    auto const is_zero = [&](combination const& of) { return of.*scale == 0; };
+    if (tensor.data == nullptr || std::ranges::all_of(channels, is_zero)) return;
+    in[terms] = tensor;
+    scales[terms++] = scale;
+  };
+  add(a, &combination::scale_a);
+  add(b, &combination::scale_b);
+  auto const others = terms;
+  add(x, &combination::scale_x);
+  auto const run = [&]<std::size_t Inputs>(std::integral_constant<std::size_t, Inputs>) {
+    detail::combine_op<accumulate_t<T>, Inputs> op{channels, {}, terms > others};
+    std::array<tensor_view<T const>, Inputs> used;
+    std::copy_n(in.begin(), Inputs, used.begin());
+    std::copy_n(scales.begin(), Inputs, op.scales.begin());
+    detail::map_channels<T>(exec, op, used, out, how);
+  };
+  if (terms == 3) return run(std::integral_constant<std::size_t, 3>{});
+  if (terms == 2) return run(std::integral_constant<std::size_t, 2>{});
+  if (terms == 1) return run(std::integral_constant<std::size_t, 1>{});
+  exec.for_each(out.samples, [&](std::int64_t n) {
+    for (std::int64_t s = 0; s < out.spatial; ++s)
+      for (std::int64_t c = 0; c < out.channels; ++c)
+        out(n, c, s) = from_double<T>(channels[static_cast<std::size_t>(c)].shift);
+  });
 }
 
 /// The same where positions count, and out = b·scale_b elsewhere. `counted`: null where all count. out is not b.
@@ -61,14 +94,17 @@ template <class T, executor E>
 requires element<T>
 void combine_counted(E const& exec, std::type_identity_t<tensor_view<T const>> a,
                      std::type_identity_t<tensor_view<T const>> b, std::type_identity_t<tensor_view<T const>> x,
-                     tensor_view<T> out, std::span<combination const> channels, detail::prepared_mask const* counted) {
-  combine(exec, a, b, x, out, channels);
+                     tensor_view<T> out, std::span<combination const> channels, detail::prepared_mask const* counted,
+                     stores how = stores::automatic) {
+  combine(exec, a, b, x, out, channels, how);
   if (counted == nullptr) return;
   exec.for_each(out.samples, [&](std::int64_t n) {
     std::uint8_t const* const mask = counted->row(n);
     for (std::int64_t s = 0; s < out.spatial; ++s)
-      for (std::int64_t c = 0; mask[s] == 0 && c < out.channels; ++c)
-        out(n, c, s) = from_double<T>(as_double(b(n, c, s)) * channels[static_cast<std::size_t>(c)].scale_b);
+      for (std::int64_t c = 0; mask[s] == 0 && c < out.channels; ++c) {
+        double const scale = channels[static_cast<std::size_t>(c)].scale_b;
+        out(n, c, s) = from_double<T>(scale == 0 ? 0.0 : as_double(b(n, c, s)) * scale);
+      }
   });
 }
 

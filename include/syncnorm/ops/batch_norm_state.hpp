@@ -7,6 +7,7 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/detail/double_backward_buffers.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
 #include <syncnorm/ops/detail/packet_exchange.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
@@ -71,6 +72,7 @@ struct batch_norm_workspace {
   detail::exchange_plan forward_plan, backward_plan;
   detail::packet_exchange packets;        // under the reduce policy, and of passes in two phases
   detail::packet_exchange double_packets; // of double backward passes
+  detail::double_backward_buffers double_buffers;
   detail::pass_buffers buffers;
 };
 

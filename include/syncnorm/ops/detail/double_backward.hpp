@@ -4,7 +4,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,16 +13,15 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/activation_gradient.hpp>
-#include <syncnorm/host/backward_reduce.hpp>
-#include <syncnorm/host/combine.hpp>
-#include <syncnorm/host/epilogue.hpp>
+#include <syncnorm/host/double_backward.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/double_backward_buffers.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
@@ -42,21 +40,11 @@ struct double_backward_operands {
   std::span<batch_norm_epilogue<T> const> epilogues;
 };
 
-/// The sums of a double backward pass, `[C]` each, with x − mean in the place of x̂.
-struct double_backward_sums {
-  enum row : std::size_t { g, g_xmu, u, u_xmu, u_g, a_g, a_g_xmu, rows };
-  std::array<std::vector<double>, rows> of;
-
-  explicit double_backward_sums(std::size_t channels) {
-    for (auto& each : of) each.assign(channels, 0.0);
-  }
-  [[nodiscard]] double at(row which, std::size_t c) const { return of[which][c]; }
-};
-
 /// A double backward pass, as `batch_norm_double_backward` documents it.
 template <class T, class P, host::executor E>
 class double_backward {
-  using sums_type = double_backward_sums;
+  using buffers_type = double_backward_buffers;
+  using row = buffers_type::row;
 
 public:
   static constexpr std::string_view name = "batch_norm 2nd backward";
@@ -65,7 +53,7 @@ public:
   double_backward(E const& exec, std::int64_t channels, double_backward_operands<T, P> const& operands,
                   batch_norm_saved const& saved, batch_norm_caller const& caller)
       : exec_{&exec}, channels_{channels}, length_{static_cast<std::size_t>(std::max<std::int64_t>(0, channels))},
-        in_{operands}, saved_{&saved}, own_{length_}, all_{length_} {
+        in_{operands}, saved_{&saved} {
     check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
     check_.require(saved.mean.size() == length_ && saved.inv_std.size() == length_, [&] {
       return check_.text("the saved statistics have ", saved.mean.size(), " channels, expected ", channels,
@@ -98,28 +86,32 @@ public:
 
   template <communicator C>
   void run(C const& comm, bool exchange, batch_norm_workspace& workspace) {
+    buffers_ = &workspace.double_buffers;
+    buffers_->prepare(length_);
     if (size(comm) == 1 || saved_->scope != statistics_scope::all_ranks || !exchange) {
       throw_fault(name, check_);
-      local();
-      all_ = own_;
-    } else {
-      auto& packets = workspace.double_packets;
-      if (workspace.exchange.agreed()) packets.agree();
-      packets.prepare(size(comm));
-      std::int64_t count = 0;
-      for (auto const& x : in_.x) count += x.count();
-      packets.header(0) = make_header<T>(name, channels_, count, check_);
-      if (!check_.failed()) local();
-      for (std::size_t v = 0; v < sums_type::rows; ++v) std::ranges::copy(own_.of[v], packets.own(0, v).begin());
-      auto const rule = merge_rule::sums;
-      auto const policy = resolve(saved_->exchange, comm, rule, channels_, sums_type::rows);
-      auto const work = packets.start(comm, rule, policy, false);
-      packets.finish();
-      std::array<std::span<double>, sums_type::rows> totals;
-      for (std::size_t v = 0; v < sums_type::rows; ++v) totals[v] = all_.of[v];
-      packets.total(0, totals);
+      return run_alone();
     }
-    apply();
+    auto& packets = workspace.double_packets;
+    if (workspace.exchange.agreed()) packets.agree();
+    packets.prepare(size(comm));
+    std::int64_t count = 0;
+    for (auto const& x : in_.x) count += x.count();
+    packets.header(0) = make_header<T>(name, channels_, count, check_);
+    if (!check_.failed()) local();
+    for (std::size_t v = 0; v < buffers_type::rows; ++v)
+      std::ranges::copy(own(static_cast<row>(v)), packets.own(0, v).begin());
+    auto const rule = merge_rule::sums;
+    auto const policy = resolve(saved_->exchange, comm, rule, channels_, buffers_type::rows);
+    auto const work = packets.start(comm, rule, policy, false);
+    packets.finish();
+    std::array<std::span<double>, buffers_type::rows> totals;
+    for (std::size_t v = 0; v < buffers_type::rows; ++v) totals[v] = all(static_cast<row>(v));
+    packets.total(0, totals);
+    finish(0, channels_);
+    for (std::size_t k = 0; k < in_.x.size(); ++k)
+      host::second_order_elemt(*exec_, operands(k), std::span<combination const>{buffers_->for_dy},
+                               std::span<combination const>{buffers_->for_x});
   }
 
 private:
@@ -151,96 +143,87 @@ private:
     written(of(in_.to_x, k), "the gradient to x");
   }
 
-  /// g of each micro-batch. What differs from dy is written where the gradient to dy goes later, or into memory of its own.
-  void find_activated() {
-    for (std::size_t k = 0; k < in_.x.size(); ++k) {
-      auto const& x = in_.x[k];
-      if (!(*epilogues_)[k].gates()) {
-        g_.push_back(in_.dy[k]);
-        continue;
-      }
-      tensor_view<T> g = of(in_.to_dy, k);
-      if (!given(g)) {
-        memory_.push_back(std::make_unique<T[]>(static_cast<std::size_t>(x.size())));
-        auto* const data = memory_.back().get();
-        g = x.stride_c == 1 ? nhwc(data, x.samples, x.channels, x.spatial)
-                            : nchw(data, x.samples, x.channels, x.spatial);
-      }
-      gate(k, in_.dy[k], g);
-      g_.push_back(g);
-    }
+  [[nodiscard]] std::span<double> own(row which) const { return buffers_type::of(buffers_->own, which); }
+  [[nodiscard]] std::span<double> all(row which) const { return buffers_type::of(buffers_->all, which); }
+
+  [[nodiscard]] host::second_order_operands<T, P> operands(std::size_t k) const {
+    return {in_.dy[k],       in_.x[k],     of(in_.u, k),    of(in_.v, k), of(in_.to_dy, k),
+            of(in_.to_x, k), saved_->mean, saved_->inv_std, in_.affine,   (*epilogues_)[k]};
+  }
+  [[nodiscard]] static host::second_order_sums sums_in(std::vector<double>& sums) {
+    auto const of = [&](row which) { return buffers_type::of(sums, which); };
+    return {of(row::g), of(row::g_xmu), of(row::u), of(row::u_xmu), of(row::u_g)};
   }
 
-  void gate(std::size_t k, tensor_view<T const> dy, tensor_view<T> out) const {
-    host::activation_gradient<T, P>(*exec_, dy, in_.x[k], out, saved_->mean, saved_->inv_std, in_.affine,
-                                    (*epilogues_)[k]);
-  }
-
+  /// The sums of this rank.
   void local() {
-    find_activated();
-    std::vector<double> const zero(length_, 0.0);
-    std::array<std::vector<double>, sums_type::rows> part;
-    for (auto& each : part) each.assign(length_, 0.0);
-    auto const add = [&](sums_type::row which) {
-      for (std::size_t c = 0; c < length_; ++c) own_.of[which][c] += part[which][c];
-    };
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
-      auto const& epilogue = (*epilogues_)[k];
-      auto const& x = in_.x[k];
-      auto const sum = [&](tensor_view<T const> of, tensor_view<T const> with, std::vector<double> const& mean,
-                           host::prepared_epilogue<T> const& by, sums_type::row first, sums_type::row second) {
-        host::backward_reduce(*exec_, of, with, mean, saved_->inv_std, in_.affine, by, part[first], part[second]);
-      };
-      sum(in_.dy[k], x, saved_->mean, epilogue, sums_type::g, sums_type::g_xmu);
-      add(sums_type::g), add(sums_type::g_xmu);
-      auto const u = of(in_.u, k);
-      if (!given(u)) continue;
-      bool const zeroes = epilogue.written() != nullptr;
-      sum(u, g_[k], zero, zeroes ? epilogue.mask_alone() : host::prepared_epilogue<T>{}, sums_type::u, sums_type::u_g);
-      sum(u, x, saved_->mean, epilogue.mask_alone(), sums_type::u, sums_type::u_xmu);
-      add(sums_type::u), add(sums_type::u_xmu), add(sums_type::u_g);
+      bool const first = k == 0;
+      host::second_order_reduce(*exec_, operands(k), sums_in(first ? buffers_->own : buffers_->more));
+      for (std::size_t i = 0; !first && i < buffers_->own.size(); ++i) buffers_->own[i] += buffers_->more[i];
     }
-    for (std::size_t c = 0; c < length_; ++c) {
+    weigh(0, channels_);
+  }
+
+  void run_alone() {
+    if (in_.x.size() != 1) {
+      local();
+      buffers_->all = buffers_->own;
+      finish(0, channels_);
+      for (std::size_t k = 0; k < in_.x.size(); ++k)
+        host::second_order_elemt(*exec_, operands(k), std::span<combination const>{buffers_->for_dy},
+                                 std::span<combination const>{buffers_->for_x});
+      return;
+    }
+    host::second_order_in_blocks(
+        *exec_, operands(0), sums_in(buffers_->own), std::span<combination const>{buffers_->for_dy},
+        std::span<combination const>{buffers_->for_x}, [&](std::int64_t first, std::int64_t length) {
+          weigh(first, length);
+          for (std::size_t v = 0; v < buffers_type::rows; ++v) {
+            channel_span const part{first, length};
+            auto const which = static_cast<row>(v);
+            std::ranges::copy(part_of(own(which), part), part_of(all(which), part).begin());
+          }
+          finish(first, length);
+        });
+  }
+
+  /// The sums times a, which is each rank's own.
+  void weigh(std::int64_t first, std::int64_t length) {
+    for (auto c = static_cast<std::size_t>(first); c < static_cast<std::size_t>(first + length); ++c) {
       double const a = value_of(in_.a, c, 0);
-      own_.of[sums_type::a_g][c] = a * own_.at(sums_type::g, c);
-      own_.of[sums_type::a_g_xmu][c] = a * own_.at(sums_type::g_xmu, c);
+      own(row::a_g)[c] = times(a, own(row::g)[c]);
+      own(row::a_g_xmu)[c] = times(a, own(row::g_xmu)[c]);
     }
   }
 
-  void apply() {
-    double const per_count = saved_->count > 0 ? 1.0 / static_cast<double>(saved_->count) : 0; // 0: constant statistics
-    std::vector<host::combination> for_dy(length_), for_x(length_);
-    for (std::size_t c = 0; c < length_; ++c) {
+  /// What is not given is 0 and stays so, whatever it meets.
+  [[nodiscard]] static double times(double given, double other) { return given == 0 ? 0 : given * other; }
+
+  /// What some channels of dy, x and gamma get, by the sums of all ranks.
+  void finish(std::int64_t first, std::int64_t length) {
+    bool const constant = saved_->count == 0; // statistics, which have no gradient
+    double const per_count = constant ? 0 : 1.0 / static_cast<double>(saved_->count);
+    for (auto c = static_cast<std::size_t>(first); c < static_cast<std::size_t>(first + length); ++c) {
       double const r = saved_->inv_std[c], mean = saved_->mean[c], scale = value_of(in_.affine.gamma, c, 1) * r;
-      double const rn = r * per_count, a = value_of(in_.a, c, 0), b = value_of(in_.b, c, 0);
-      double const sg = all_.at(sums_type::g, c), sgx = r * all_.at(sums_type::g_xmu, c);
-      double const su = all_.at(sums_type::u, c), sux = r * all_.at(sums_type::u_xmu, c);
-      double const sug = all_.at(sums_type::u_g, c), ag = all_.at(sums_type::a_g, c);
-      double const agx = r * all_.at(sums_type::a_g_xmu, c);
-      double const spread = sug - (su * sg + 3 * sux * sgx) * per_count;
-      for_dy[c] = {scale, 1, mean, r * (a - scale * sux * per_count), b - scale * su * per_count};
-      for_x[c] = {-scale * rn * sgx, a * r - scale * rn * sux, mean, -r * rn * (agx + scale * spread),
-                  scale * rn * per_count * (su * sgx + sg * sux) - rn * ag};
+      double const a = value_of(in_.a, c, 0), b = value_of(in_.b, c, 0);
+      auto const sum = [&](row which, double factor) { return factor * all(which)[c]; };
+      double term = own(row::u_g)[c];
+      if (constant) {
+        buffers_->for_dy[c] = {scale, 1, mean, r * a, b};
+        buffers_->for_x[c] = {0, a * r, mean, 0, 0};
+      } else {
+        double const rn = r * per_count, sg = sum(row::g, 1), sgx = sum(row::g_xmu, r);
+        double const su = sum(row::u, 1), sux = sum(row::u_xmu, r), sug = sum(row::u_g, 1);
+        double const ag = sum(row::a_g, 1), agx = sum(row::a_g_xmu, r);
+        double const spread = sug - (times(su, sg) + 3 * times(sux, sgx)) * per_count;
+        buffers_->for_dy[c] = {scale, 1, mean, r * (a - scale * sux * per_count), b - scale * su * per_count};
+        buffers_->for_x[c] = {-scale * rn * sgx, a * r - scale * rn * sux, mean, -r * rn * (agx + scale * spread),
+                              scale * rn * per_count * (times(su, sgx) + times(sux, sg)) - rn * ag};
+        term -= (times(own(row::u)[c], sg) + r * times(own(row::u_xmu)[c], sgx)) * per_count;
+      }
       if (in_.gamma_gradient.empty()) continue;
-      double const through = own_.at(sums_type::u, c) * sg + r * own_.at(sums_type::u_xmu, c) * sgx;
-      double const term = own_.at(sums_type::u_g, c) - through * per_count;
       in_.gamma_gradient[c] = from_double<P>(as_double(in_.gamma_gradient[c]) + r * term);
-    }
-    for (std::size_t k = 0; k < in_.x.size(); ++k) {
-      auto const u = of(in_.u, k), v = of(in_.v, k);
-      auto const to_dy = of(in_.to_dy, k), to_x = of(in_.to_x, k);
-      bool const has_u = given(u), has_v = given(v);
-      auto const used = [&](std::vector<host::combination> all, bool a, bool b) {
-        for (auto& each : all) each.scale_a *= a ? 1 : 0, each.scale_b *= b ? 1 : 0;
-        return all;
-      };
-      // What is not given is another, times 0. The gradient to x comes first, since the other may overwrite g.
-      if (given(to_x))
-        host::combine_counted(*exec_, has_u ? u : g_[k], g_[k], in_.x[k], to_x, used(for_x, has_u, true),
-                              (*epilogues_)[k].counted());
-      if (!given(to_dy)) continue;
-      host::combine(*exec_, has_u ? u : in_.dy[k], has_v ? v : in_.dy[k], in_.x[k], to_dy, used(for_dy, has_u, has_v));
-      if ((*epilogues_)[k].gates()) gate(k, to_dy, to_dy);
     }
   }
 
@@ -251,9 +234,7 @@ private:
   batch_norm_saved const* saved_;
   call_check check_;
   std::optional<pass_epilogues<T>> epilogues_;
-  std::vector<tensor_view<T const>> g_;
-  std::vector<std::unique_ptr<T[]>> memory_;
-  double_backward_sums own_, all_;
+  buffers_type* buffers_ = nullptr;
 };
 
 } // namespace syncnorm::detail
