@@ -178,6 +178,11 @@ TEST_CASE("affine parameters and running statistics are optional") {
       CHECK(y[i] ==
             doctest::Approx(static_cast<double>(expected[i + y.size() * static_cast<std::size_t>(comm.rank())])));
     layer.backward(own, own, syncnorm::nchw(dx.data(), 4, 3, 2));
+    auto const whole_dx = oracle.backward(x, x, std::vector<double>{}).dx;
+    for (std::size_t i = 0; i < dx.size(); ++i)
+      CHECK(dx[i] ==
+            doctest::Approx(static_cast<double>(whole_dx[i + dx.size() * static_cast<std::size_t>(comm.rank())]))
+                .epsilon(1e-9));
 
     // In evaluation mode it normalizes by its own batch, on this rank alone: only rank 0 calls it.
     layer.eval();

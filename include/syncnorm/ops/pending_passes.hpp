@@ -20,7 +20,9 @@ namespace syncnorm {
 /// `begin` has started every collective, `finish` starts none: so any number of them may be pending over a communicator,
 /// and each rank may finish them in an order of its own. Destruction without `finish`, by an exception for instance, waits
 /// for the exchange and drops what came: the other ranks and the communicator do not notice, and on this rank nothing has
-/// changed but what `saved` and the outputs hold.
+/// changed but what `saved` and the outputs hold. So its running statistics stay behind those of ranks that do finish the
+/// pass, until it gets theirs, which are the same on all of these; and it has no part in the backward pass, which the others
+/// must not run either. To drop a pass on all ranks, or on none, keeps them equal.
 class pending_passes {
 public:
   pending_passes(pending_passes&& other) noexcept

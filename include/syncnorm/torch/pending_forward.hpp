@@ -11,7 +11,8 @@
 namespace syncnorm::torch {
 
 /// A forward pass of a module whose exchange is under way; see `SyncBatchNormImpl::begin_forward`. Destruction without
-/// `finish` waits for the exchange and drops what came: the ranks stay in step, and on this rank the module is as it was.
+/// `finish` waits for the exchange and drops what came, as `pending_passes` says: the ranks stay in step, and on this rank the
+/// module is as it was, its running statistics behind those of ranks that finish the pass.
 class pending_forward {
 public:
   explicit pending_forward(std::unique_ptr<detail::forward_pass> pass) : pending_{std::move(pass)} {}
