@@ -1,5 +1,9 @@
+#include <array>
+#include <barrier>
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -10,23 +14,62 @@
 
 namespace {
 
-int allocations_after_first_step(int ranks, std::int64_t samples, std::int64_t channels, std::int64_t spatial) {
-  static_cast<void>(test::take_allocations());
-  syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
-    std::vector<float> x(static_cast<std::size_t>(samples * channels * spatial)), y(x.size()), dy(x.size()),
-        dx(x.size());
+using syncnorm::thread_communicator;
+
+struct extents {
+  std::int64_t samples, channels, spatial;
+};
+
+/// Tensors of a step, and a mask that leaves out every fifth position.
+struct step_tensors {
+  extents of;
+  std::vector<float> x, y, dy, dx, more;
+  std::vector<std::uint8_t> mask;
+
+  explicit step_tensors(extents const& shape) : of{shape} {
+    x.resize(static_cast<std::size_t>(of.samples * of.channels * of.spatial));
+    for (auto* const other : {&y, &dy, &dx, &more}) other->resize(x.size());
     for (std::size_t i = 0; i < x.size(); ++i) {
       x[i] = static_cast<float>(i % 97);
       dy[i] = static_cast<float>(i % 89);
     }
-    auto const view = [&](auto* data) { return syncnorm::nchw(data, samples, channels, spatial); };
-    syncnorm::batch_norm<float, syncnorm::thread_communicator> layer{comm, channels};
-    auto const step = [&] {
-      layer.forward(view(static_cast<float const*>(x.data())), view(y.data()));
-      layer.backward(view(static_cast<float const*>(x.data())), view(static_cast<float const*>(dy.data())),
-                     view(dx.data()));
-    };
-    step();
+    mask.assign(static_cast<std::size_t>(of.samples * of.spatial), 1);
+    for (std::size_t i = 0; i < mask.size(); i += 5) mask[i] = 0;
+  }
+  [[nodiscard]] syncnorm::tensor_view<float> view(std::vector<float>& values) const {
+    return syncnorm::nchw(values.data(), of.samples, of.channels, of.spatial);
+  }
+  [[nodiscard]] syncnorm::mask_view counts() const { return syncnorm::mask_of(mask.data(), of.samples, of.spatial); }
+};
+
+/// Has the group make as many places for operations in flight as ranks that run ahead of one another could ever need, with
+/// room for any message of a test.
+void fill_group(thread_communicator const& comm, std::barrier<>& all_ranks) {
+  constexpr std::size_t message = 100'000, operations = 16;
+  std::vector<std::byte> const own(message);
+  std::vector<std::byte> all(message * static_cast<std::size_t>(comm.size()));
+  for (int burst = 0; burst < 2; ++burst) { // of which the second takes the place after the last of the first
+    {
+      std::vector<syncnorm::any_work> works;
+      syncnorm::any_communicator const any{comm};
+      for (std::size_t i = 0; i < operations; ++i) works.push_back(any.allgather_async(std::span{own}, std::span{all}));
+      for (auto& work : works) work.wait();
+    }
+    all_ranks.arrive_and_wait(); // until the places are free again
+  }
+}
+
+/// Allocations of all ranks in four steps after the first; `make(comm, tensors)` gives a step.
+template <class Make>
+int allocations_after_first_step(int ranks, extents const& of, Make const& make, bool filled = true,
+                                 int first_steps = 1) {
+  static_cast<void>(test::take_allocations());
+  std::barrier<> all_ranks{ranks};
+  syncnorm::run_ranks(ranks, [&](thread_communicator const& comm) {
+    step_tensors tensors{of};
+    if (filled) fill_group(comm, all_ranks);
+    auto step = make(comm, tensors);
+    for (int i = 0; i < first_steps; ++i) step();
     test::count_allocations(true);
     for (int i = 0; i < 4; ++i) step();
     test::count_allocations(false);
@@ -34,15 +77,119 @@ int allocations_after_first_step(int ranks, std::int64_t samples, std::int64_t c
   return test::take_allocations();
 }
 
+using layer_type = syncnorm::batch_norm<float, thread_communicator>;
+
+/// A forward and a backward pass.
+int of_passes(int ranks, extents const& of, bool masked = false,
+              syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
+  return allocations_after_first_step(
+      ranks, of,
+      [&](thread_communicator const& comm, step_tensors& t) {
+        syncnorm::batch_norm_epilogue<float> epilogue;
+        if (masked)
+          epilogue = {.activation = syncnorm::activation::relu(), .residual = t.view(t.dy), .mask = t.counts()};
+        return [&t, epilogue, layer = layer_type{comm, of.channels, {.norm = {.exchange = policy}}}]() mutable {
+          layer.forward(t.view(t.x), t.view(t.y), epilogue);
+          layer.backward(t.view(t.x), t.view(t.dy), t.view(t.dx), epilogue,
+                         epilogue.has_residual() ? t.view(t.more) : syncnorm::tensor_view<float>{});
+        };
+      },
+      /*filled=*/masked);
+}
+
+/// And a double backward pass.
+int of_double_backward(int ranks, extents const& of, bool masked,
+                       syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
+  return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
+    syncnorm::batch_norm_epilogue<float> epilogue;
+    if (masked) epilogue = {.activation = syncnorm::activation::leaky_relu(0.5), .mask = t.counts()};
+    return [&t, epilogue, a = std::vector<float>(static_cast<std::size_t>(of.channels), 1),
+            layer = layer_type{comm, of.channels, {.norm = {.exchange = policy}}}]() mutable {
+      layer.forward(t.view(t.x), t.view(t.y), epilogue);
+      layer.backward(t.view(t.x), t.view(t.dy), t.view(t.dx), epilogue, {});
+      layer.double_backward({.dx = t.view(t.dy), .gamma_gradient = a}, t.view(t.x), t.view(t.dy), t.view(t.y),
+                            t.view(t.more), {}, epilogue);
+      // The gradient to x alone, so that what was activated has no place of its own.
+      layer.double_backward({.dx = t.view(t.dy)}, t.view(t.x), t.view(t.dy), {}, t.view(t.more), {}, epilogue);
+    };
+  });
+}
+
+/// In place, and then over two micro-batches.
+int of_other_modes(int ranks, extents const& of) {
+  return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
+    return [&t, of, in_place = layer_type{comm, of.channels}, batches = layer_type{comm, of.channels}]() mutable {
+      in_place.gamma()[0] = 0; // of which x has to be kept
+      t.y = t.x;
+      in_place.forward_in_place(t.view(t.y));
+      in_place.backward_in_place(t.view(t.y), t.view(t.dy), t.view(t.dx));
+      auto const halves = [&](auto const& view) {
+        return std::array{view.sample_range(0, 1), view.sample_range(1, of.samples - 1)};
+      };
+      auto const read = [&](syncnorm::tensor_view<float const> const& view) { return halves(view); };
+      auto const x = read(t.view(t.x)), dy = read(t.view(t.dy));
+      auto const y = halves(t.view(t.y)), dx = halves(t.view(t.dx));
+      batches.forward(x, y);
+      batches.backward(x, dy, dx);
+    };
+  });
+}
+
+int of_power_norm(int ranks, extents const& of, syncnorm::power_norm_options const& options) {
+  return allocations_after_first_step(
+      ranks, of,
+      [&](thread_communicator const& comm, step_tensors& t) {
+        return [&t, layer = syncnorm::power_norm<float, thread_communicator>{
+                        comm, of.channels, {.norm = options}}]() mutable {
+          layer.forward(t.view(t.x), t.view(t.y), t.counts());
+          layer.backward(t.view(t.x), t.view(t.dy), t.view(t.dx));
+        };
+      },
+      /*filled=*/true, /*first_steps=*/3); // of which two see passes that are still in flight
+}
+
 } // namespace
 
 TEST_CASE("a step after the first allocates nothing") {
-  CHECK(allocations_after_first_step(1, 4, 24, 49) == 0);
-  CHECK(allocations_after_first_step(2, 4, 24, 49) == 0);
-  CHECK(allocations_after_first_step(2, 4, 200, 9) == 0);
-  CHECK(allocations_after_first_step(3, 64, 16, 1) == 0);
+  CHECK(of_passes(1, {4, 24, 49}) == 0);
+  CHECK(of_passes(2, {4, 24, 49}) == 0);
+  CHECK(of_passes(2, {4, 200, 9}) == 0);
+  CHECK(of_passes(3, {64, 16, 1}) == 0);
   // Exchanged in parts.
-  CHECK(allocations_after_first_step(2, 8, 96, 1568) == 0);
+  CHECK(of_passes(2, {8, 96, 1568}) == 0);
+  CHECK(of_passes(2, {4, 200, 9}, false, syncnorm::exchange_policy::reduce) == 0);
+}
+
+TEST_CASE("a step with an epilogue and a mask allocates nothing after the first") {
+  CHECK(of_passes(1, {4, 24, 49}, true) == 0);
+  CHECK(of_passes(2, {4, 200, 9}, true) == 0);
+  CHECK(of_passes(2, {8, 96, 1568}, true) == 0);
+  CHECK(of_passes(3, {64, 16, 1}, true) == 0);
+}
+
+TEST_CASE("neither in place nor over micro-batches does a step allocate after the first") {
+  CHECK(of_other_modes(1, {4, 24, 49}) == 0);
+  CHECK(of_other_modes(2, {4, 200, 9}) == 0);
+}
+
+TEST_CASE("double backward allocates nothing after the first step") {
+  for (bool const masked : {false, true}) {
+    CHECK(of_double_backward(1, {4, 24, 49}, masked) == 0);
+    CHECK(of_double_backward(1, {8, 96, 1568}, masked) == 0); // in blocks
+    CHECK(of_double_backward(2, {4, 200, 9}, masked) == 0);
+    CHECK(of_double_backward(3, {4, 200, 9}, masked, syncnorm::exchange_policy::reduce) == 0);
+  }
+}
+
+TEST_CASE("power norm allocates nothing after the first steps, in the warm-up and after it") {
+  for (auto const recursion : {syncnorm::power_norm_recursion::reference, syncnorm::power_norm_recursion::corrected})
+    for (std::int64_t const warmup : {0, 100})
+      for (std::int64_t const groups : {0, 8}) {
+        syncnorm::power_norm_options const options{.warmup_iters = warmup, .groups = groups, .recursion = recursion};
+        CHECK(of_power_norm(1, {16, 64, 9}, options) == 0);
+        CHECK(of_power_norm(2, {16, 200, 9}, options) == 0);
+        CHECK(of_power_norm(2, {1024, 1024, 1}, options) == 0);
+      }
 }
 
 TEST_CASE("allocations are counted") {

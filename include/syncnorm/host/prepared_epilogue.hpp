@@ -7,6 +7,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
 
 namespace syncnorm::host {
 
@@ -19,7 +20,8 @@ public:
       : slope_{static_cast<accumulate_t<T>>(epilogue.activation.negative_slope)}, residual_{epilogue.residual},
         has_residual_{epilogue.has_residual()}, zeroes_{epilogue.masked == masked_outputs::zero} {
     if (!epilogue.mask) return;
-    auto const mask = std::make_shared<detail::prepared_mask const>(epilogue.mask);
+    auto const mask =
+        std::allocate_shared<detail::prepared_mask>(detail::kept_allocator<detail::prepared_mask>{}, epilogue.mask);
     if (mask->count() != epilogue.mask.samples * epilogue.mask.spatial) mask_ = mask;
   }
 

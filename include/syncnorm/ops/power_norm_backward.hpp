@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <type_traits>
-#include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
@@ -18,36 +18,6 @@
 #include <syncnorm/ops/power_norm_state.hpp>
 
 namespace syncnorm {
-
-namespace detail {
-
-/// Per channel: what the backward pass multiplies dy and u with, for this rank's dx and Σ gh·z.
-struct power_norm_factors {
-  std::vector<double> weight, share, dy_scale, u_scale, sum_dy, sum_dy_u;
-
-  /// `kept` is 1 − alpha_backward, or 0 where the statistics are constant.
-  template <class P>
-  void prepare(power_norm_pass const& pass, std::span<P const> gamma, std::span<P const> ema_gz, double kept) {
-    auto const channels = pass.inv_z.size();
-    for (auto* const values : {&weight, &share, &dy_scale, &u_scale, &sum_dy, &sum_dy_u}) values->assign(channels, 0.0);
-    for (std::size_t c = 0; c < channels; ++c) {
-      weight[c] = gamma.empty() ? 1.0 : as_double(gamma[c]);
-      share[c] = kept == 0 ? 0.0 : kept * as_double(ema_gz[c]);
-      dy_scale[c] = weight[c] * pass.inv_dx[c];
-      u_scale[c] = -share[c] * pass.inv_z[c] * pass.inv_dx[c];
-    }
-  }
-
-  /// gradients.gamma += Σ dy·z, gradients.beta += Σ dy.
-  template <class P>
-  void add_to(affine_gradients<P> gradients, power_norm_pass const& pass) const {
-    auto const add = [](P& sum, double value) { sum = from_double<P>(as_double(sum) + value); };
-    for (std::size_t c = 0; c < gradients.gamma.size(); ++c) add(gradients.gamma[c], pass.inv_z[c] * sum_dy_u[c]);
-    for (std::size_t c = 0; c < gradients.beta.size(); ++c) add(gradients.beta[c], sum_dy[c]);
-  }
-};
-
-} // namespace detail
 
 /// Gradients of `power_norm_forward` and `power_norm_inference`. With g = dy·gamma, z as in the forward pass, ema_gz from
 /// before this pass, and the mean over all positions of all ranks, masked or not:
@@ -100,7 +70,9 @@ void power_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
   detail::check_state(check, state, channels);
   if (constant || size(comm) == 1) detail::throw_fault(name, check);
 
-  detail::power_norm_factors factors;
+  // Passes by constant statistics may be in several threads at once.
+  std::optional<detail::power_norm_factors> own_factors;
+  detail::power_norm_factors& factors = constant ? own_factors.emplace() : workspace.factors();
   bool const corrected = options.recursion == power_norm_recursion::corrected;
   auto const own = [&](detail::power_norm_pass const& pass) {
     factors.prepare<P>(pass, affine.gamma, state.ema_gz, constant ? 0.0 : 1 - options.alpha_backward);
@@ -117,7 +89,7 @@ void power_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
 
   auto const sums = workspace.prepare_backward(comm);
   auto header = detail::make_power_norm_header<T>(name, channels, options, check);
-  auto pass = saved.pass != nullptr ? saved.pass : std::make_shared<detail::power_norm_pass>();
+  auto pass = saved.pass != nullptr ? saved.pass : workspace.make_pass();
   header.step = pass->step;
   if (!check.failed()) {
     auto const mask = own(*pass);

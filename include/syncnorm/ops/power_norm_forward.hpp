@@ -64,8 +64,8 @@ void power_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
                         power_norm_options const& options, power_norm_saved& saved,
                         power_norm_workspace<C, P>& workspace, power_norm_caller const& caller = {}) {
   static constexpr std::string_view name = "power_norm forward";
-  auto const pass = std::make_shared<detail::power_norm_pass>();
-  saved.pass = pass;
+  saved.pass.reset();
+  auto const pass = saved.pass = workspace.make_pass();
   try {
     workspace.finish_forward();
   } catch (...) {

@@ -41,6 +41,62 @@ struct power_norm_pass {
   std::vector<double> inv_dx;          ///< dx is divided by this root
   std::vector<double> counted, masked; ///< Σ u² of this rank
   std::vector<std::uint8_t> mask;      ///< a copy, where the backward pass needs it
+
+  /// As made, but for the memory.
+  void clear() {
+    constant = complete = faulty = false;
+    error = nullptr;
+    step = count = samples = spatial = 0;
+    for (auto* const values : {&inv_z, &inv_dx, &counted, &masked}) values->clear();
+    mask.clear();
+  }
+};
+
+/// Passes of a layer, of which those that nobody else refers to any more are used again.
+class power_norm_passes {
+public:
+  [[nodiscard]] std::shared_ptr<power_norm_pass> make() {
+    for (auto const& pass : passes_) {
+      static_cast<void>(std::shared_ptr<power_norm_pass>{pass}); // sees what the last one to let go of it has done
+      if (pass.use_count() != 1) continue;
+      pass->clear();
+      return pass;
+    }
+    auto pass = std::make_shared<power_norm_pass>();
+    if (passes_.size() < most) passes_.push_back(pass);
+    return pass;
+  }
+
+private:
+  static constexpr std::size_t most = 4;
+
+  std::vector<std::shared_ptr<power_norm_pass>> passes_;
+};
+
+/// Per channel: what the backward pass multiplies dy and u with, for this rank's dx and Σ gh·z.
+struct power_norm_factors {
+  std::vector<double> weight, share, dy_scale, u_scale, sum_dy, sum_dy_u;
+
+  /// `kept` is 1 − alpha_backward, or 0 where the statistics are constant.
+  template <class P>
+  void prepare(power_norm_pass const& pass, std::span<P const> gamma, std::span<P const> ema_gz, double kept) {
+    auto const channels = pass.inv_z.size();
+    for (auto* const values : {&weight, &share, &dy_scale, &u_scale, &sum_dy, &sum_dy_u}) values->assign(channels, 0.0);
+    for (std::size_t c = 0; c < channels; ++c) {
+      weight[c] = gamma.empty() ? 1.0 : as_double(gamma[c]);
+      share[c] = kept == 0 ? 0.0 : kept * as_double(ema_gz[c]);
+      dy_scale[c] = weight[c] * pass.inv_dx[c];
+      u_scale[c] = -share[c] * pass.inv_z[c] * pass.inv_dx[c];
+    }
+  }
+
+  /// gradients.gamma += Σ dy·z, gradients.beta += Σ dy.
+  template <class P>
+  void add_to(affine_gradients<P> gradients, power_norm_pass const& pass) const {
+    auto const add = [](P& sum, double value) { sum = from_double<P>(as_double(sum) + value); };
+    for (std::size_t c = 0; c < gradients.gamma.size(); ++c) add(gradients.gamma[c], pass.inv_z[c] * sum_dy_u[c]);
+    for (std::size_t c = 0; c < gradients.beta.size(); ++c) add(gradients.beta[c], sum_dy[c]);
+  }
 };
 
 inline void require_finite(std::string_view pass, char const* what, std::span<double const> values) {
@@ -89,6 +145,11 @@ public:
     finish_backward();
     if (error != nullptr) std::rethrow_exception(error);
   }
+
+  /// What a forward pass leaves for its backward passes, in memory of earlier ones.
+  [[nodiscard]] std::shared_ptr<detail::power_norm_pass> make_pass() { return passes_.make(); }
+  /// For a backward pass.
+  [[nodiscard]] detail::power_norm_factors& factors() noexcept { return factors_; }
 
   /// This rank's Σ u², to be filled before `start_forward`.
   [[nodiscard]] std::span<double> prepare_forward(C const& comm) {
@@ -207,6 +268,8 @@ private:
   std::int64_t channels_;
   bool agreed_ = false;
   std::vector<double> sums_;
+  detail::power_norm_passes passes_;
+  detail::power_norm_factors factors_;
   flight forward_, backward_;
 };
 

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -105,7 +104,7 @@ public:
     require_usable();
     if (announced_.empty()) guarded([&] { announce(); });
     auto slot = std::move(announced_.front());
-    announced_.pop_front();
+    announced_.erase(announced_.begin());
     slot->deadline = clock::now() + timeout_;
     slot->queued = false;
     slot->done = false;
@@ -202,6 +201,8 @@ public:
     auto received = slot->sequence;
     for_each_peer([&](int r) { received = std::min(received, header_of(*slot, r).all_received_below); });
     received_below_ = std::max(received_below_, received);
+    // A layer exchanges the same memory in every step. After an error receives may be pending in the buffers.
+    if (!slot->error) keep_idle(slot->bulk);
     slot->error = nullptr;
     slot->pending.clear();
     slot->bulk_receives.clear();
@@ -228,7 +229,7 @@ public:
   }
 
 private:
-  static constexpr std::size_t announced_ahead = 4;
+  static constexpr std::size_t announced_ahead = 4, most_idle = 256;
   static constexpr int signal_bits = 4; // of the phase in a tag
 
   [[nodiscard]] static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
@@ -295,8 +296,25 @@ private:
   }
 
   gloo_buffer* add_bulk(gloo_slot& slot, std::span<std::byte> memory) {
-    slot.bulk.push_back(context_->createUnboundBuffer(memory.data(), memory.size()));
+    auto buffer = take_idle(memory);
+    if (!buffer) buffer = context_->createUnboundBuffer(memory.data(), memory.size());
+    slot.bulk.push_back(std::move(buffer));
     return slot.bulk.back().get();
+  }
+  std::unique_ptr<gloo_buffer> take_idle(std::span<std::byte> memory) {
+    std::lock_guard const lock{idle_mutex_};
+    auto const found = std::ranges::find_if(
+        idle_, [&](auto const& each) { return each->ptr == memory.data() && each->size == memory.size(); });
+    if (found == idle_.end()) return nullptr;
+    auto buffer = std::move(*found);
+    idle_.erase(found);
+    return buffer;
+  }
+  void keep_idle(std::vector<std::unique_ptr<gloo_buffer>>& buffers) {
+    std::lock_guard const lock{idle_mutex_};
+    for (auto& buffer : buffers) idle_.push_back(std::move(buffer));
+    if (idle_.size() > most_idle)
+      idle_.erase(idle_.begin(), idle_.end() - static_cast<std::ptrdiff_t>(most_idle)); // the oldest
   }
 
   void require_usable() {
@@ -352,7 +370,7 @@ private:
       queue_changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
       auto& slot = *queue_.front();
-      queue_.pop_front();
+      queue_.erase(queue_.begin());
       lock.unlock();
       drive(slot);
       lock.lock();
@@ -386,8 +404,10 @@ private:
   std::uint32_t next_sequence_ = 0;
   std::uint32_t received_below_ = 0; // every peer has all packets of the collectives before this one
   std::vector<std::uint32_t> open_;  // collectives in flight, in order
-  std::deque<std::unique_ptr<gloo_slot>> announced_;
-  std::vector<std::unique_ptr<gloo_slot>> free_;
+  // Vectors, since a deque allocates now and then as things pass through it.
+  std::vector<std::unique_ptr<gloo_slot>> announced_, free_;
+  std::mutex idle_mutex_;
+  std::vector<std::unique_ptr<gloo_buffer>> idle_; // of bulk data that were exchanged lately
 
   std::atomic<bool> failed_ = false;
   std::mutex reason_mutex_;
@@ -396,7 +416,7 @@ private:
   std::thread driver_;
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_, slot_done_;
-  std::deque<gloo_slot*> queue_;
+  std::vector<gloo_slot*> queue_;
   bool stopping_ = false;
 };
 

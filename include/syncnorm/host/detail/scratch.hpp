@@ -1,7 +1,9 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -36,6 +38,46 @@ private:
   }
 
   std::vector<T> memory_;
+};
+
+/// An allocator of single objects, of which the calling thread keeps the memory of a few for the next ones.
+template <class T>
+struct kept_allocator {
+  using value_type = T;
+
+  kept_allocator() = default;
+  template <class U>
+  kept_allocator(kept_allocator<U> const&) {}
+
+  [[nodiscard]] T* allocate(std::size_t n) {
+    if (n != 1 || kept().count == 0) return std::allocator<T>{}.allocate(n);
+    return kept().free[--kept().count];
+  }
+  void deallocate(T* memory, std::size_t n) {
+    if (n != 1 || kept().count == most) return std::allocator<T>{}.deallocate(memory, n);
+    kept().free[kept().count++] = memory;
+  }
+
+  template <class U>
+  friend bool operator==(kept_allocator const&, kept_allocator<U> const&) {
+    return true;
+  }
+
+private:
+  static constexpr std::size_t most = 8;
+
+  struct memory_of_thread {
+    std::array<T*, most> free{};
+    std::size_t count = 0;
+
+    ~memory_of_thread() {
+      while (count > 0) std::allocator<T>{}.deallocate(free[--count], 1);
+    }
+  };
+  static memory_of_thread& kept() {
+    thread_local memory_of_thread memory;
+    return memory;
+  }
 };
 
 } // namespace syncnorm::host::detail

@@ -27,8 +27,9 @@ public:
     if (!holds && fault_.empty()) fault_ = message();
   }
 
-  template <class T>
-  void tensor(tensor_view<T> const& x, std::string_view name, std::int64_t channels) {
+  /// A name is anything that can be written to a stream.
+  template <class T, class Name>
+  void tensor(tensor_view<T> const& x, Name name, std::int64_t channels) {
     require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0,
             [&] { return text(name, " has a negative extent: ", extents(x)); });
     require(x.channels == channels, [&] { return text(name, " has ", x.channels, " channels, expected ", channels); });
@@ -36,17 +37,16 @@ public:
   }
 
   /// `y` is a tensor with the extents of `x`.
-  template <class T>
-  void same_extents(tensor_view<T> const& y, std::string_view name,
-                    tensor_view<std::remove_const_t<T> const> const& x) {
+  template <class T, class Name>
+  void same_extents(tensor_view<T> const& y, Name name, tensor_view<std::remove_const_t<T> const> const& x) {
     require(y.samples == x.samples && y.channels == x.channels && y.spatial == x.spatial,
             [&] { return text(name, " is ", extents(y), ", expected ", extents(x), " as x"); });
     require_data(y, name);
   }
 
   /// The same for a tensor that is written.
-  template <class T>
-  void output(tensor_view<T> const& y, std::string_view name, tensor_view<T const> const& x) {
+  template <class T, class Name>
+  void output(tensor_view<T> const& y, Name name, tensor_view<T const> const& x) {
     same_extents(y, name, x);
     bool const overlaps =
         (y.stride_n == 0 && y.samples > 1) || (y.stride_c == 0 && y.channels > 1) || (y.stride_s == 0 && y.spatial > 1);
@@ -61,9 +61,9 @@ public:
   }
 
   /// `residual_name`, `mask_name`: of the operands of `given`.
-  template <class T>
-  void epilogue(batch_norm_epilogue<T> const& given, tensor_view<T const> const& x, std::string_view residual_name,
-                std::string_view mask_name) {
+  template <class T, class Name>
+  void epilogue(batch_norm_epilogue<T> const& given, tensor_view<T const> const& x, Name residual_name,
+                Name mask_name) {
     double const slope = given.activation.negative_slope;
     require(std::isfinite(slope),
             [&] { return text("the negative slope of the activation is ", slope, ", expected a number"); });
@@ -104,8 +104,8 @@ public:
   }
 
 private:
-  template <class T>
-  void require_data(tensor_view<T> const& x, std::string_view name) {
+  template <class T, class Name>
+  void require_data(tensor_view<T> const& x, Name name) {
     require(x.data != nullptr || x.size() == 0, [&] { return text(name, " is null, its extents are ", extents(x)); });
   }
 

@@ -93,11 +93,11 @@ public:
   void finish() {
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (!gathered_) return;
-    std::vector<packet_header> of_ranks(ranks_);
+    of_ranks_.resize(ranks_);
     for (std::size_t l = 0; l < channels_.size(); ++l) {
-      for (std::size_t r = 0; r < ranks_; ++r) of_ranks[r] = header_at(rank_values(r).data() + offsets_[l]);
-      require_agreement(of_ranks, layer_name(l));
-      summaries_[l] = summarize(of_ranks);
+      for (std::size_t r = 0; r < ranks_; ++r) of_ranks_[r] = header_at(rank_values(r).data() + offsets_[l]);
+      require_agreement(of_ranks_, layer_name(l));
+      summaries_[l] = summarize(of_ranks_);
     }
     agreed_ = true;
   }
@@ -306,7 +306,7 @@ private:
   bool gathered_ = false, reduced_ = false;
   std::vector<std::size_t> offsets_; // where each layer's header begins in what a rank sends
   std::vector<double> own_, received_, sums_, m2_;
-  std::vector<packet_header> headers_;
+  std::vector<packet_header> headers_, of_ranks_;
   std::vector<exchange_summary> summaries_;
   std::exception_ptr failure_;
 };

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <span>
-#include <string>
 #include <vector>
 
 #include <syncnorm/core/epilogue.hpp>
@@ -38,11 +37,7 @@ public:
 
   static void check_one(call_check& check, batch_norm_epilogue<T> const& epilogue, tensor_view<T const> const& x,
                         std::size_t k = 0, std::size_t batches = 1) {
-    auto const name = [&](bool exists, char const* what) {
-      return exists ? batch_name(what, k, batches) : std::string{};
-    };
-    check.epilogue(epilogue, x, name(epilogue.has_residual(), "the residual"),
-                   name(static_cast<bool>(epilogue.mask), "the mask"));
+    check.epilogue(epilogue, x, batch_name{"the residual", k, batches}, batch_name{"the mask", k, batches});
   }
 
 private:

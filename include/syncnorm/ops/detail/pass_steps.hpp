@@ -3,8 +3,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <ostream>
 #include <span>
-#include <string>
 #include <string_view>
 
 #include <syncnorm/ops/detail/exchange.hpp>
@@ -40,8 +40,18 @@ public:
 };
 
 /// The K micro-batches of a pass, `name[k]` in messages, or plainly `name` where there is one.
-[[nodiscard]] inline std::string batch_name(std::string_view name, std::size_t k, std::size_t batches) {
-  return batches == 1 ? std::string{name} : std::string{name} + "[" + std::to_string(k) + "]";
-}
+class batch_name {
+public:
+  batch_name(std::string_view name, std::size_t k, std::size_t batches) : name_{name}, k_{k}, batches_{batches} {}
+
+  friend std::ostream& operator<<(std::ostream& to, batch_name const& of) {
+    to << of.name_;
+    return of.batches_ == 1 ? to : to << '[' << of.k_ << ']';
+  }
+
+private:
+  std::string_view name_;
+  std::size_t k_, batches_;
+};
 
 } // namespace syncnorm::detail
