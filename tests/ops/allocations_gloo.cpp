@@ -60,6 +60,16 @@ double of_message() {
   });
 }
 
+/// Of an allgather of so few bytes that they are one message.
+double of_exchange() {
+  return allocations_per_step([](syncnorm::gloo_communicator const& comm) {
+    return [comm, bytes = std::vector<std::byte>(300)]() mutable {
+      std::span const all{bytes};
+      comm.allgather(std::span<std::byte const>{all.first(100)}, all.subspan(100));
+    };
+  });
+}
+
 double of_layer(std::int64_t samples, std::int64_t channels, std::int64_t spatial) {
   return allocations_per_step([&](syncnorm::gloo_communicator const& comm) {
     std::vector<float> x(static_cast<std::size_t>(samples * channels * spatial)), y(x.size());
@@ -78,9 +88,11 @@ double of_layer(std::int64_t samples, std::int64_t channels, std::int64_t spatia
 } // namespace
 
 TEST_CASE("over Gloo a step allocates what Gloo does for its messages, and nothing else") {
-  double const message = of_message();
-  // An exchange is a packet each way; what does not fit takes the data, a signal behind them, and an answer, too.
-  CHECK(of_layer(4, 24, 49) <= 2 * message);
-  CHECK(of_layer(2, 4000, 3) <= 2 * 4 * message);
-  CHECK(of_layer(32, 64, 1568) <= 4 * message); // exchanged in halves
+  double const seldom = 0.5; // queues of Gloo's grow now and then
+  double const exchange = of_exchange();
+  CHECK(exchange <= of_message() + seldom);
+  CHECK(of_layer(4, 24, 49) <= 2 * exchange + seldom);
+  // What does not fit a packet takes the data, a signal behind them, and an answer, too, each a message.
+  CHECK(of_layer(2, 4000, 3) <= 2 * 4 * exchange + seldom);
+  CHECK(of_layer(32, 64, 1568) <= 4 * exchange + seldom); // exchanged in halves
 }

@@ -153,12 +153,15 @@ TEST_CASE("momentum empty is the cumulative average") {
 
 TEST_CASE("the biased running variance is kept on request") {
   auto const x = deviates(5, 4 * 1 * 3);
-  std::vector<double> y(x.size());
   test::batch_norm_oracle const oracle{x, 4, 1, 3, 1e-5};
-  syncnorm::batch_norm<double> layer{
-      {}, 1, {.norm = {.momentum = 1.0, .variance = syncnorm::running_variance::biased}}};
-  layer.forward(syncnorm::nchw(x.data(), 4, 1, 3), syncnorm::nchw(y.data(), 4, 1, 3));
-  CHECK(layer.running_var()[0] == doctest::Approx(static_cast<double>(oracle.var[0])).epsilon(1e-13));
+  syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+    std::vector<double> y(6);
+    syncnorm::batch_norm<double, syncnorm::thread_communicator> layer{
+        comm, 1, {.norm = {.momentum = 1.0, .variance = syncnorm::running_variance::biased}}};
+    layer.forward(syncnorm::nchw(x.data(), 4, 1, 3).sample_range(2 * comm.rank(), 2),
+                  syncnorm::nchw(y.data(), 2, 1, 3));
+    CHECK(layer.running_var()[0] == doctest::Approx(static_cast<double>(oracle.var[0])).epsilon(1e-13));
+  });
 }
 
 TEST_CASE("affine parameters and running statistics are optional") {
@@ -303,15 +306,29 @@ TEST_CASE("a batch that is empty on every rank changes nothing") {
 }
 
 TEST_CASE("statistics span a subgroup of the ranks") {
-  auto const x = deviates(16, 4 * 2 * 2 * 3);
+  auto const x = deviates(16, 4 * 2 * 2 * 3), dy = deviates(17, x.size());
   syncnorm::run_ranks(4, [&](syncnorm::thread_communicator const& world) {
     auto const pair = syncnorm::split(world, world.rank() / 2);
-    std::vector<double> y(2 * 2 * 3);
-    auto const own = syncnorm::nchw(x.data(), 8, 2, 3).sample_range(2 * world.rank(), 2);
-    auto const saved = syncnorm::batch_norm_forward(one_thread, pair, own, syncnorm::nchw(y.data(), 2, 2, 3));
-    auto const begin = x.begin() + world.rank() / 2 * 24;
-    test::batch_norm_oracle const oracle{std::vector<double>(begin, begin + 24), 4, 2, 3, 1e-5};
+    std::vector<double> y(2 * 2 * 3), dx(y.size());
+    auto const share = [&](std::vector<double> const& of) {
+      return syncnorm::nchw(of.data(), 8, 2, 3).sample_range(2 * world.rank(), 2);
+    };
+    auto const saved = syncnorm::batch_norm_forward(one_thread, pair, share(x), syncnorm::nchw(y.data(), 2, 2, 3));
+    syncnorm::batch_norm_backward(one_thread, pair, share(dy), share(x), syncnorm::nchw(dx.data(), 2, 2, 3),
+                                  syncnorm::affine_parameters<double>{}, saved);
+    auto const of_pair = [&](std::vector<double> const& all) {
+      auto const begin = all.begin() + world.rank() / 2 * 24;
+      return std::vector<double>(begin, begin + 24);
+    };
+    test::batch_norm_oracle const oracle{of_pair(x), 4, 2, 3, 1e-5};
     for (std::size_t c = 0; c < 2; ++c)
       CHECK(saved.mean[c] == doctest::Approx(static_cast<double>(oracle.mean[c])).epsilon(1e-13));
+    auto const expected_y = oracle.forward(of_pair(x), std::vector<double>{}, std::vector<double>{});
+    auto const expected_dx = oracle.backward(of_pair(x), of_pair(dy), std::vector<double>{}).dx;
+    auto const first = y.size() * static_cast<std::size_t>(world.rank() % 2);
+    for (std::size_t i = 0; i < y.size(); ++i) {
+      CHECK(std::abs(y[i] - static_cast<double>(expected_y[first + i])) < 1e-12);
+      CHECK(std::abs(dx[i] - static_cast<double>(expected_dx[first + i])) < 1e-12);
+    }
   });
 }
