@@ -83,7 +83,8 @@ private:
 /// in one backward pass, an output that the loss does not depend on having the gradient 0. Collective, over the communicator
 /// of the first module, as long as one is in training; all ranks pass the same modules in the same order, which are on the
 /// same ranks. Modules in evaluation mode or with frozen statistics may be among them. What is wrong on one rank with one of
-/// them is thrown on every rank, and then none has changed. Gradients of gradients take a collective for each module.
+/// them is thrown on every rank, and then none has changed. Gradients of gradients take a collective for each module. Not in
+/// place.
 inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> const& members) {
   return pending_group_forward{detail::members_of::passes(members)}.finish();
 }

@@ -97,7 +97,8 @@ public:
   ///     auto const y = pending.finish();
   ///
   /// Collective in training; `finish` is not, and passes may be finished in any order. Until then neither input nor module
-  /// may be written to. A rank that drops a pass has no part in its backward pass, so the others must not run that.
+  /// may be written to. A rank that drops a pass has no part in its backward pass, so the others must not run that. Not in
+  /// place.
   [[nodiscard]] pending_forward begin_forward(::torch::Tensor const& input, norm_epilogue const& epilogue = {}) {
     return pending_forward{make_pass(input, epilogue, in_place_ ? not_in_place : "")};
   }
