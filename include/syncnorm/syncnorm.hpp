@@ -6,6 +6,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/core/moments.hpp>

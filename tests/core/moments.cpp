@@ -3,6 +3,7 @@
 #include <vector>
 
 #include <doctest/doctest.h>
+#include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/moments.hpp>
 
 using syncnorm::moments, syncnorm::merge;
@@ -75,4 +76,21 @@ TEST_CASE("counts beyond 32 bits merge") {
 TEST_CASE("moments are constant expressions") {
   static_assert(merge(moments<float>{1, 1, 0}, moments<float>{1, 3, 0}).mean == 2);
   static_assert(merge(moments<float>{1, 1, 0}, moments<float>{1, 3, 0}).m2 == 2);
+}
+
+TEST_CASE("channels merge as single channels do, and nothing is read of what has no elements") {
+  std::vector<double> const mean{1, -2, 3.5}, m2{4, 0, 0.25}, mean_more{0.5, 7, -1}, m2_more{1, 2, 3};
+  auto got_mean = mean, got_m2 = m2;
+  syncnorm::merge_channels(5, got_mean, got_m2, 3, mean_more, m2_more);
+  for (std::size_t c = 0; c < mean.size(); ++c)
+    check_same({8, got_mean[c], got_m2[c]},
+               merge(moments<double>{5, mean[c], m2[c]}, moments<double>{3, mean_more[c], m2_more[c]}));
+
+  std::vector<double> const none(3, NAN);
+  auto const merged_mean = got_mean, merged_m2 = got_m2;
+  syncnorm::merge_channels(8, got_mean, got_m2, 0, none, none);
+  CHECK((got_mean == merged_mean && got_m2 == merged_m2));
+  auto from_none_mean = none, from_none_m2 = none;
+  syncnorm::merge_channels(0, from_none_mean, from_none_m2, 5, mean, m2);
+  CHECK((from_none_mean == mean && from_none_m2 == m2));
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
@@ -120,13 +121,8 @@ public:
 
   static void merge(std::int64_t before, std::int64_t more, double* mean, double* m2, double const* mean_more,
                     double const* m2_more, std::int64_t length) {
-    double const share = static_cast<double>(more) / static_cast<double>(before + more);
-    double const weight = static_cast<double>(before) * share;
-    for (std::int64_t c = 0; c < length; ++c) {
-      double const delta = mean_more[c] - mean[c];
-      mean[c] += delta * share;
-      m2[c] += m2_more[c] + delta * delta * weight;
-    }
+    auto const channels = static_cast<std::size_t>(length);
+    merge_channels(before, {mean, channels}, {m2, channels}, more, {mean_more, channels}, {m2_more, channels});
   }
 
 private:

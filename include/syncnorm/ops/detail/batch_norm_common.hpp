@@ -6,9 +6,9 @@
 #include <string_view>
 #include <vector>
 
+#include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/core/moments.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
@@ -50,12 +50,7 @@ inline void merge_ranks(channel_exchange const& exchange, exchange_part const& p
   std::int64_t merged = 0;
   for (std::size_t r = 0; r < exchange.headers().size(); ++r) {
     auto const count = exchange.headers()[r].count;
-    auto const rank_mean = part.first_of(r), rank_m2 = part.second_of(r);
-    for (std::size_t c = 0; c < mean.size(); ++c) {
-      auto const all = merge(moments<double>{merged, mean[c], m2[c]}, moments<double>{count, rank_mean[c], rank_m2[c]});
-      mean[c] = all.mean;
-      m2[c] = all.m2;
-    }
+    merge_channels(merged, mean, m2, count, part.first_of(r), part.second_of(r));
     merged += count;
   }
 }
@@ -63,11 +58,11 @@ inline void merge_ranks(channel_exchange const& exchange, exchange_part const& p
 /// The sums of a part's channels over all ranks, in rank order.
 inline void sum_ranks(channel_exchange const& exchange, exchange_part const& part, std::span<double> first,
                       std::span<double> second) {
-  for (std::size_t r = 0; r < exchange.headers().size(); ++r)
-    for (std::size_t c = 0; c < first.size(); ++c) {
-      first[c] += part.first_of(r)[c];
-      second[c] += part.second_of(r)[c];
-    }
+  for (std::size_t r = 0; r < exchange.headers().size(); ++r) {
+    auto const rank_first = part.first_of(r), rank_second = part.second_of(r);
+    for (std::size_t c = 0; c < first.size(); ++c) first[c] += rank_first[c];
+    for (std::size_t c = 0; c < second.size(); ++c) second[c] += rank_second[c];
+  }
 }
 
 } // namespace syncnorm::detail

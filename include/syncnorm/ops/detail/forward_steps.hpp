@@ -122,12 +122,7 @@ public:
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
       auto const more = counted(k);
       moments_of(k, part, more_mean, more_m2);
-      for (std::size_t c = 0; c < length; ++c) {
-        auto const all =
-            merge(moments<double>{merged, mean[c], m2[c]}, moments<double>{more, more_mean[c], more_m2[c]});
-        mean[c] = all.mean;
-        m2[c] = all.m2;
-      }
+      merge_channels(merged, mean, m2, more, more_mean, more_m2);
       merged += more;
     }
   }

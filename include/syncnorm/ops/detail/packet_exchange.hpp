@@ -14,7 +14,7 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/any_model.hpp>
-#include <syncnorm/core/moments.hpp>
+#include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/ops/detail/digest.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
@@ -128,13 +128,7 @@ public:
         continue;
       }
       auto const header = header_at(from.data() + offsets_[layer]);
-      auto const mean = row_of(from, layer, 0), m2 = row_of(from, layer, 1);
-      for (std::size_t c = 0; c < mean.size(); ++c) {
-        auto const all =
-            merge(moments<double>{merged, rows[0][c], rows[1][c]}, moments<double>{header.count, mean[c], m2[c]});
-        rows[0][c] = all.mean;
-        rows[1][c] = all.m2;
-      }
+      merge_channels(merged, rows[0], rows[1], header.count, row_of(from, layer, 0), row_of(from, layer, 1));
       merged += header.count;
     }
   }
