@@ -30,7 +30,7 @@ void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>
                         std::span<double const> inv_std, std::span<P const> gamma, std::span<double> sum_dy,
                         std::span<double> sum_dy_xmu, std::int64_t count, stores how = stores::automatic) {
   if (how == stores::automatic) how = stores_for(dx);
-  std::int64_t const block = std::min(channel_block(x, 2), channel_block(dy, 2));
+  std::int64_t const block = std::min(detail::block_of_channels(x, 2), detail::block_of_channels(dy, 2));
   if (!detail::worth_blocking(exec, x, block)) {
     backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how);

@@ -30,7 +30,7 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
                        std::span<double> mean, std::span<double> m2, std::span<double const> inv_std,
                        affine_parameters<P> params, Finish const& finish, stores how = stores::automatic) {
   if (how == stores::automatic) how = stores_for(y);
-  std::int64_t const block = channel_block(x);
+  std::int64_t const block = detail::block_of_channels(x);
   if (!detail::worth_blocking(exec, x, block)) {
     local_moments(exec, x, mean, m2);
     finish(std::int64_t{0}, x.channels);
