@@ -101,7 +101,7 @@ void reduce_and_map_rows(E const& exec, channel_blocks const& blocks,
   using op_type = std::invoke_result_t<MakeOp const&, std::int64_t, std::int64_t>;
   using map_type = map_kernel<T, op_type>;
   row_pipeline<T, rows_type, map_type> const pipeline{out.samples, out.spatial};
-  std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks.count, 4 * exec.concurrency());
+  std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks.count, 2 * exec.concurrency());
   exec.for_each(runs, [&](std::int64_t run) {
     std::int64_t const begin = run * blocks.count / runs, end = (run + 1) * blocks.count / runs;
     scratch_lease<accumulate_t<T>> table{map_type::table_size(out.channel_range(0, blocks.size(blocks.count - 1)))};
