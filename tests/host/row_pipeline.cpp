@@ -13,6 +13,7 @@
 #include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/local_moments.hpp>
 #include <syncnorm/host/normalize.hpp>
+#include <syncnorm/host/part_after_part.hpp>
 
 #include <host/tensors.hpp>
 
@@ -160,6 +161,73 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
       check(host::serial_executor{}, 2, host::stores::cached);
       check(test::shuffling_executor{2}, 1, host::stores::cached);
       check(test::shuffling_executor{1}, 2, host::stores::streaming);
+    }
+  }
+}
+
+TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits of separate passes", T, float,
+                   bfloat16) {
+  for (auto const& shape : {test::extents{3, 7, 333}, {2, 5, 2100}, {4, 7, 9}, {0, 7, 300}}) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    CAPTURE(test::name_of(shape));
+    for (auto const order : {test::arrangement::nchw, test::arrangement::padded_rows, test::arrangement::nhwc}) {
+      CAPTURE(test::name_of(order));
+      test::tensor<T> x{order, n, c, s, test::deviates<T>(n, c, s, 1), 1},
+          dy{order, n, c, s, test::deviates<T>(n, c, s, 2)};
+      test::tensor<T> y{order, n, c, s, 3}, dx{order, n, c, s}, y_got{order, n, c, s, 2}, dx_got{order, n, c, s, 1};
+      auto const ch = static_cast<std::size_t>(c);
+      pipeline_case<T> const passes{x.view(), dy.view(), std::vector<T>(ch, T(1.5)), std::vector<T>(ch, T(-0.25)),
+                                    n * s};
+      pipeline_results<T> whole{c};
+      passes.separate(whole, y.view(), dx.view());
+      whole.y = y.values();
+      whole.dx = dx.values();
+
+      // A part that is followed by a narrower one, a wider one and an equal one.
+      std::int64_t const cuts[] = {0, 2, 3, 5, c};
+      auto const check = [&](auto const& exec, host::stores how) {
+        pipeline_results<T> got{c};
+        auto const sums = [&](std::vector<double>& values, int part) {
+          return host::detail::channels_of(std::span{values}, cuts[part], cuts[part + 1] - cuts[part]);
+        };
+        auto const of = [&](std::vector<double> const& values, int part) {
+          return host::detail::channels_of(std::span{values}, cuts[part], cuts[part + 1] - cuts[part]);
+        };
+        auto const view = [&](auto whole_view, int part) {
+          return whole_view.channel_range(cuts[part], cuts[part + 1] - cuts[part]);
+        };
+        auto const gamma = [&](int part) {
+          return host::detail::channels_of(std::span{passes.gamma}, cuts[part], cuts[part + 1] - cuts[part]);
+        };
+        auto const beta = [&](int part) {
+          return host::detail::channels_of(std::span{passes.beta}, cuts[part], cuts[part + 1] - cuts[part]);
+        };
+        host::local_moments(exec, view(passes.x, 0), sums(got.mean, 0), sums(got.m2, 0));
+        for (int part = 0; part < 3; ++part)
+          host::normalize_and_local_moments(exec, view(passes.x, part), view(y_got.view(), part), of(got.mean, part),
+                                            of(got.m2, part), affine_parameters<T>{gamma(part), beta(part)}, how,
+                                            view(passes.x, part + 1), sums(got.mean, part + 1), sums(got.m2, part + 1));
+        host::normalize(exec, view(passes.x, 3), view(y_got.view(), 3), of(got.mean, 3), of(got.m2, 3),
+                        affine_parameters<T>{gamma(3), beta(3)}, how);
+        host::backward_reduce(exec, view(passes.dy, 0), view(passes.x, 0), of(got.mean, 0), sums(got.sum_dy, 0),
+                              sums(got.sum_dy_xmu, 0));
+        for (int part = 0; part < 3; ++part)
+          host::backward_elemt_and_reduce(exec, view(passes.dy, part), view(passes.x, part), view(dx_got.view(), part),
+                                          of(got.mean, part), of(got.m2, part), gamma(part), of(got.sum_dy, part),
+                                          of(got.sum_dy_xmu, part), passes.count, how, view(passes.dy, part + 1),
+                                          view(passes.x, part + 1), of(got.mean, part + 1), sums(got.sum_dy, part + 1),
+                                          sums(got.sum_dy_xmu, part + 1));
+        host::backward_elemt(exec, view(passes.dy, 3), view(passes.x, 3), view(dx_got.view(), 3), of(got.mean, 3),
+                             of(got.m2, 3), gamma(3), of(got.sum_dy, 3), of(got.sum_dy_xmu, 3), passes.count, how);
+        got.y = y_got.values();
+        got.dx = dx_got.values();
+        check_same(got, whole);
+        CHECK(y_got.intact());
+        CHECK(dx_got.intact());
+      };
+      check(host::serial_executor{}, host::stores::streaming);
+      check(host::serial_executor{}, host::stores::cached);
+      check(test::shuffling_executor{2}, host::stores::streaming);
     }
   }
 }

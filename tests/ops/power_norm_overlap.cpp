@@ -24,7 +24,7 @@ using namespace std::chrono_literals;
 
 namespace {
 
-constexpr std::int64_t channels = 4, samples = 3, spatial = 5;
+constexpr std::int64_t few_channels = 4, few_samples = 3, few_positions = 5;
 
 /// What a communicator was asked for, in order: 's' starts an exchange, 'w' waits for one, 'b' does both at once.
 using journal = std::string;
@@ -103,13 +103,13 @@ struct member {
   syncnorm::power_norm<float, C> layer;
 
   member(C comm, std::int64_t warmup)
-      : x(static_cast<std::size_t>(samples * channels * spatial)), y(x.size()),
-        dx(x.size()), layer{comm, channels, {.norm = {.warmup_iters = warmup}}} {
+      : x(static_cast<std::size_t>(few_samples * few_channels * few_positions)), y(x.size()),
+        dx(x.size()), layer{comm, few_channels, {.norm = {.warmup_iters = warmup}}} {
     for (std::size_t i = 0; i < x.size(); ++i)
       x[i] = static_cast<float>(test::noise(static_cast<std::uint64_t>(comm.rank()), i)) + 2;
   }
   [[nodiscard]] syncnorm::tensor_view<float> view(std::vector<float>& values) const {
-    return syncnorm::tbc(values.data(), spatial, samples, channels);
+    return syncnorm::tbc(values.data(), few_positions, few_samples, few_channels);
   }
   void forward() {
     std::ranges::fill(y, 0.0F);

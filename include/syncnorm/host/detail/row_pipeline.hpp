@@ -90,6 +90,26 @@ private:
   std::int64_t samples_;
 };
 
+/// Whether `map_and_sum_rows` can take `out` and, after it, `next_channels` more channels.
+template <class Rows, class T, executor E, std::size_t Inputs>
+[[nodiscard]] bool suits_map_and_sum(E const& exec, std::array<tensor_view<T const>, Inputs> const& in,
+                                     tensor_view<T> const& out, std::int64_t next_channels) {
+  return exec.concurrency() == 1 && out.size() != 0 && next_channels <= Rows::channels_at_once &&
+         suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, out);
+}
+
+/// `out = op(in)`, and meanwhile the sums `a`, `b` by `rows` of the `length` channels after those of `out`.
+template <class T, class Rows, class Op, std::size_t Inputs>
+void map_and_sum_rows(Op const& op, std::array<tensor_view<T const>, Inputs> const& in, tensor_view<T> const& out,
+                      stores how, Rows rows, std::int64_t length, double* a, double* b) {
+  scratch_lease<accumulate_t<T>> table{map_kernel<T, Op>::table_size(out)};
+  map_kernel<T, Op> const map{op, in, out, how, table.data()};
+  row_pipeline<T, Rows, map_kernel<T, Op>> const pipeline{out.samples, out.spatial};
+  pipeline(rows, length, a, b, &map, out.channels);
+  if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
+  stream_fence();
+}
+
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
 /// `out = op(first, length)(in)` while the next block is summed. Each thread takes several blocks in a row.
 template <class T, executor E, class MakeRows, class Finish, class MakeOp, std::size_t Inputs>

@@ -14,6 +14,7 @@
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/epilogue_in_blocks.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/part_after_part.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
@@ -157,6 +158,19 @@ public:
                              sum_dy, sum_dy_xmu, saved_->count, stores, next_of(in_.x, k, 2, part));
       }
     }
+  }
+
+  void apply_and_local(channel_span part, channel_span next, std::span<double> next_sum_dy,
+                       std::span<double> next_sum_dy_xmu) override {
+    if (in_.x.size() != 1 || in_.dx.empty() || (*epilogues_)[0].does_something())
+      return pass_steps::apply_and_local(part, next, next_sum_dy, next_sum_dy_xmu);
+    std::span<double const> const mean{saved_->mean}, inv_std{saved_->inv_std}, sum_dy{buffers_->first},
+        sum_dy_xmu{buffers_->second};
+    host::backward_elemt_and_reduce(*exec_, part_of(in_.dy[0], part), part_of(in_.x[0], part), part_of(in_.dx[0], part),
+                                    part_of(mean, part), part_of(inv_std, part), part_of(in_.affine.gamma, part),
+                                    part_of(sum_dy, part), part_of(sum_dy_xmu, part), saved_->count,
+                                    host::stores_for(in_.x[0]), part_of(in_.dy[0], next), part_of(in_.x[0], next),
+                                    part_of(mean, next), next_sum_dy, next_sum_dy_xmu);
   }
 
   void commit(channel_span part, std::span<double const> sum_dy, std::span<double const> sum_dy_xmu) override {

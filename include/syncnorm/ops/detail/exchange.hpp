@@ -58,8 +58,9 @@ public:
   void agree() noexcept { agreed_ = true; }
 
   /// Exchanges `own` and the values that `local(part)` writes for each part. `accept()` is called once the headers of all
-  /// ranks are known and agree, then `consume(part)` for each part in turn. Where the communicator is asynchronous and
-  /// `ahead` says so, this rank reduces the next part while one is exchanged; else a part that is in the cache stays there.
+  /// ranks are known and agree, then `consume(part, next)` for each part in turn. Where the communicator is asynchronous and
+  /// `ahead` says so, `local` of the next part runs while one is exchanged, and `next` is null; else consume does what
+  /// `local(*next)` would, so that a part that is in the cache stays there. After the last part `next` is null.
   /// Throws on every rank where the headers report a fault or disagree. Collective.
   template <allgathers<std::byte> C, class Local, class Accept, class Consume>
   void run(C const& comm, packet_header const& own, exchange_plan& plan, bool ahead, Local const& local,
@@ -93,12 +94,12 @@ private:
         return;
       }
     }
+    local(parts_.front());
     for (std::size_t k = 0; k < parts_.size(); ++k) {
       auto const& part = parts_[k];
-      local(part);
       allgather(comm, std::span<std::byte const>{part.send}, part.receive);
       if (k == 0) accept();
-      consume(part);
+      consume(part, k + 1 < parts_.size() ? &parts_[k + 1] : nullptr);
     }
   }
 
@@ -115,11 +116,8 @@ private:
       in_flight.wait();
       if (k == 0) accept();
       if (more && ahead) in_flight = start(parts_[k + 1]);
-      consume(parts_[k]);
-      if (more && !ahead) {
-        local(parts_[k + 1]);
-        in_flight = start(parts_[k + 1]);
-      }
+      consume(parts_[k], more && !ahead ? &parts_[k + 1] : nullptr);
+      if (more && !ahead) in_flight = start(parts_[k + 1]);
     }
   }
 

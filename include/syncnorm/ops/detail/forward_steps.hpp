@@ -15,6 +15,7 @@
 #include <syncnorm/host/epilogue_in_blocks.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/normalize.hpp>
+#include <syncnorm/host/part_after_part.hpp>
 #include <syncnorm/host/running_statistics.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
@@ -159,6 +160,18 @@ public:
       else
         host::normalize(*exec_, x, y, mean, inv_std, affine, stores, next_of(in_.x, k, 1, part));
     }
+  }
+
+  void apply_and_local(channel_span part, channel_span next, std::span<double> next_mean,
+                       std::span<double> next_m2) override {
+    if (in_.x.size() != 1 || (*epilogues_)[0].does_something())
+      return pass_steps::apply_and_local(part, next, next_mean, next_m2);
+    finish(part);
+    host::normalize_and_local_moments(
+        *exec_, part_of(in_.x[0], part), part_of(in_.y[0], part), part_of(std::span<double const>{saved_->mean}, part),
+        part_of(std::span<double const>{saved_->inv_std}, part),
+        affine_parameters<P>{part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)},
+        host::stores_for(in_.y[0]), part_of(in_.x[0], next), next_mean, next_m2);
   }
 
   void commit(channel_span part, std::span<double const>, std::span<double const>) override {

@@ -34,6 +34,12 @@ public:
   virtual void accept(exchange_summary const& all) = 0;
   [[nodiscard]] virtual std::array<std::span<double>, 2> totals(channel_span part) = 0;
   virtual void apply(channel_span part) = 0;
+  /// `apply` of a part and `local` of the part after it.
+  virtual void apply_and_local(channel_span part, channel_span next, std::span<double> first,
+                               std::span<double> second) {
+    apply(part);
+    local(next, first, second);
+  }
   virtual void commit(channel_span part, std::span<double const> first, std::span<double const> second) = 0;
   /// All of it on this rank alone.
   virtual void run_alone() = 0;

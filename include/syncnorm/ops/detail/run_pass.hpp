@@ -46,13 +46,16 @@ void run_pass(C const& comm, Steps& steps, batch_norm_workspace& workspace, exch
       comm, own, plan, parts.ahead,
       [&](exchange_part const& part) { steps.local(part.channels, part.first, part.second); },
       [&] { steps.accept(summarize(exchange.headers())); },
-      [&](exchange_part const& part) {
+      [&](exchange_part const& part, exchange_part const* next) {
         auto const [first, second] = steps.totals(part.channels);
         if (steps.rule() == merge_rule::moments)
           merge_ranks(exchange, part, first, second);
         else
           sum_ranks(exchange, part, first, second);
-        steps.apply(part.channels);
+        if (next != nullptr)
+          steps.apply_and_local(part.channels, next->channels, next->first, next->second);
+        else
+          steps.apply(part.channels);
       });
   for (auto const& part : exchange.parts()) steps.commit(part.channels, part.first, part.second);
 }

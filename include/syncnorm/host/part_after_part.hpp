@@ -1,0 +1,71 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/backward_elemt.hpp>
+#include <syncnorm/host/backward_reduce.hpp>
+#include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/detail/gradient_rows.hpp>
+#include <syncnorm/host/detail/moment_rows.hpp>
+#include <syncnorm/host/detail/row_pipeline.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/local_moments.hpp>
+#include <syncnorm/host/normalize.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host {
+
+/// `normalize` of one part of a tensor's channels, and `local_moments` of the part after it, `next`; at the same time where
+/// rows are contiguous and the executor is serial, as reading and writing memory at once is faster than one after the
+/// other. The bits are those of the two calls.
+///
+/// Shapes: x and y `[N, C, S]`, next `[N, C', S]`, the rest `[C]` or `[C']`. Local. y may be x.
+template <class T, class P, executor E>
+requires element<T>
+void normalize_and_local_moments(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+                                 std::span<double const> mean, std::span<double const> inv_std,
+                                 affine_parameters<P> params, stores how,
+                                 std::type_identity_t<tensor_view<T const>> next, std::span<double> next_mean,
+                                 std::span<double> next_m2) {
+  using rows = detail::moment_rows<T>;
+  if (!detail::suits_map_and_sum<rows>(exec, std::array{x}, y, next.channels)) {
+    normalize(exec, x, y, mean, inv_std, params, how, next_block::of(x, 1, x.channels));
+    local_moments(exec, next, next_mean, next_m2);
+    return;
+  }
+  detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}};
+  detail::map_and_sum_rows<T>(op, std::array{x}, y, how,
+                              rows{next, detail::groups{next.samples, next.spatial}, detail::layout::rows},
+                              next.channels, next_mean.data(), next_m2.data());
+}
+
+/// The same for `backward_elemt` and `backward_reduce`. dx may be dy or x.
+template <class T, class P, executor E>
+requires element<T>
+void backward_elemt_and_reduce(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+                               std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx,
+                               std::span<double const> mean, std::span<double const> inv_std, std::span<P const> gamma,
+                               std::span<double const> sum_dy, std::span<double const> sum_dy_xmu, std::int64_t count,
+                               stores how, std::type_identity_t<tensor_view<T const>> next_dy,
+                               std::type_identity_t<tensor_view<T const>> next_x, std::span<double const> next_mean,
+                               std::span<double> next_sum_dy, std::span<double> next_sum_dy_xmu) {
+  using rows = detail::gradient_rows<T>;
+  if (!detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels)) {
+    backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how,
+                   next_block::of(x, 2, x.channels));
+    backward_reduce(exec, next_dy, next_x, next_mean, next_sum_dy, next_sum_dy_xmu);
+    return;
+  }
+  detail::backward_elemt_op<accumulate_t<T>> const op{mean, inv_std, {gamma, 1}, sum_dy, sum_dy_xmu, count};
+  detail::map_and_sum_rows<T>(op, std::array{dy, x}, dx, how,
+                              rows{next_dy, next_x, next_mean.data(), detail::layout::rows}, next_x.channels,
+                              next_sum_dy.data(), next_sum_dy_xmu.data());
+}
+
+} // namespace syncnorm::host
