@@ -46,13 +46,8 @@ public:
 
   static tensors backward(context* recorded, tensors const& dy) {
     auto const pass = c10::static_intrusive_pointer_cast<recorded_pass>(recorded->saved_data["pass"].toCapsule());
-    tensors saved;
     std::string fault;
-    try {
-      saved = recorded->get_saved_variables();
-    } catch (std::exception const& e) {
-      fault = text_of(e);
-    }
+    auto saved = saved_tensors(*recorded, fault);
     auto const type = fault.empty() ? saved.front().scalar_type() : at::kFloat;
     auto gradients = with_types(type, pass->parameters, [&]<class Types>(Types) {
       return run<typename Types::element, typename Types::parameter>(*recorded, *pass, saved, dy, std::move(fault));

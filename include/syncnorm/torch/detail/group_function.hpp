@@ -54,13 +54,8 @@ public:
 
   static tensors backward(context* recorded, tensors const& dy) {
     auto const group = c10::static_intrusive_pointer_cast<recorded_group>(recorded->saved_data["group"].toCapsule());
-    tensors saved;
     std::string fault;
-    try {
-      saved = recorded->get_saved_variables();
-    } catch (std::exception const& e) {
-      fault = text_of(e);
-    }
+    auto saved = saved_tensors(*recorded, fault);
     std::vector<std::unique_ptr<backward_call>> calls;
     std::vector<batch_norm_pass> plans;
     std::size_t edge = 0;

@@ -58,4 +58,15 @@ template <class T>
   return thrown.what();
 }
 
+/// The tensors that a pass has saved; where one of them was written to meanwhile, none, and `fault` says so.
+[[nodiscard]] inline ::torch::autograd::variable_list saved_tensors(::torch::autograd::AutogradContext& recorded,
+                                                                    std::string& fault) {
+  try {
+    return recorded.get_saved_variables();
+  } catch (std::exception const& e) {
+    fault = text_of(e);
+    return {};
+  }
+}
+
 } // namespace syncnorm::torch::detail
