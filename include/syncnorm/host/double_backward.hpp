@@ -116,10 +116,9 @@ void for_blocks(E const& exec, second_order_operands<T, P> const& of, F const& f
                        (of.epilogue.gates() ? 1 : 0) + (of.epilogue.has_residual() ? 1 : 0);
   std::int64_t const block = std::min(channel_block(of.x, tensors), channel_block(of.dy, tensors));
   if (!worth_blocking(exec, of.x, block)) return f(exec, of, std::int64_t{0}, of.x.channels);
-  // The last block takes what is left over, so that none is too narrow for vectors.
-  std::int64_t const channels = of.x.channels, blocks = std::max<std::int64_t>(1, channels / block);
-  exec.for_each(blocks, [&](std::int64_t i) {
-    std::int64_t const first = i * block, length = (i + 1 == blocks ? channels : first + block) - first;
+  channel_blocks const blocks{of.x.channels, block};
+  exec.for_each(blocks.count, [&](std::int64_t i) {
+    std::int64_t const first = blocks.first(i), length = blocks.size(i);
     f(serial_executor{}, of.channel_range(first, length), first, length);
   });
 }

@@ -33,6 +33,25 @@ template <class T, executor E>
   return concurrency == 1 ? blocks > 1 : blocks >= 4 * concurrency || (blocks > 1 && blocks % concurrency == 0);
 }
 
+/// Consecutive channels of a pass in blocks, all of one length but the last, which takes what is left over, so that none is
+/// too narrow for vectors.
+struct channel_blocks {
+  std::int64_t channels, length, count = std::max<std::int64_t>(1, channels / length);
+
+  [[nodiscard]] std::int64_t first(std::int64_t i) const { return i * length; }
+  [[nodiscard]] std::int64_t size(std::int64_t i) const {
+    return (i + 1 == count ? channels : first(i + 1)) - first(i);
+  }
+};
+
+/// Calls f(begin, end) for runs of consecutive blocks, so many to a thread; for one of all where there is one thread.
+template <executor E, class F>
+void for_each_run(E const& exec, channel_blocks const& blocks, std::int64_t runs_per_thread, F const& f) {
+  std::int64_t const concurrency = exec.concurrency();
+  std::int64_t const runs = concurrency == 1 ? 1 : std::min(blocks.count, runs_per_thread * concurrency);
+  exec.for_each(runs, [&](std::int64_t run) { f(run * blocks.count / runs, (run + 1) * blocks.count / runs); });
+}
+
 /// For each block of channels: `reduce(first, length)`, and `out = op(first, length)(in)` while the block is in the
 /// cache. Each thread takes several blocks in a row, and reads the next while it writes one, if both have room: reading and
 /// writing memory at the same time is faster than one after the other.
@@ -40,13 +59,10 @@ template <class T, executor E, class Reduce, class MakeOp, std::size_t Inputs>
 void reduce_and_map(E const& exec, std::int64_t block, std::array<tensor_view<T const>, Inputs> const& in,
                     tensor_view<T> const& out, stores how, Reduce const& reduce, MakeOp const& make_op) {
   using A = accumulate_t<T>;
-  // The last block takes what is left over, so that none is too narrow for vectors.
-  std::int64_t const blocks = std::max<std::int64_t>(1, out.channels / block);
-  std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks, 8 * exec.concurrency());
-  exec.for_each(runs, [&](std::int64_t run) {
-    std::int64_t const begin = run * blocks / runs, end = (run + 1) * blocks / runs;
+  channel_blocks const blocks{out.channels, block};
+  for_each_run(exec, blocks, 8, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      std::int64_t const first = i * block, length = (i + 1 == blocks ? out.channels : first + block) - first;
+      std::int64_t const first = blocks.first(i), length = blocks.size(i);
       reduce(first, length);
       auto part = in;
       for (auto& view : part) view = view.channel_range(first, length);

@@ -9,6 +9,7 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
@@ -323,14 +324,10 @@ template <class T, executor E, class Reduce, class MakeOp, std::size_t Inputs, s
 void reduce_and_map_epilogue(E const& exec, std::int64_t block, std::array<tensor_view<T const>, Inputs> const& in,
                              std::array<tensor_view<T>, Outputs> const& out, prepared_mask const* mask, stores how,
                              Reduce const& reduce, MakeOp const& make_op) {
-  std::int64_t const channels = in[0].channels;
-  // The last block takes what is left over, so that none is too narrow for vectors.
-  std::int64_t const blocks = std::max<std::int64_t>(1, channels / block);
-  std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks, 8 * exec.concurrency());
-  exec.for_each(runs, [&](std::int64_t run) {
-    std::int64_t const begin = run * blocks / runs, end = (run + 1) * blocks / runs;
+  channel_blocks const blocks{in[0].channels, block};
+  for_each_run(exec, blocks, 8, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      std::int64_t const first = i * block, length = (i + 1 == blocks ? channels : first + block) - first;
+      std::int64_t const first = blocks.first(i), length = blocks.size(i);
       reduce(first, length);
       auto part = in;
       for (auto& view : part) view = view.channel_range(first, length);

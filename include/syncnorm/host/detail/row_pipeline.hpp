@@ -10,6 +10,7 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
@@ -19,17 +20,6 @@
 #include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host::detail {
-
-/// Consecutive channels of a pass in blocks, all of one length but the last, which takes what is left over, so that none is
-/// too narrow for vectors.
-struct channel_blocks {
-  std::int64_t channels, length, count = std::max<std::int64_t>(1, channels / length);
-
-  [[nodiscard]] std::int64_t first(std::int64_t i) const { return i * length; }
-  [[nodiscard]] std::int64_t size(std::int64_t i) const {
-    return (i + 1 == count ? channels : first(i + 1)) - first(i);
-  }
-};
 
 /// Whether `row_pipeline` can take blocks of so many channels.
 template <class Rows, class T, std::size_t Inputs>
@@ -121,9 +111,7 @@ void reduce_and_map_rows(E const& exec, channel_blocks const& blocks,
   using op_type = std::invoke_result_t<MakeOp const&, std::int64_t, std::int64_t>;
   using map_type = map_kernel<T, op_type>;
   row_pipeline<T, rows_type, map_type> const pipeline{out.samples, out.spatial};
-  std::int64_t const runs = exec.concurrency() == 1 ? 1 : std::min<std::int64_t>(blocks.count, 2 * exec.concurrency());
-  exec.for_each(runs, [&](std::int64_t run) {
-    std::int64_t const begin = run * blocks.count / runs, end = (run + 1) * blocks.count / runs;
+  for_each_run(exec, blocks, 2, [&](std::int64_t begin, std::int64_t end) {
     scratch_lease<accumulate_t<T>> table{map_type::table_size(out.channel_range(0, blocks.size(blocks.count - 1)))};
     std::optional<map_type> map;
     std::int64_t mapped = 0;
