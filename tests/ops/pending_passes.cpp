@@ -19,6 +19,7 @@
 #include <syncnorm/ops/batch_norm_group.hpp>
 
 #include <comm/bare.hpp>
+#include <comm/counted.hpp>
 #include <ops/pending_cases.hpp>
 
 using syncnorm::exchange_policy;
@@ -38,29 +39,6 @@ std::string text_of(F const& f) {
 }
 
 bool has(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
-
-/// A rank of a thread group that counts its collectives.
-class communicator_that_counts {
-public:
-  communicator_that_counts(thread_communicator comm, int& calls) : comm_{std::move(comm)}, calls_{&calls} {}
-
-  [[nodiscard]] int rank() const { return comm_.rank(); }
-  [[nodiscard]] int size() const { return comm_.size(); }
-  template <syncnorm::wire_type T>
-  void allgather(std::span<T const> in, std::span<T> out) const {
-    ++*calls_;
-    comm_.allgather(in, out);
-  }
-  template <syncnorm::reducible_type T>
-  void allreduce(std::span<T const> in, std::span<T> out, syncnorm::reduce_op op) const {
-    ++*calls_;
-    comm_.allreduce(in, out, op);
-  }
-
-private:
-  thread_communicator comm_;
-  int* calls_;
-};
 
 } // namespace
 
@@ -217,8 +195,8 @@ TEST_CASE("one value per channel over all ranks, in one layer of a group, change
 TEST_CASE("a group of layers is one collective after the first, whatever their channels") {
   syncnorm::run_ranks(3, [](thread_communicator const& comm) {
     int calls = 0;
-    communicator_that_counts const counting{comm, calls};
-    using data_type = layer_data<float, communicator_that_counts>;
+    contract::counted const counting{comm, calls};
+    using data_type = layer_data<float, contract::counted>;
     data_type a{counting, 5, exchange_policy::automatic}, b{counting, 700, exchange_policy::automatic},
         c{counting, 64, exchange_policy::automatic};
     syncnorm::batch_norm_group group{counting};

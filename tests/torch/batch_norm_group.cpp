@@ -12,6 +12,8 @@
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/torch/batch_norm_group.hpp>
 
+#include <comm/counted.hpp>
+
 using namespace test;
 using syncnorm::run_ranks;
 using syncnorm::thread_communicator;
@@ -36,29 +38,6 @@ Tensor sum_over(thread_communicator const& comm, Tensor const& of_rank) {
   syncnorm::allreduce(comm, std::span<double const>{values}, values);
   return all;
 }
-
-/// A rank of a thread group that counts its collectives.
-class counted {
-public:
-  counted(thread_communicator comm, int& calls) : comm_{std::move(comm)}, calls_{&calls} {}
-
-  [[nodiscard]] int rank() const { return comm_.rank(); }
-  [[nodiscard]] int size() const { return comm_.size(); }
-  template <syncnorm::wire_type T>
-  void allgather(std::span<T const> in, std::span<T> out) const {
-    ++*calls_;
-    comm_.allgather(in, out);
-  }
-  template <syncnorm::reducible_type T>
-  void allreduce(std::span<T const> in, std::span<T> out, syncnorm::reduce_op op) const {
-    ++*calls_;
-    comm_.allreduce(in, out, op);
-  }
-
-private:
-  thread_communicator comm_;
-  int* calls_;
-};
 
 /// Batch norms of one step over a whole batch: the inputs, gradients of the outputs, and what libtorch makes of them.
 struct whole_step {
@@ -190,7 +169,7 @@ TEST_CASE("two phases and groups give the bits of forward in every mode of a mod
 TEST_CASE("a group of modules is one collective forward and one backward") {
   run_ranks(2, [](thread_communicator const& comm) {
     int calls = 0;
-    syncnorm::any_communicator const counting{counted{comm, calls}};
+    syncnorm::any_communicator const counting{contract::counted{comm, calls}};
     auto a = make_norm(BatchNormOptions{200}, counting), b = make_norm(BatchNormOptions{3}, counting);
     std::vector<int> counts;
     for (int step = 0; step < 2; ++step) {
