@@ -1,4 +1,4 @@
-#pragma once
+#include <ops/over_processes.hpp>
 
 #include <cstdint>
 #include <string>
@@ -13,9 +13,7 @@
 
 namespace test {
 
-/// Runs on the first P ranks of `world` for each P up to its size, and bad input; for ranks that are processes. Collective.
-template <syncnorm::splits C>
-void check_power_norm_over_processes(C const& world) {
+void check_power_norm_over_processes(syncnorm::any_communicator const& world) {
   int const rank = syncnorm::rank(world);
   for (int const ranks : {1, 2, 3, 4, 7}) {
     if (ranks > syncnorm::size(world)) break;
@@ -38,7 +36,7 @@ void check_power_norm_over_processes(C const& world) {
     std::vector<float> x(static_cast<std::size_t>(2 * channels * 3), 1.5F), y(x.size());
     std::vector<std::uint8_t> const mask(6, 1);
     auto const view = [&](std::vector<float>& values) { return syncnorm::tbc(values.data(), 3, 2, channels); };
-    syncnorm::power_norm<float, C> layer{world, channels, {.norm = {.warmup_iters = 1}}};
+    syncnorm::power_norm<float, syncnorm::any_communicator> layer{world, channels, {.norm = {.warmup_iters = 1}}};
     auto const message = [&](auto const& f) -> std::string {
       try {
         f();
