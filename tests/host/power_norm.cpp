@@ -195,7 +195,8 @@ void check_problem(problem<T> const& p, test::arrangement order) {
 
 } // namespace
 
-TEST_CASE_TEMPLATE("the passes of power norm are those of their definitions", T, float, double, test::brief) {
+TEST_CASE_TEMPLATE("the passes of power norm are those of their definitions", T, float,
+                   test::brief AND_UNSANITIZED(double)) {
   std::size_t turn = 0, problems = 0;
   for (auto const& shape : test::shapes)
     for (auto const groups : groupings(shape.c))
@@ -263,7 +264,8 @@ TEST_CASE("what is no number in padding leaves no trace in the sums nor in dx") 
       }
 }
 
-TEST_CASE_TEMPLATE("group scaling and its gradient are those of their definitions", T, float, double, test::brief) {
+TEST_CASE_TEMPLATE("group scaling and its gradient are those of their definitions", T, float,
+                   test::brief AND_UNSANITIZED(double)) {
   for (auto const& shape : test::shapes)
     for (auto const groups : groupings(shape.c)) {
       if (groups == 0 || shape.n * shape.c * shape.s > 9000) continue;

@@ -57,8 +57,9 @@ struct syncnorm::element_traits<own_half> {
 };
 
 TEST_CASE_TEMPLATE("16-bit elements agree with the oracle on the same elements, whatever the parameters are", Types,
-                   types<float16, float>, types<float16, float16>, types<bfloat16, float>, types<bfloat16, bfloat16>,
-                   types<own_half, double>, types<float, float16>) {
+                   types<float16, float>, types<bfloat16, bfloat16>,
+                   types<own_half, double> AND_UNSANITIZED(types<float16, float16>, types<bfloat16, float>,
+                                                           types<float, float16>)) {
   using T = typename Types::element;
   using P = typename Types::parameter;
   for (int const ranks : {1, 2, 3}) {

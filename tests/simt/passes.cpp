@@ -9,7 +9,6 @@
 #include <doctest/doctest.h>
 
 #include <simt/ranks.hpp>
-#include <support/sanitized.hpp>
 
 namespace {
 
@@ -260,7 +259,7 @@ TEST_CASE("Kernels take every element type, alignment and number of ranks") {
     check_passes<T, true>(of);
   };
   check(float{}), check(bfloat16{});
-  if (!sanitized) check(double{}), check(float16{});
+  check(double{}), check(float16{});
 }
 
 TEST_CASE("Blocks of as many threads as there is work for") {

@@ -11,3 +11,10 @@ inline constexpr bool sanitized = false;
 #endif
 
 } // namespace test
+
+/// Further types of a test case for each of several, which the sanitizers do without: they instantiate the same templates.
+#ifdef SYNCNORM_TEST_SANITIZED
+#define AND_UNSANITIZED(...)
+#else
+#define AND_UNSANITIZED(...) , __VA_ARGS__
+#endif
