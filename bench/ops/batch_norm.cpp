@@ -61,11 +61,8 @@ void add(std::vector<bench::row>& rows, std::string const& layout, std::array<st
       auto const self = [](int) { return syncnorm::self_communicator{}; };
       auto const steps = bench::iterations_for(bench::floor_bytes<T>(key));
       std::vector<bench::contender> contenders{
-          {"ours", [=] { return bench::syncnorm_step<T>(key, data, self, exec); }, steps, bench::settling_steps},
-          {"floor", [=] { return bench::floor_step<T>(key, data); }, steps, bench::settling_steps}};
-      if (bench::reads_twice<T>(key, bench::passes{key}.backward ? 2 : 1))
-        contenders.push_back(
-            {"floor_once", [=] { return bench::floor_step<T>(key, data, true); }, steps, bench::settling_steps});
+          {"ours", [=] { return bench::syncnorm_step<T>(key, data, self, exec); }, steps, bench::settling_steps}};
+      bench::add_floors<T>(contenders, key, bench::traffic_of(key), bench::tensors_of<T>(data));
       if (suffix.empty()) {
         auto const& tensor = data->front();
         add_peers(contenders,

@@ -14,7 +14,6 @@
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/host/openmp.hpp>
 
-#include "support/floor.hpp"
 #include "support/harness.hpp"
 #include "support/passes.hpp"
 
@@ -63,8 +62,9 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
   for (auto const& op : ops) {
     bench::row_key const key{op + with, layout, bench::type_name<T>(), shape, "self", 1, threads};
     bool const residual = with.find("residual") != std::string::npos, backward = op == "backward";
-    auto const tensor_bytes = static_cast<double>(bench::tensors<T>::size(key)) * sizeof(T);
-    double const bytes = bench::floor_bytes<T>(key) + (residual ? (backward ? 2 : 1) * tensor_bytes : 0);
+    auto traffic = bench::traffic_of(key);
+    if (residual) traffic = {backward ? bench::traffic{3, 3, 2} : bench::traffic{1, 2, 1}};
+    double const bytes = bench::floor_bytes<T>(key, traffic);
     auto const make = [=] {
       auto const data = bench::make_tensors<T>(key);
       auto const more = std::make_shared<extras<T>>(key);
@@ -92,21 +92,15 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
                             residual ? bench::view_of(key, more->residual[1]) : syncnorm::tensor_view<T>{});
         };
       };
-      auto const floor = [=] {
-        return [=](int) {
-          auto const& tensor = data->front();
-          auto const n = static_cast<std::int64_t>(tensor_bytes);
-          if (in_place) bench::floor_copy(tensor.out.data(), tensor.x.data(), nullptr, n, threads);
-          void const* const second = backward || in_place ? tensor.dy.data()
-                                     : residual           ? more->residual[0].data()
-                                                          : nullptr;
-          bench::floor_copy(tensor.out.data(), tensor.x.data(), second, n, threads);
-          if (backward && residual)
-            bench::floor_copy(more->residual[1].data(), more->residual[0].data(), nullptr, n, threads);
-        };
-      };
-      return std::vector<bench::contender>{{"ours", ours, steps, bench::settling_steps},
-                                           {"floor", floor, steps, bench::settling_steps}};
+      std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps}};
+      bench::add_floors<T>(contenders, key, traffic, [=](int) {
+        auto const& tensor = data->front();
+        bench::moved_tensors moved{{tensor.x.data()}, {tensor.out.data()}};
+        if (backward || in_place) moved.in.push_back(tensor.dy.data());
+        if (residual) moved.in.push_back(more->residual[0].data()), moved.out.push_back(more->residual[1].data());
+        return moved;
+      });
+      return contenders;
     };
     rows.push_back({key, bytes, make});
   }

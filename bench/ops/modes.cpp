@@ -12,7 +12,6 @@
 
 #include <syncnorm/host/openmp.hpp>
 
-#include "support/floor.hpp"
 #include "support/harness.hpp"
 #include "support/passes.hpp"
 
@@ -57,9 +56,9 @@ void add_micro_batches(std::vector<bench::row>& rows, std::string const& layout,
           if (op == "backward") layer->backward(x, dy, out);
         };
       };
-      return std::vector<bench::contender>{
-          {"ours", ours, steps, bench::settling_steps},
-          {"floor", [=] { return bench::floor_step<T>(key, data); }, steps, bench::settling_steps}};
+      std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps}};
+      bench::add_floors<T>(contenders, key, bench::traffic_of(key), bench::tensors_of<T>(data));
+      return contenders;
     };
     rows.push_back({key, bench::floor_bytes<T>(key), make});
   }
@@ -70,8 +69,8 @@ template <class T>
 void add_double_backward(std::vector<bench::row>& rows, std::string const& with, std::string const& layout,
                          std::array<std::int64_t, 3> shape) {
   bench::row_key const key{"double_backward" + with, layout, bench::type_name<T>(), shape, "self", 1, threads};
-  auto const tensor_bytes = static_cast<double>(bench::tensors<T>::size(key)) * sizeof(T);
-  double const bytes = 5 * tensor_bytes;
+  std::vector<bench::traffic> const traffic{{3, 3, 2}};
+  double const bytes = bench::floor_bytes<T>(key, traffic);
   auto const make = [=] {
     auto const data = bench::make_tensors<T>(key);
     auto const more = std::make_shared<std::vector<bench::buffer<T>>>();
@@ -91,16 +90,13 @@ void add_double_backward(std::vector<bench::row>& rows, std::string const& with,
         layer->double_backward({.dx = bench::view_of(key, (*more)[0])}, x, dy, to_dy, to_x, {}, epilogue);
       };
     };
-    auto const floor = [=] {
-      return [=](int) {
-        auto const& tensor = data->front();
-        auto const n = static_cast<std::int64_t>(tensor_bytes);
-        bench::floor_copy(tensor.out.data(), tensor.x.data(), tensor.dy.data(), n, threads);
-        bench::floor_copy((*more)[1].data(), (*more)[0].data(), nullptr, n, threads);
-      };
-    };
-    return std::vector<bench::contender>{{"ours", ours, steps, bench::settling_steps},
-                                         {"floor", floor, steps, bench::settling_steps}};
+    std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps}};
+    bench::add_floors<T>(contenders, key, traffic, [=](int) {
+      auto const& tensor = data->front();
+      return bench::moved_tensors{{tensor.x.data(), tensor.dy.data(), (*more)[0].data()},
+                                  {tensor.out.data(), (*more)[1].data()}};
+    });
+    return contenders;
   };
   rows.push_back({key, bytes, make});
 }

@@ -47,11 +47,12 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
         };
       };
       auto const self = [](int) { return syncnorm::self_communicator{}; };
-      return std::vector<bench::contender>{
-          {"ours", ours, steps, bench::settling_steps},
-          {"batch_norm", [=] { return bench::syncnorm_step<float>(key, data, self, exec); }, steps,
-           bench::settling_steps},
-          {"floor", [=] { return bench::floor_step<float>(key, data); }, steps, bench::settling_steps}};
+      std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps},
+                                               {"batch_norm",
+                                                [=] { return bench::syncnorm_step<float>(key, data, self, exec); },
+                                                steps, bench::settling_steps}};
+      bench::add_floors<float>(contenders, key, bench::traffic_of(key), bench::tensors_of<float>(data));
+      return contenders;
     };
     rows.push_back({key, bench::floor_bytes<float>(key), make});
   }

@@ -77,24 +77,42 @@ struct passes {
   bool forward, backward;
 };
 
-/// Whether a pass that reads `inputs` tensors has to read them twice: the narrowest block of channels that can be read on
-/// its own, one channel or those of a cache line, does not fit the second-level cache of a core.
+/// The tensors like x that a pass moves: for its sums it reads the first `summed` of them, for its results the first `read`,
+/// and it writes `written`.
+struct traffic {
+  std::int64_t summed, read, written;
+};
+
+/// That of the passes of a row which do nothing else.
+[[nodiscard]] inline std::vector<traffic> traffic_of(row_key const& key) {
+  passes const wanted{key};
+  std::vector<traffic> all;
+  if (wanted.forward) all.push_back({1, 1, 1});
+  if (wanted.backward) all.push_back({2, 2, 1});
+  return all;
+}
+
+/// Whether a pass has to read twice what it sums: the narrowest block of channels that can be read on its own, one channel
+/// or those of a cache line, does not fit the second-level cache of a core.
 template <class T>
-[[nodiscard]] bool reads_twice(row_key const& key, std::int64_t inputs) {
+[[nodiscard]] bool reads_twice(row_key const& key, traffic const& pass) {
   static std::int64_t const cache = std::max<std::int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 20);
   auto const [n, c, s] = key.shape;
   auto const bytes = static_cast<std::int64_t>(sizeof(T));
   std::int64_t const narrowest = key.layout == "NCHW" ? bytes : std::min<std::int64_t>(64, c * bytes);
-  return n * s * narrowest * inputs > cache;
+  return n * s * narrowest * pass.summed > cache;
 }
 
-/// Bytes that the passes of a row cannot help moving.
+/// Bytes that passes cannot help moving.
+template <class T>
+[[nodiscard]] double floor_bytes(row_key const& key, std::vector<traffic> const& of) {
+  std::int64_t all = 0;
+  for (auto const& pass : of) all += (reads_twice<T>(key, pass) ? pass.summed : 0) + pass.read + pass.written;
+  return static_cast<double>(all * tensors<T>::size(key)) * sizeof(T);
+}
 template <class T>
 [[nodiscard]] double floor_bytes(row_key const& key) {
-  passes const wanted{key};
-  int const forward = wanted.forward ? (reads_twice<T>(key, 1) ? 3 : 2) : 0;
-  int const backward = wanted.backward ? (reads_twice<T>(key, 2) ? 5 : 3) : 0;
-  return (forward + backward) * static_cast<double>(tensors<T>::size(key)) * sizeof(T);
+  return floor_bytes<T>(key, traffic_of(key));
 }
 
 /// The exchange policy that a row names, or else what the cost model says.
@@ -129,18 +147,54 @@ template <class T, class CommOf, class E>
   };
 }
 
-/// The copies that the passes of the row cannot avoid, after a reading where they have to read twice. `once`: without that.
-template <class T>
-[[nodiscard]] contender::step floor_step(row_key const& key, rank_tensors<T> data, bool once = false) {
-  bool const forward_twice = !once && reads_twice<T>(key, 1), backward_twice = !once && reads_twice<T>(key, 2);
-  return [=, wanted = passes{key}, threads = key.threads](int rank) {
-    auto const& tensor = (*data)[static_cast<std::size_t>(rank)];
-    auto const bytes = tensor.x.size() * static_cast<std::int64_t>(sizeof(T));
-    if (wanted.forward && forward_twice) floor_read(tensor.x.data(), nullptr, bytes, threads);
-    if (wanted.forward) floor_copy(tensor.out.data(), tensor.x.data(), nullptr, bytes, threads);
-    if (wanted.backward && backward_twice) floor_read(tensor.x.data(), tensor.dy.data(), bytes, threads);
-    if (wanted.backward) floor_copy(tensor.out.data(), tensor.x.data(), tensor.dy.data(), bytes, threads);
+/// The tensors of a rank whose `traffic` counts, in the order in which passes take them.
+struct moved_tensors {
+  std::vector<void const*> in;
+  std::vector<void*> out;
+};
+
+/// The copies that passes cannot avoid, after a reading where they have to read twice; `once`: without that. Each tensor
+/// that is written takes one or two of those that are read.
+template <class T, class TensorsOf>
+[[nodiscard]] contender::step floor_step(row_key const& key, std::vector<traffic> const& of,
+                                         TensorsOf const& tensors_of, bool once = false) {
+  return [=](int rank) {
+    moved_tensors const moved = tensors_of(rank);
+    std::int64_t const bytes = tensors<T>::size(key) * static_cast<std::int64_t>(sizeof(T));
+    for (auto const& pass : of) {
+      auto const in = [&](std::int64_t i, std::int64_t end) {
+        return i < end ? moved.in[static_cast<std::size_t>(i)] : nullptr;
+      };
+      if (!once && reads_twice<T>(key, pass))
+        for (std::int64_t i = 0; i < pass.summed; i += 2)
+          floor_read(in(i, pass.summed), in(i + 1, pass.summed), bytes, key.threads);
+      for (std::int64_t j = 0; j < pass.written; ++j)
+        floor_copy(moved.out[static_cast<std::size_t>(j)], in(2 * j, pass.read), in(2 * j + 1, pass.read), bytes,
+                   key.threads);
+    }
   };
+}
+/// x, dy and the output of each rank.
+template <class T>
+[[nodiscard]] auto tensors_of(rank_tensors<T> data) {
+  return [=](int rank) {
+    auto const& own = (*data)[static_cast<std::size_t>(rank)];
+    return moved_tensors{{own.x.data(), own.dy.data()}, {own.out.data()}};
+  };
+}
+template <class T>
+[[nodiscard]] contender::step floor_step(row_key const& key, rank_tensors<T> data) {
+  return floor_step<T>(key, traffic_of(key), tensors_of<T>(data));
+}
+
+/// The floor of passes as a contender, and, where they have to read twice, that which reads once as another.
+template <class T, class TensorsOf>
+void add_floors(std::vector<contender>& to, row_key const& key, std::vector<traffic> const& of,
+                TensorsOf const& tensors_of) {
+  auto const steps = iterations_for(floor_bytes<T>(key, of));
+  to.push_back({"floor", [=] { return floor_step<T>(key, of, tensors_of); }, steps, settling_steps});
+  if (std::ranges::any_of(of, [&](auto const& pass) { return reads_twice<T>(key, pass); }))
+    to.push_back({"floor_once", [=] { return floor_step<T>(key, of, tensors_of, true); }, steps, settling_steps});
 }
 
 /// What every row of several ranks compares: ours, the floor, and ours on each rank by itself at the same time.
