@@ -69,8 +69,9 @@ struct pipeline_case {
   void forward(E const& exec, std::int64_t block, pipeline_results<T>& r, tensor_view<T> y, host::stores how) const {
     host::detail::groups const parts{x.samples, x.spatial};
     std::vector<int> finished(r.mean.size());
+    using host::detail::channels_of;
     host::detail::reduce_and_map_rows<T>(
-        exec, {x.channels, block}, std::array{x}, y, how,
+        exec, host::detail::channel_blocks{x.channels, block}, x, parts,
         [&](std::int64_t first, std::int64_t length) {
           return host::detail::moment_rows<T>{x.channel_range(first, length), parts, host::detail::layout::rows};
         },
@@ -78,34 +79,33 @@ struct pipeline_case {
         [&](std::int64_t first, std::int64_t length) {
           for (std::int64_t c = first; c < first + length; ++c) ++finished[static_cast<std::size_t>(c)];
         },
-        [&](std::int64_t first, std::int64_t length) {
-          using host::detail::channels_of;
+        host::detail::map_of_channels<T>(std::array{x}, y, how, [&](std::int64_t first, std::int64_t length) {
           return host::detail::normalize_op<A>{channels_of(std::span<double const>{r.mean}, first, length),
                                                channels_of(std::span<double const>{r.m2}, first, length),
                                                {channels_of(std::span<T const>{gamma}, first, length), 1},
                                                {channels_of(std::span<T const>{beta}, first, length), 0}};
-        });
+        }));
     CHECK(finished == std::vector<int>(finished.size(), 1));
   }
 
   template <class E>
   void backward(E const& exec, std::int64_t block, pipeline_results<T>& r, tensor_view<T> dx, host::stores how) const {
+    using host::detail::channels_of;
     host::detail::reduce_and_map_rows<T>(
-        exec, {x.channels, block}, std::array{dy, x}, dx, how,
+        exec, host::detail::channel_blocks{x.channels, block}, x, host::detail::groups{x.samples, x.spatial},
         [&](std::int64_t first, std::int64_t length) {
           return host::detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
                                                 r.mean.data() + first, host::detail::layout::rows};
         },
         r.sum_dy, r.sum_dy_xmu, [](std::int64_t, std::int64_t) {},
-        [&](std::int64_t first, std::int64_t length) {
-          using host::detail::channels_of;
+        host::detail::map_of_channels<T>(std::array{dy, x}, dx, how, [&](std::int64_t first, std::int64_t length) {
           return host::detail::backward_elemt_op<A>{channels_of(std::span<double const>{r.mean}, first, length),
                                                     channels_of(std::span<double const>{r.m2}, first, length),
                                                     {channels_of(std::span<T const>{gamma}, first, length), 1},
                                                     channels_of(std::span<double const>{r.sum_dy}, first, length),
                                                     channels_of(std::span<double const>{r.sum_dy_xmu}, first, length),
                                                     count};
-        });
+        }));
   }
 };
 
@@ -123,7 +123,7 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
           dx{order, n, c, s};
       host::detail::channel_blocks const narrow{c, 1};
       if (!host::detail::suits_row_pipeline<host::detail::moment_rows<T>>(
-              narrow, std::array<tensor_view<T const>, 2>{x.view(), dy.view()}, y.view())) {
+              narrow, std::array<tensor_view<T const>, 2>{x.view(), dy.view()}, std::array{y.view()})) {
         CHECK((s == 9 && order == test::arrangement::nchw)); // where positions are taken for channels
         continue;
       }

@@ -50,17 +50,17 @@ void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>
         detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
         count};
   };
+  auto const map = detail::map_of_channels<T>(std::array{dy, x}, dx, how, op);
   detail::channel_blocks const blocks{x.channels, block};
-  if (detail::suits_row_pipeline<detail::gradient_rows<T>>(blocks, std::array{dy, x}, dx)) {
-    auto const rows = [&](std::int64_t first, std::int64_t length) {
-      return detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
-                                      mean.data() + first, detail::layout::rows};
-    };
-    detail::reduce_and_map_rows<T>(
-        exec, blocks, std::array{dy, x}, dx, how, rows, sum_dy, sum_dy_xmu, [](std::int64_t, std::int64_t) {}, op);
-    return;
-  }
-  detail::reduce_and_map<T>(exec, block, std::array<tensor_view<T const>, 2>{dy, x}, dx, how, reduce, op);
+  if (!detail::suits_row_pipeline<detail::gradient_rows<T>>(blocks, std::array{dy, x}, std::array{dx}))
+    return detail::reduce_and_map<T>(exec, blocks, x, 2, reduce, map);
+  auto const rows = [&](std::int64_t first, std::int64_t length) {
+    return detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
+                                    mean.data() + first, detail::layout::rows};
+  };
+  auto const finish = [](std::int64_t, std::int64_t) {};
+  detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x.samples, x.spatial}, rows, sum_dy, sum_dy_xmu,
+                                 finish, map);
 }
 
 } // namespace syncnorm::host

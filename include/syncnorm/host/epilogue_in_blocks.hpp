@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <span>
 #include <type_traits>
 
@@ -12,6 +13,11 @@
 #include <syncnorm/host/backward_in_blocks.hpp>
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
+#include <syncnorm/host/detail/epilogue_map.hpp>
+#include <syncnorm/host/detail/epilogue_rows.hpp>
+#include <syncnorm/host/detail/masked_moment_rows.hpp>
+#include <syncnorm/host/detail/moment_rows.hpp>
+#include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/forward_in_blocks.hpp>
@@ -55,9 +61,10 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
                   detail::channels_of(m2, first, length));
     finish(first, length);
   };
-  auto const map = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in) {
-    detail::reduce_and_map_epilogue<T>(
-        exec, block, in, std::array{y}, epilogue.written(), how, reduce, [&](std::int64_t first, std::int64_t length) {
+  detail::channel_blocks const blocks{x.channels, block};
+  auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in) {
+    auto const map = detail::epilogue_of_channels<T>(
+        in, std::array{y}, epilogue.written(), how, [&](std::int64_t first, std::int64_t length) {
           auto const of_block = detail::channels_of(params, first, length);
           using A = accumulate_t<T>;
           return detail::epilogue_op<A, Residual>{detail::channels_of(std::span<double const>{mean}, first, length),
@@ -66,11 +73,24 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
                                                   {of_block.beta, 0},
                                                   epilogue.slope()};
         });
+    auto const in_rows = [&]<class Rows>(std::type_identity<Rows>, auto const& parts) {
+      auto const rows = [&](std::int64_t first, std::int64_t length) {
+        return Rows{x.channel_range(first, length), parts, detail::layout::rows};
+      };
+      detail::reduce_and_map_rows<T>(exec, blocks, x, parts, rows, mean, m2, finish, map);
+    };
+    if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, in, std::array{y}))
+      detail::reduce_and_map<T>(exec, blocks, x, std::ssize(in), reduce, map);
+    else if (epilogue.counted() == nullptr)
+      in_rows(std::type_identity<detail::moment_rows<T>>{}, detail::groups{x.samples, x.spatial});
+    else
+      in_rows(std::type_identity<detail::masked_moment_rows<T>>{},
+              detail::masked_groups{x.samples, x.spatial, *epilogue.counted()});
   };
   if (epilogue.has_residual())
-    map(std::true_type{}, std::array<tensor_view<T const>, 2>{x, epilogue.residual()});
+    run(std::true_type{}, std::array<tensor_view<T const>, 2>{x, epilogue.residual()});
   else
-    map(std::false_type{}, std::array<tensor_view<T const>, 1>{x});
+    run(std::false_type{}, std::array<tensor_view<T const>, 1>{x});
 }
 
 /// `backward_in_blocks` with an epilogue; dx and dresidual as for `backward_elemt`.
@@ -97,44 +117,54 @@ void backward_in_blocks(E const& exec, tensor_view<X> dy, std::type_identity_t<t
     return;
   }
   using A = accumulate_t<T>;
-  auto const reduce = [&](std::int64_t first, std::int64_t length) {
+  auto const of = [&](std::int64_t first, std::int64_t length) {
     auto const of_block = detail::channels_of(params, first, length);
-    detail::reduce_epilogue<T>(serial_executor{},
-                               {dy.channel_range(first, length),
-                                x.channel_range(first, length),
-                                epilogue.residual().channel_range(first, length),
-                                epilogue.written(),
-                                detail::channels_of(mean, first, length),
-                                detail::channels_of(inv_std, first, length),
-                                {of_block.gamma, 1},
-                                {of_block.beta, 0},
-                                epilogue.slope()},
-                               detail::channels_of(sum_dy, first, length),
+    return detail::epilogue_operands<T>{dy.channel_range(first, length),
+                                        x.channel_range(first, length),
+                                        epilogue.residual().channel_range(first, length),
+                                        epilogue.written(),
+                                        detail::channels_of(mean, first, length),
+                                        detail::channels_of(inv_std, first, length),
+                                        {of_block.gamma, 1},
+                                        {of_block.beta, 0},
+                                        epilogue.slope()};
+  };
+  auto const reduce = [&](std::int64_t first, std::int64_t length) {
+    detail::reduce_epilogue<T>(serial_executor{}, of(first, length), detail::channels_of(sum_dy, first, length),
                                detail::channels_of(sum_dy_xmu, first, length));
   };
-  auto const map = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in, auto const& out) {
-    detail::reduce_and_map_epilogue<T>(exec, block, in, out, epilogue.counted(), how, reduce,
-                                       [&](std::int64_t first, std::int64_t length) {
-                                         auto const of_block = detail::channels_of(params, first, length);
-                                         return detail::epilogue_gradient_op<A, Residual>{
-                                             detail::channels_of(mean, first, length),
-                                             detail::channels_of(inv_std, first, length),
-                                             {of_block.gamma, 1},
-                                             {of_block.beta, 0},
-                                             detail::channels_of(std::span<double const>{sum_dy}, first, length),
-                                             detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
-                                             count,
-                                             epilogue.slope(),
-                                             epilogue.written() == nullptr ? A{1} : A{0}};
-                                       });
+  detail::channel_blocks const blocks{x.channels, block};
+  auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in, auto const& out) {
+    auto const map =
+        detail::epilogue_of_channels<T>(in, out, epilogue.counted(), how, [&](std::int64_t first, std::int64_t length) {
+          auto const part = of(first, length);
+          return detail::epilogue_gradient_op<A, Residual>{
+              part.mean,
+              part.inv_std,
+              part.gamma,
+              part.beta,
+              detail::channels_of(std::span<double const>{sum_dy}, first, length),
+              detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
+              count,
+              part.slope,
+              epilogue.written() == nullptr ? A{1} : A{0}};
+        });
+    if (!detail::suits_row_pipeline<detail::epilogue_rows<T>>(blocks, in, out))
+      return detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
+    auto const rows = [&](std::int64_t first, std::int64_t length) {
+      return detail::epilogue_rows<T>{of(first, length), 0, length};
+    };
+    auto const finish = [](std::int64_t, std::int64_t) {};
+    detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x.samples, x.spatial}, rows, sum_dy, sum_dy_xmu,
+                                   finish, map);
   };
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
   if (residual)
-    map(std::true_type{}, std::array<tensor_view<T const>, 3>{dy, x, epilogue.residual()},
+    run(std::true_type{}, std::array<tensor_view<T const>, 3>{dy, x, epilogue.residual()},
         std::array<tensor_view<T>, 2>{dx, dresidual});
   else
-    map(std::false_type{}, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});
+    run(std::false_type{}, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});
 }
 
 } // namespace syncnorm::host

@@ -48,15 +48,15 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
                                                  {detail::channels_of(params.gamma, first, length), 1},
                                                  {detail::channels_of(params.beta, first, length), 0}};
   };
+  auto const map = detail::map_of_channels<T>(std::array{x}, y, how, op);
   detail::channel_blocks const blocks{x.channels, block};
-  if (detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, std::array{x}, y)) {
-    auto const rows = [&, parts = detail::groups{x.samples, x.spatial}](std::int64_t first, std::int64_t length) {
-      return detail::moment_rows<T>{x.channel_range(first, length), parts, detail::layout::rows};
-    };
-    detail::reduce_and_map_rows<T>(exec, blocks, std::array{x}, y, how, rows, mean, m2, finish, op);
-    return;
-  }
-  detail::reduce_and_map<T>(exec, block, std::array<tensor_view<T const>, 1>{x}, y, how, reduce, op);
+  if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, std::array{x}, std::array{y}))
+    return detail::reduce_and_map<T>(exec, blocks, x, 1, reduce, map);
+  detail::groups const parts{x.samples, x.spatial};
+  auto const rows = [&](std::int64_t first, std::int64_t length) {
+    return detail::moment_rows<T>{x.channel_range(first, length), parts, detail::layout::rows};
+  };
+  detail::reduce_and_map_rows<T>(exec, blocks, x, parts, rows, mean, m2, finish, map);
 }
 
 } // namespace syncnorm::host

@@ -1,8 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -10,8 +8,8 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
-#include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host::detail {
 
@@ -52,27 +50,25 @@ void for_each_run(E const& exec, channel_blocks const& blocks, std::int64_t runs
   exec.for_each(runs, [&](std::int64_t run) { f(run * blocks.count / runs, (run + 1) * blocks.count / runs); });
 }
 
-/// For each block of channels: `reduce(first, length)`, and `out = op(first, length)(in)` while the block is in the
-/// cache. Each thread takes several blocks in a row, and reads the next while it writes one, if both have room: reading and
-/// writing memory at the same time is faster than one after the other.
-template <class T, executor E, class Reduce, class MakeOp, std::size_t Inputs>
-void reduce_and_map(E const& exec, std::int64_t block, std::array<tensor_view<T const>, Inputs> const& in,
-                    tensor_view<T> const& out, stores how, Reduce const& reduce, MakeOp const& make_op) {
+/// For each block of channels: `reduce(first, length)`, and `make_map(first, length, table)` while the block is in the cache,
+/// which makes a `map_kernel` or an `epilogue_map` of `inputs` tensors like `x`. Each thread takes several blocks in a row,
+/// and reads the next while it writes one, if both have room: reading and writing memory at the same time is faster than one
+/// after the other.
+template <class T, executor E, class Reduce, class MakeMap>
+void reduce_and_map(E const& exec, channel_blocks const& blocks, tensor_view<T const> const& x, std::int64_t inputs,
+                    Reduce const& reduce, MakeMap const& make_map) {
   using A = accumulate_t<T>;
-  channel_blocks const blocks{out.channels, block};
+  using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
   for_each_run(exec, blocks, 8, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       std::int64_t const first = blocks.first(i), length = blocks.size(i);
       reduce(first, length);
-      auto part = in;
-      for (auto& view : part) view = view.channel_range(first, length);
-      auto const op = make_op(first, length);
-      using kernel_type = map_kernel<T, std::remove_const_t<decltype(op)>>;
-      scratch_lease<A> table{kernel_type::table_size(out.channel_range(first, length))};
-      kernel_type const kernel{op, part, out.channel_range(first, length), how, table.data()};
-      auto const fetch = next_block::of(part[0], Inputs, i + 1 < end ? length : 0);
-      boxes const tasks = kernel.tasks();
-      for (std::int64_t task = tasks.count(); task-- > 0;) kernel(tasks[task], fetch.channels_ahead);
+      auto const part = x.channel_range(first, length);
+      scratch_lease<A> table{map_type::table_size(part)};
+      map_type const map = make_map(first, length, table.data());
+      auto const fetch = next_block::of(part, inputs, i + 1 < end ? length : 0);
+      boxes const tasks = map.tasks();
+      for (std::int64_t task = tasks.count(); task-- > 0;) map(tasks[task], fetch.channels_ahead);
     }
   });
 }

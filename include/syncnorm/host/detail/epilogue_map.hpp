@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <cstring>
 #include <tuple>
+#include <type_traits>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
@@ -107,6 +107,17 @@ public:
       }
     }
     stream_fence();
+  }
+
+  /// Computes positions [begin, end) of one row, where rows are contiguous, and meanwhile fetches the inputs at a distance.
+  /// `stream_fence` must follow.
+  void operator()(std::int64_t sample, std::int64_t channel, std::int64_t begin, std::int64_t end,
+                  row_distance const& ahead) const {
+    std::array<std::int64_t, inputs> further{};
+    for (std::size_t j = 0; j < inputs; ++j)
+      further[j] = ahead.channels * in_[j].stride_c + ahead.samples * in_[j].stride_n + ahead.positions;
+    run(from(sample, channel, begin), to(sample, channel, begin), end - begin,
+        constant{table_ + channel, period_, mask_ == nullptr ? nullptr : mask_->row(sample) + begin}, further, true);
   }
 
 private:
@@ -319,29 +330,19 @@ void map_epilogue(E const& exec, Op const& op, typename epilogue_map<T, Op>::vie
   exec.for_each(tasks.count(), [&](std::int64_t i) { kernel(tasks[tasks.count() - 1 - i]); });
 }
 
-/// As reduce_and_map, with an op of an epilogue.
-template <class T, executor E, class Reduce, class MakeOp, std::size_t Inputs, std::size_t Outputs>
-void reduce_and_map_epilogue(E const& exec, std::int64_t block, std::array<tensor_view<T const>, Inputs> const& in,
-                             std::array<tensor_view<T>, Outputs> const& out, prepared_mask const* mask, stores how,
-                             Reduce const& reduce, MakeOp const& make_op) {
-  channel_blocks const blocks{in[0].channels, block};
-  for_each_run(exec, blocks, 8, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      std::int64_t const first = blocks.first(i), length = blocks.size(i);
-      reduce(first, length);
-      auto part = in;
-      for (auto& view : part) view = view.channel_range(first, length);
-      auto part_out = out;
-      for (auto& view : part_out) view = view.channel_range(first, length);
-      auto const op = make_op(first, length);
-      using kernel_type = epilogue_map<T, std::remove_const_t<decltype(op)>>;
-      scratch_lease<accumulate_t<T>> table{kernel_type::table_size(part[0])};
-      kernel_type const kernel{op, part, part_out, mask, how, table.data()};
-      bool const fetch = i + 1 < end && has_rows(in[0]);
-      boxes const tasks = kernel.tasks();
-      for (std::int64_t task = tasks.count(); task-- > 0;) kernel(tasks[task], fetch ? length : 0);
-    }
-  });
+/// As map_of_channels.
+template <class T, std::size_t Inputs, std::size_t Outputs, class MakeOp>
+[[nodiscard]] auto epilogue_of_channels(std::array<tensor_view<T const>, Inputs> const& in,
+                                        std::array<tensor_view<T>, Outputs> const& out, prepared_mask const* mask,
+                                        stores how, MakeOp const& make_op) {
+  return [=](std::int64_t first, std::int64_t length, accumulate_t<T>* table) {
+    auto part = in;
+    for (auto& view : part) view = view.channel_range(first, length);
+    auto part_out = out;
+    for (auto& view : part_out) view = view.channel_range(first, length);
+    auto const op = make_op(first, length);
+    return epilogue_map<T, std::remove_const_t<decltype(op)>>{op, part, part_out, mask, how, table};
+  };
 }
 
 } // namespace syncnorm::host::detail

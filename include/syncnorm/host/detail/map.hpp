@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <tuple>
+#include <type_traits>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -70,10 +71,10 @@ class map_kernel {
 public:
   using views = std::array<tensor_view<T const>, inputs>;
 
-  /// Numbers of type `A` that the coefficients for `out` take.
-  static constexpr std::int64_t table_size(tensor_view<T> const& out) {
-    return (out.channels * (table_folds(out) ? out.spatial : 1) + longest_run) *
-           static_cast<std::int64_t>(coefficients);
+  /// Numbers of type `A` that the coefficients for tensors like `x` take.
+  template <class X>
+  static constexpr std::int64_t table_size(tensor_view<X> const& x) {
+    return (x.channels * (table_folds(x) ? x.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
   }
 
   map_kernel(Op const& op, views const& in, tensor_view<T> const& out, stores how, A* table)
@@ -288,6 +289,18 @@ private:
   layout layout_ = layout::strided;
   bool stream_ = false, folded_ = false;
 };
+
+/// Makes the kernel of channels [first, first + length), with `make_op(first, length)`, for `reduce_and_map`.
+template <class T, std::size_t Inputs, class MakeOp>
+[[nodiscard]] auto map_of_channels(std::array<tensor_view<T const>, Inputs> const& in, tensor_view<T> const& out,
+                                   stores how, MakeOp const& make_op) {
+  return [=](std::int64_t first, std::int64_t length, accumulate_t<T>* table) {
+    auto part = in;
+    for (auto& view : part) view = view.channel_range(first, length);
+    auto const op = make_op(first, length);
+    return map_kernel<T, std::remove_const_t<decltype(op)>>{op, part, out.channel_range(first, length), how, table};
+  };
+}
 
 template <class T, class Op, executor E>
 void map_channels(E const& exec, Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in,

@@ -77,11 +77,29 @@ template <class T, class A = accumulate_t<T>>
   return n < lanes ? load<1>(x) : sum_lanes<A, lanes>(load<lanes>(x)) * static_cast<A>(1.0 / lanes);
 }
 
+/// Adds a piece of `n` elements, not the first one if it has `begun`. The pivot is the mean of the first piece, or of a vector
+/// of a short one.
+template <class A, class T>
+inline void add_piece(pivoted_sums<A>& sum, T const* x, std::int64_t n, std::int64_t ahead, bool begun) {
+  if (!begun) sum = {pilot_mean(x, n)};
+  sum.add(x, n, ahead);
+  if (begun || n < groups::long_piece) return;
+  double const count = static_cast<double>(n);
+  sum.move_to(
+      static_cast<A>(static_cast<double>(sum.pivot) + sum_lanes<double, native_lanes<double>>(sum.first) / count),
+      count);
+}
+
 /// m2 and mean from Σ (x − pivot) and Σ (x − pivot)².
 inline void finish_moments(double pivot, double first, double second, double inverse, double& mean, double& m2) {
   mean = pivot + first * inverse;
   // A NaN stays one: max returns its first argument unless that is the smaller.
   m2 = std::max(second - first * first * inverse, 0.0);
+}
+template <class A>
+inline void finish_moments(pivoted_sums<A> const& sum, double inverse, double& mean, double& m2) {
+  finish_moments(static_cast<double>(sum.pivot), sum_lanes<double, native_lanes<double>>(sum.first),
+                 sum_lanes<double, native_lanes<double>>(sum.second), inverse, mean, m2);
 }
 
 /// Moments of a few channels, row piece by row piece; the sums of a group of pieces at a time.
@@ -104,7 +122,7 @@ public:
   void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, bool fetch = true) {
     auto& sum = sums_[static_cast<std::size_t>(c)];
     if (contiguous_)
-      add(sum, &x_(now.sample, c, now.begin), now.length, fetch ? lookahead(x_, c, now, next) : 0, begun);
+      add_piece(sum, &x_(now.sample, c, now.begin), now.length, fetch ? lookahead(x_, c, now, next) : 0, begun);
     else
       add_strided(sum, c, now, begun);
   }
@@ -112,11 +130,8 @@ public:
   /// The moments of all channels over the group that was added.
   void finish(std::int64_t group, double* mean, double* m2) const {
     double const inverse = 1 / static_cast<double>(parts_.elements(group));
-    for (std::int64_t c = 0; c < x_.channels; ++c) {
-      auto const& sum = sums_[static_cast<std::size_t>(c)];
-      finish_moments(static_cast<double>(sum.pivot), sum_lanes<double, native_lanes<double>>(sum.first),
-                     sum_lanes<double, native_lanes<double>>(sum.second), inverse, mean[c], m2[c]);
-    }
+    for (std::int64_t c = 0; c < x_.channels; ++c)
+      finish_moments(sums_[static_cast<std::size_t>(c)], inverse, mean[c], m2[c]);
   }
 
   static void merge(std::int64_t before, std::int64_t more, double* mean, double* m2, double const* mean_more,
@@ -126,22 +141,11 @@ public:
   }
 
 private:
-  template <class E>
-  static void add(pivoted_sums<A>& sum, E const* x, std::int64_t n, std::int64_t ahead, bool begun) {
-    if (!begun) sum = {pilot_mean(x, n)};
-    sum.add(x, n, ahead);
-    if (begun || n < groups::long_piece) return;
-    double const count = static_cast<double>(n);
-    sum.move_to(
-        static_cast<A>(static_cast<double>(sum.pivot) + sum_lanes<double, native_lanes<double>>(sum.first) / count),
-        count);
-  }
-
   [[gnu::noinline]] void add_strided(pivoted_sums<A>& sum, std::int64_t c, groups::piece const& piece, bool begun) {
     std::array<A, static_cast<std::size_t>(row_cut::longest)> row{};
     for (std::int64_t s = 0; s < piece.length; ++s)
       row[static_cast<std::size_t>(s)] = load<1>(&x_(piece.sample, c, piece.begin + s));
-    add(sum, row.data(), piece.length, 0, begun);
+    add_piece(sum, row.data(), piece.length, 0, begun);
   }
 
   tensor_view<T const> x_;

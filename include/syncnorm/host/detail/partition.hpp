@@ -172,10 +172,11 @@ template <class T>
   return (next.sample - now.sample) * x.stride_n + next.begin - now.begin - c * x.stride_c;
 }
 
-/// Positions from one to what is read some time later, with contiguous channels and four positions at a time.
+/// Positions from one to what is read some time later, with contiguous channels and so many positions at a time.
 template <class T>
-[[nodiscard]] constexpr std::int64_t positions_ahead(std::int64_t channels) {
-  return 4 * std::max<std::int64_t>(1, lookahead_bytes / (4 * channels * static_cast<std::int64_t>(sizeof(T))));
+[[nodiscard]] constexpr std::int64_t positions_ahead(std::int64_t channels, std::int64_t at_once = 4) {
+  auto const bytes = at_once * channels * static_cast<std::int64_t>(sizeof(T));
+  return at_once * std::max<std::int64_t>(1, lookahead_bytes / bytes);
 }
 
 /// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.

@@ -22,22 +22,22 @@
 namespace syncnorm::host::detail {
 
 /// Whether `row_pipeline` can take blocks of so many channels.
-template <class Rows, class T, std::size_t Inputs>
+template <class Rows, class T, std::size_t Inputs, std::size_t Outputs>
 [[nodiscard]] bool suits_row_pipeline(channel_blocks const& blocks, std::array<tensor_view<T const>, Inputs> const& in,
-                                      tensor_view<T> const& out) {
+                                      std::array<tensor_view<T>, Outputs> const& out) {
   auto const rows = [&](auto const& x) { return has_rows(x) && !table_folds(x.channel_range(0, blocks.length)); };
-  return !are_short_rows(out.spatial) && std::ranges::all_of(in, rows) && rows(out) &&
+  return !are_short_rows(in[0].spatial) && std::ranges::all_of(in, rows) && std::ranges::all_of(out, rows) &&
          blocks.size(blocks.count - 1) <= Rows::channels_at_once;
 }
 
 /// Sums the rows of one block of channels while it maps those of the block before, row piece by row piece in turn: then
 /// memory is read and written and the cache is read at the same time. The map takes samples in the opposite order: what was
-/// read last is the likeliest to be in the cache still where two blocks do not fit. `Rows` are `moment_rows` or
-/// `gradient_rows`, `Map` is a `map_kernel`.
-template <class T, class Rows, class Map>
+/// read last is the likeliest to be in the cache still where two blocks do not fit. `Rows` has what `moment_rows` has, `Map`
+/// is a `map_kernel` or an `epilogue_map`, `Parts` are the groups of pieces, masked ones perhaps.
+template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
-  row_pipeline(std::int64_t samples, std::int64_t spatial) : parts_{samples, spatial}, samples_{samples} {}
+  row_pipeline(std::int64_t samples, Parts const& parts) : parts_{parts}, samples_{samples} {}
 
   /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps the `mapped` channels before these by `map`, no more.
   [[gnu::noinline]] void operator()(Rows& rows, std::int64_t length, double* a, double* b, Map const* map,
@@ -61,7 +61,7 @@ public:
       std::int64_t const more = parts_.elements(g);
       if (g == 0) {
         rows.finish(g, a, b);
-      } else {
+      } else if (more != 0) {
         rows.finish(g, next_a.data(), next_b.data());
         Rows::merge(before, more, a, b, next_a.data(), next_b.data(), length);
       }
@@ -76,7 +76,7 @@ private:
     return position == parts_.cut.spatial ? position : position / line * line;
   }
 
-  groups parts_;
+  Parts parts_;
   std::int64_t samples_;
 };
 
@@ -85,7 +85,7 @@ template <class Rows, class T, executor E, std::size_t Inputs>
 [[nodiscard]] bool suits_map_and_sum(E const& exec, std::array<tensor_view<T const>, Inputs> const& in,
                                      tensor_view<T> const& out, std::int64_t next_channels) {
   return exec.concurrency() == 1 && out.size() != 0 && next_channels <= Rows::channels_at_once &&
-         suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, out);
+         suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
 }
 
 /// `out = op(in)`, and meanwhile the sums `a`, `b` by `rows` of the `length` channels after those of `out`.
@@ -94,25 +94,25 @@ void map_and_sum_rows(Op const& op, std::array<tensor_view<T const>, Inputs> con
                       stores how, Rows rows, std::int64_t length, double* a, double* b) {
   scratch_lease<accumulate_t<T>> table{map_kernel<T, Op>::table_size(out)};
   map_kernel<T, Op> const map{op, in, out, how, table.data()};
-  row_pipeline<T, Rows, map_kernel<T, Op>> const pipeline{out.samples, out.spatial};
+  row_pipeline<T, Rows, map_kernel<T, Op>, groups> const pipeline{out.samples, {out.samples, out.spatial}};
   pipeline(rows, length, a, b, &map, out.channels);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
   stream_fence();
 }
 
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
-/// `out = op(first, length)(in)` while the next block is summed. Each thread takes several blocks in a row.
-template <class T, executor E, class MakeRows, class Finish, class MakeOp, std::size_t Inputs>
-void reduce_and_map_rows(E const& exec, channel_blocks const& blocks,
-                         std::array<tensor_view<T const>, Inputs> const& in, tensor_view<T> const& out, stores how,
+/// `make_map(first, length, table)` while the next block is summed. `x` and `parts` are those of all. Each thread takes
+/// several blocks in a row.
+template <class T, executor E, class Parts, class MakeRows, class Finish, class MakeMap>
+void reduce_and_map_rows(E const& exec, channel_blocks const& blocks, tensor_view<T const> const& x, Parts const& parts,
                          MakeRows const& make_rows, std::span<double> a, std::span<double> b, Finish const& finish,
-                         MakeOp const& make_op) {
+                         MakeMap const& make_map) {
+  using A = accumulate_t<T>;
   using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
-  using op_type = std::invoke_result_t<MakeOp const&, std::int64_t, std::int64_t>;
-  using map_type = map_kernel<T, op_type>;
-  row_pipeline<T, rows_type, map_type> const pipeline{out.samples, out.spatial};
+  using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
+  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.samples, parts};
   for_each_run(exec, blocks, 2, [&](std::int64_t begin, std::int64_t end) {
-    scratch_lease<accumulate_t<T>> table{map_type::table_size(out.channel_range(0, blocks.size(blocks.count - 1)))};
+    scratch_lease<A> table{map_type::table_size(x.channel_range(0, blocks.size(blocks.count - 1)))};
     std::optional<map_type> map;
     std::int64_t mapped = 0;
     for (std::int64_t i = begin; i < end; ++i) {
@@ -120,9 +120,7 @@ void reduce_and_map_rows(E const& exec, channel_blocks const& blocks,
       auto rows = make_rows(first, length);
       pipeline(rows, length, a.data() + first, b.data() + first, map ? &*map : nullptr, mapped);
       finish(first, length);
-      auto part = in;
-      for (auto& view : part) view = view.channel_range(first, length);
-      map.emplace(make_op(first, length), part, out.channel_range(first, length), how, table.data());
+      map.emplace(make_map(first, length, table.data()));
       mapped = length;
     }
     boxes const tasks = map->tasks();

@@ -1,0 +1,185 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/channel_values.hpp>
+#include <syncnorm/host/detail/epilogue_ops.hpp>
+#include <syncnorm/host/detail/gradient_rows.hpp>
+#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// What the sums of a backward pass through an epilogue are of.
+template <class T>
+struct epilogue_operands {
+  tensor_view<T const> dy, x, residual; ///< residual: without data if there is none
+  prepared_mask const* mask = nullptr;  ///< of the positions whose outputs have a gradient; null: all
+  std::span<double const> mean, inv_std;
+  channel_values gamma, beta;
+  accumulate_t<T> slope;
+  std::int64_t fold = 1; ///< channels of the views for one of the parameters
+};
+
+/// What is contiguous in all operands.
+template <class T>
+[[nodiscard]] layout common_layout(epilogue_operands<T> const& of) {
+  return of.residual.data == nullptr ? common_layout(of.dy, of.x) : common_layout(of.dy, of.x, of.residual);
+}
+
+/// Up to `Most` channels of the operands, their coefficients, and what rounding takes off their means.
+template <class T, std::size_t Most>
+struct epilogue_part {
+  using A = accumulate_t<T>;
+
+  tensor_view<T const> dy, x, residual;
+  std::array<A, Most> center, scale, shift;
+  std::array<double, Most> lost;
+
+  epilogue_part(epilogue_operands<T> const& of, std::int64_t first, std::int64_t length)
+      : dy{of.dy.channel_range(first, length)}, x{of.x.channel_range(first, length)}, residual{
+                                                                                          of.residual.channel_range(
+                                                                                              first, length)} {
+    for (std::int64_t i = 0; i < length; ++i) {
+      auto const c = static_cast<std::size_t>((first + i) / of.fold), to = static_cast<std::size_t>(i);
+      auto const k = make_normalize_coefficients<A>(of.mean[c], of.inv_std[c], of.gamma[c], of.beta[c]);
+      center[to] = k.center, scale[to] = k.scale, shift[to] = k.shift;
+      lost[to] = of.mean[c] - static_cast<double>(k.center);
+    }
+  }
+};
+
+/// Σ dv and Σ dv·(x − mean) of a few channels, row piece by row piece, where dv = dy·f′(v) is the gradient before the
+/// activation; see gradient_rows.
+template <class T>
+class epilogue_rows {
+  using A = accumulate_t<T>;
+
+public:
+  static constexpr std::int64_t channels_at_once = 64;
+
+  /// Channels [first, first + length) of the operands, up to channels_at_once.
+  epilogue_rows(epilogue_operands<T> const& of, std::int64_t first, std::int64_t length)
+      : part_{of, first, length}, mask_{of.mask}, slope_{of.slope}, has_residual_{of.residual.data != nullptr},
+        contiguous_{common_layout(of) == layout::rows} {}
+
+  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, bool fetch = true) {
+    auto const i = static_cast<std::size_t>(c);
+    if (!begun) first_[i] = second_[i] = 0;
+    if (mask_ != nullptr && mask_->at(now).counted == 0) return;
+    row const at{*this, now, c};
+    sums<1> all{};
+    if (contiguous_ && now.length >= native_lanes<A>) {
+      all = at.template sum_vectors<native_lanes<A>>(now.length, fetch ? lookahead(part_.dy, c, now, next) : 0,
+                                                     fetch ? lookahead(part_.x, c, now, next) : 0);
+    } else {
+      for (std::int64_t s = 0; s < now.length; ++s) at.add(all, s);
+    }
+    first_[i] += static_cast<double>(all.dy);
+    second_[i] += static_cast<double>(all.product);
+  }
+
+  void finish(std::int64_t, double* sum_dy, double* sum_dy_xmu) const {
+    for (std::int64_t c = 0; c < part_.x.channels; ++c) {
+      auto const i = static_cast<std::size_t>(c);
+      sum_dy[c] = first_[i];
+      sum_dy_xmu[c] = second_[i] - part_.lost[i] * first_[i];
+    }
+  }
+
+  static void merge(std::int64_t before, std::int64_t more, double* a, double* b, double const* a_more,
+                    double const* b_more, std::int64_t length) {
+    gradient_rows<T>::merge(before, more, a, b, a_more, b_more, length);
+  }
+
+private:
+  template <int L>
+  struct sums {
+    vector_t<A, L> dy, product;
+  };
+
+  /// One piece of one channel.
+  struct row {
+    T const *dy, *x, *residual;
+    std::int64_t dy_step, x_step, residual_step;
+    std::uint8_t const* mask;
+    A center, scale, shift, slope;
+
+    row(epilogue_rows const& of, groups::piece const& now, std::int64_t c)
+        : dy{&of.part_.dy(now.sample, c, now.begin)}, x{&of.part_.x(now.sample, c, now.begin)},
+          residual{of.has_residual_ ? &of.part_.residual(now.sample, c, now.begin) : nullptr},
+          dy_step{of.part_.dy.stride_s}, x_step{of.part_.x.stride_s}, residual_step{of.part_.residual.stride_s},
+          mask{of.mask_ == nullptr ? nullptr : of.mask_->row(now.sample) + now.begin},
+          center{of.part_.center[static_cast<std::size_t>(c)]}, scale{of.part_.scale[static_cast<std::size_t>(c)]},
+          shift{of.part_.shift[static_cast<std::size_t>(c)]}, slope{of.slope_} {}
+
+    void add(sums<1>& to, std::int64_t s) const {
+      if (mask != nullptr && mask[s] == 0) return;
+      A const d = load<1>(x + s * x_step) - center;
+      A v = d * scale + shift;
+      if (residual != nullptr) v += load<1>(residual + s * residual_step);
+      A const g = activation_gradient(v, load<1>(dy + s * dy_step), slope);
+      to.dy += g;
+      to.product += g * d;
+    }
+
+    /// What vector `i` of contiguous elements adds.
+    template <int L>
+    [[nodiscard]] sums<L> at(std::int64_t i) const {
+      using vector = vector_t<A, L>;
+      vector const d = load<L>(x + i) - splat<A, L>(center);
+      vector v = d * splat<A, L>(scale) + splat<A, L>(shift);
+      if (residual != nullptr) v += load<L>(residual + i);
+      vector const g = activation_gradient(v, load<L>(dy + i), slope);
+      vector const product = g * d;
+      if (mask == nullptr) return {g, product};
+      auto const counted = counted_lanes<A, L>(mask + i);
+      vector const zero{};
+      return {counted ? g : zero, counted ? product : zero};
+    }
+
+    template <int L>
+    [[nodiscard]] sums<1> sum_vectors(std::int64_t n, std::int64_t dy_ahead, std::int64_t x_ahead) const {
+      std::array<sums<L>, 4> of{};
+      auto const add_to = [](sums<L>& to, sums<L> const& more) {
+        to.dy += more.dy;
+        to.product += more.product;
+      };
+      std::int64_t i = 0;
+      for (; i + 4 * L <= n; i += 4 * L) {
+        if (x_ahead != 0) {
+          prefetch<4 * L>(dy, i + dy_ahead);
+          prefetch<4 * L>(x, i + x_ahead);
+          if (residual != nullptr) prefetch<4 * L>(residual, i + x_ahead);
+        }
+        add_to(of[0], at<L>(i));
+        add_to(of[1], at<L>(i + L));
+        add_to(of[2], at<L>(i + 2 * L));
+        add_to(of[3], at<L>(i + 3 * L));
+      }
+      for (; i + L <= n; i += L) add_to(of[0], at<L>(i));
+      if (i < n) {
+        auto const last = at<L>(n - L);
+        auto const rest = static_cast<int>(n - i);
+        add_to(of[1], {keep_last<A, L>(last.dy, rest), keep_last<A, L>(last.product, rest)});
+      }
+      return {sum_lanes<A, L>((of[0].dy + of[1].dy) + (of[2].dy + of[3].dy)),
+              sum_lanes<A, L>((of[0].product + of[1].product) + (of[2].product + of[3].product))};
+    }
+  };
+
+  epilogue_part<T, static_cast<std::size_t>(channels_at_once)> part_;
+  prepared_mask const* mask_;
+  A slope_;
+  bool has_residual_, contiguous_;
+  std::array<double, static_cast<std::size_t>(channels_at_once)> first_, second_;
+};
+
+} // namespace syncnorm::host::detail
