@@ -8,6 +8,8 @@
 
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/ops/detail/parts.hpp>
 
 #include <ops/grid.hpp>
 #include <support/sanitized.hpp>
@@ -30,11 +32,12 @@ void check_grid(int ranks) {
 /// A rank of a thread group that counts its collectives.
 class counting_communicator {
 public:
-  counting_communicator(syncnorm::thread_communicator comm, int& calls) : comm_{std::move(comm)}, calls_{&calls} {}
+  counting_communicator(syncnorm::thread_communicator comm, int& calls, double overhead = 2e-6)
+      : comm_{std::move(comm)}, calls_{&calls}, overhead_{overhead} {}
 
   [[nodiscard]] int rank() const { return comm_.rank(); }
   [[nodiscard]] int size() const { return comm_.size(); }
-  [[nodiscard]] double exchange_overhead() const { return comm_.exchange_overhead(); }
+  [[nodiscard]] double exchange_overhead() const { return overhead_; }
   template <syncnorm::wire_type T>
   void allgather(std::span<T const> in, std::span<T> out) const {
     ++*calls_;
@@ -49,6 +52,15 @@ public:
 private:
   syncnorm::thread_communicator comm_;
   int* calls_;
+  double overhead_;
+};
+
+struct three_threads {
+  [[nodiscard]] int concurrency() const { return 3; }
+  template <class F>
+  void for_each(std::int64_t n, F const& f) const {
+    for (std::int64_t i = 0; i < n; ++i) f(i);
+  }
 };
 
 /// Collectives of each of three steps, forward and backward in turn, of a layer of `channels` channels.
@@ -92,6 +104,26 @@ TEST_CASE_TEMPLATE("a layer that exceeds the cache is exchanged in parts", T, fl
       for (auto const& failure : test::run_case(data, comm)) FAIL_CHECK(failure);
     });
   }
+}
+
+TEST_CASE("a part has a block of channels for each thread") {
+  auto const comm = syncnorm::thread_group{2}.communicator(0);
+  auto const parts = [&](auto const& exec, std::int64_t channels) { // of which four are half a megabyte
+    return syncnorm::detail::choose_parts(exec, comm, syncnorm::nchw<float>(nullptr, 8, channels, 4096), 1).channels;
+  };
+  CHECK(parts(syncnorm::host::serial_executor{}, 64) == 4);
+  CHECK(parts(three_threads{}, 64) == 12);
+  CHECK(parts(three_threads{}, 10) == 10);
+}
+
+TEST_CASE("a large layer whose exchange costs more is exchanged in halves") {
+  test::case_data<float> const data{{2, 13, 8, 4096, test::partition::uneven, test::layout::nchw}};
+  syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+    int calls = 0;
+    for (auto const& failure : test::run_case(data, counting_communicator{comm, calls, 7e-6})) FAIL_CHECK(failure);
+    // The first of each direction makes the ranks agree on the cut; the last is the test's own.
+    CHECK(calls == 1 + 1 + 2 + 2 + 1);
+  });
 }
 
 TEST_CASE_TEMPLATE("batch norm over threads agrees with the oracle on the whole batch", T,

@@ -28,7 +28,7 @@ void batch_norm_forward_batches(E const& exec, C const& comm, std::span<tensor_v
   detail::forward_operands<T, P> const operands{x, y, affine, running, statistics_scope::all_ranks, epilogues};
   detail::forward_steps<T, P, E> steps{
       exec, workspace.exchange.channels(), operands, options, saved, workspace.buffers, caller};
-  auto const parts = detail::choose_parts<C, T>(comm, x, 1, steps.check().failed());
+  auto const parts = detail::choose_parts<E, C, T>(exec, comm, x, 1, steps.check().failed());
   detail::run_pass(comm, steps, workspace, workspace.forward_plan, parts);
 }
 
@@ -46,7 +46,7 @@ void batch_norm_backward_batches(E const& exec, C const& comm, std::span<tensor_
   detail::backward_operands<T, P> const operands{dy, x, dx, affine, gradients, epilogues, dresidual};
   detail::backward_steps<T, P, E> steps{
       exec, workspace.exchange.channels(), operands, saved, options.exchange, workspace.buffers, caller};
-  auto const parts = detail::choose_parts<C, T>(comm, x, 2, steps.check().failed());
+  auto const parts = detail::choose_parts<E, C, T>(exec, comm, x, 2, steps.check().failed());
   detail::run_pass(comm, steps, workspace, workspace.backward_plan, parts);
 }
 

@@ -10,6 +10,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
 
 namespace syncnorm::detail {
@@ -21,17 +22,18 @@ struct part_choice {
 };
 
 /// How a rank would cut the exchange of a pass that reads `tensors` tensors like `x` twice. Where an exchange costs far less
-/// than the arithmetic of a block that fits the cache: in such blocks, each finished before the next, since two would not
-/// fit as well. Else, of a tensor whose arithmetic takes far longer than an exchange, in halves, so that what a message is
+/// than the arithmetic of a block that fits the cache: in such blocks, one for each thread, finished before the next, since two
+/// would not fit as well. Else, of a tensor whose arithmetic takes far longer than an exchange, in halves, so that what a message is
 /// late is spent on the other half. Else in one.
-template <class C, class T>
-[[nodiscard]] part_choice choose_parts(C const& comm, tensor_view<T> const& x, int tensors) {
+template <host::executor E, class C, class T>
+[[nodiscard]] part_choice choose_parts(E const& exec, C const& comm, tensor_view<T> const& x, int tensors) {
   constexpr double bytes_per_second = 1e10, worthwhile = 10;
   if (x.size() == 0) return {1, false}; // has no say
-  std::int64_t const block = host::channel_block(x, tensors), half = (x.channels + 1) / 2;
+  std::int64_t const concurrency = exec.concurrency(), half = (x.channels + 1) / 2;
+  std::int64_t const block = std::min(host::channel_block(x, tensors) * concurrency, x.channels);
   auto const seconds = [&](std::int64_t channels) {
     return static_cast<double>(channels * x.count() * static_cast<std::int64_t>(sizeof(T)) * tensors) /
-           bytes_per_second;
+           (bytes_per_second * static_cast<double>(concurrency));
   };
   double const enough = worthwhile * exchange_overhead(comm);
   if (seconds(block) > enough) return {block, false};
