@@ -169,14 +169,33 @@ std::string summary(std::vector<measured> const& results) {
   return text.str();
 }
 
+/// Whether another variant of the same peer took so much less time that this one is out of the race.
+bool is_slow_variant(std::vector<measured> const& results, measured const& one) {
+  constexpr double hopeless = 1.3;
+  auto const slash = one.name.find('/');
+  if (slash == std::string::npos) return false;
+  auto const is_beaten_by = [&](measured const& other) {
+    return other.name.compare(0, slash + 1, one.name, 0, slash + 1) == 0 && !other.samples.empty() &&
+           one.samples.front() > hopeless * other.samples.front();
+  };
+  return !one.samples.empty() && std::ranges::any_of(results, is_beaten_by);
+}
+
 std::vector<measured> measure(row const& what, std::vector<contender> const& contenders, settings const& how,
                               process_group const& group) {
+  // A quick run is content with fewer rounds of what takes long.
+  constexpr int quick_rounds = 3;
+  constexpr double long_seconds = 1.5;
   std::vector<measured> results;
   for (auto const& each : contenders) results.push_back({each.name, {}});
   std::vector<contender::step> steps;
   for (auto const& each : contenders) steps.push_back(each.make());
-  for (int round = 0; round < how.rounds; ++round)
+  auto const began = std::chrono::steady_clock::now();
+  for (int round = 0; round < how.rounds; ++round) {
+    std::chrono::duration<double> const took = std::chrono::steady_clock::now() - began;
+    if (how.quick && round == quick_rounds && group.mean(took.count()) > long_seconds) break;
     for (std::size_t i = 0; i < contenders.size(); ++i) {
+      if (round > 0 && is_slow_variant(results, results[i])) continue;
       auto const& [name, make, iterations, warm_up] = contenders[i];
       auto const body = [&step = steps[i], &group, warm_up = warm_up](benchmark::State& state) {
         for (std::int64_t k = 0; k < warm_up; ++k) step(state.thread_index());
@@ -191,6 +210,7 @@ std::vector<measured> measure(row const& what, std::vector<contender> const& con
       benchmark::RunSpecifiedBenchmarks(&collected, ".");
       results[i].samples.push_back(group.mean(collected.seconds));
     }
+  }
   benchmark::ClearRegisteredBenchmarks();
   return results;
 }
