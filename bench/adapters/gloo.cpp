@@ -96,7 +96,7 @@ int measure(bench::settings const& how) {
       .name = "gloo" + where.wire,
       .ranks = where.ranks,
       .comm_of = comm_of,
-      .steps = where.ranks <= 2 ? 200 : 50,
+      .steps = where.ranks <= 2 && !how.quick ? 200 : 50,
       .more =
           [&]([[maybe_unused]] bench::row_key const& key, std::size_t bytes) {
             std::vector<bench::contender> more;

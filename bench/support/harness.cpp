@@ -185,7 +185,7 @@ std::vector<measured> measure(row const& what, std::vector<contender> const& con
                               process_group const& group) {
   // A quick run is content with fewer rounds of what takes long.
   constexpr int quick_rounds = 3;
-  constexpr double long_seconds = 1.5;
+  constexpr double long_seconds = 0.5;
   std::vector<measured> results;
   for (auto const& each : contenders) results.push_back({each.name, {}});
   std::vector<contender::step> steps;
