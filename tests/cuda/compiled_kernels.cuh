@@ -12,7 +12,7 @@ namespace test {
 namespace gpu = syncnorm::cuda;
 
 template <class T>
-void kernels_of<T>::local_moments(in x, syncnorm::mask_view mask, header const& own, std::byte* packet,
+void kernels_of<T>::local_moments(in x, syncnorm::mask_view mask, header const& own, gpu::packet_place const& packet,
                                   gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::local_moments<T>(x, mask, own, packet, work, limits, stream);
 }
@@ -30,30 +30,51 @@ template <class T>
 void kernels_of<T>::normalize_constant(in x, out y, gpu::affine_values const& affine, epilogue const& done,
                                        syncnorm::batch_norm_options const& options, gpu::channel_values const& mean,
                                        gpu::channel_values const& var, gpu::saved_statistics const& saved,
+                                       std::int64_t const* kept_state, gpu::fault_report const& report,
                                        gpu::device_limits const& limits, cudaStream_t stream) {
-  gpu::normalize_constant<T>(x, y, affine, done, options, mean, var, saved, limits, stream);
+  gpu::normalize_constant<T>(x, y, affine, done, options, mean, var, saved, kept_state, report, limits, stream);
+}
+
+template <class T>
+void kernels_of<T>::agree_on_group(gpu::gathered_headers const& headers, bool forward, gpu::fault_report const& report,
+                                   cudaStream_t stream) {
+  gpu::agree_on_group(headers, forward, report, stream);
+}
+
+template <class T>
+void kernels_of<T>::keep(out x, gpu::affine_values const& affine, syncnorm::activation const& of,
+                         gpu::kept_channels const& kept, gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::keep<T>(x, affine, of, kept, limits, stream);
+}
+
+template <class T>
+void kernels_of<T>::recover(out y, epilogue const& done, gpu::affine_values const& affine,
+                            gpu::saved_statistics const& saved, gpu::kept_channels const& kept,
+                            gpu::device_limits const& limits, cudaStream_t stream) {
+  gpu::recover<T>(y, done, affine, saved, kept, limits, stream);
 }
 
 template <class T>
 void kernels_of<T>::forward_alone(in x, out y, gpu::affine_values const& affine, epilogue const& done,
-                                  syncnorm::batch_norm_options const& options, header const& own, std::byte* packet,
-                                  gpu::saved_statistics const& saved, gpu::running_outputs const& running,
-                                  gpu::fault_report const& report, gpu::workspace const& work,
-                                  gpu::device_limits const& limits, cudaStream_t stream) {
+                                  syncnorm::batch_norm_options const& options, header const& own,
+                                  gpu::packet_place const& packet, gpu::saved_statistics const& saved,
+                                  gpu::running_outputs const& running, gpu::fault_report const& report,
+                                  gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::forward_alone<T>(x, y, affine, done, options, own, packet, saved, running, report, work, limits, stream);
 }
 
 template <class T>
 void kernels_of<T>::backward_reduce(in dy, in x, gpu::affine_values const& affine, epilogue const& done,
-                                    gpu::saved_statistics const& saved, header const& own, std::byte* packet,
-                                    gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
+                                    gpu::saved_statistics const& saved, header const& own,
+                                    gpu::packet_place const& packet, gpu::workspace const& work,
+                                    gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::backward_reduce<T>(dy, x, affine, done, saved, own, packet, work, limits, stream);
 }
 
 template <class T>
 void kernels_of<T>::backward_elemt(in dy, in x, out dx, out dresidual, gpu::affine_values const& affine,
                                    epilogue const& done, gpu::saved_statistics const& saved,
-                                   gpu::gathered_packets const& packets, std::byte const* own,
+                                   gpu::gathered_packets const& packets, gpu::packet_place const& own,
                                    gpu::affine_outputs const& gradients, gpu::fault_report const& report,
                                    gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::backward_elemt<T>(dy, x, dx, dresidual, affine, done, saved, packets, own, gradients, report, limits, stream);
@@ -62,7 +83,7 @@ void kernels_of<T>::backward_elemt(in dy, in x, out dx, out dresidual, gpu::affi
 template <class T>
 void kernels_of<T>::backward_alone(in dy, in x, out dx, out dresidual, gpu::affine_values const& affine,
                                    epilogue const& done, gpu::saved_statistics const& saved, header const& own,
-                                   std::byte* packet, gpu::affine_outputs const& gradients,
+                                   gpu::packet_place const& packet, gpu::affine_outputs const& gradients,
                                    gpu::fault_report const& report, gpu::workspace const& work,
                                    gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::backward_alone<T>(dy, x, dx, dresidual, affine, done, saved, own, packet, gradients, report, work, limits,
@@ -72,9 +93,9 @@ void kernels_of<T>::backward_alone(in dy, in x, out dx, out dresidual, gpu::affi
 template <class T>
 void kernels_of<T>::double_backward_reduce(gpu::second_order<T> const& second, in dy, in x,
                                            gpu::affine_values const& affine, epilogue const& done,
-                                           gpu::saved_statistics const& saved, header const& own, std::byte* packet,
-                                           gpu::workspace const& work, gpu::device_limits const& limits,
-                                           cudaStream_t stream) {
+                                           gpu::saved_statistics const& saved, header const& own,
+                                           gpu::packet_place const& packet, gpu::workspace const& work,
+                                           gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::double_backward_reduce<T>(second, dy, x, affine, done, saved, own, packet, work, limits, stream);
 }
 
@@ -82,7 +103,7 @@ template <class T>
 void kernels_of<T>::double_backward_elemt(gpu::second_order<T> const& second, in dy, in x, out to_dy, out to_x,
                                           gpu::affine_values const& affine, epilogue const& done,
                                           gpu::saved_statistics const& saved, gpu::gathered_packets const& packets,
-                                          std::byte const* own, gpu::channel_outputs const& gamma_gradient,
+                                          gpu::packet_place const& own, gpu::channel_outputs const& gamma_gradient,
                                           gpu::fault_report const& report, gpu::device_limits const& limits,
                                           cudaStream_t stream) {
   gpu::double_backward_elemt<T>(second, dy, x, to_dy, to_x, affine, done, saved, packets, own, gamma_gradient, report,

@@ -91,19 +91,22 @@ namespace {
 ncclResult_t collective(char const* name, void const* in, std::size_t bytes, ncclComm_t comm, cudaStream_t stream,
                         std::function<void(std::vector<std::vector<std::byte>>)> finish) {
   if (auto const code = fake_cuda::enter(name); code != cudaSuccess) return ncclSystemError;
-  auto work = [self = comm->self, in, bytes, finish = std::move(finish)] {
-    if (self->aborted) return;
-    auto const* const first = static_cast<std::byte const*>(in);
-    auto parts = meet(*self, &world::meetings, self->next++, {first, first + bytes});
-    if (parts.empty()) return;
-    for (auto const& part : parts)
-      if (part.size() != bytes) {
-        self->async_error = ncclInvalidUsage;
-        return;
-      }
-    finish(std::move(parts));
+  // Collectives meet in the order in which they are called, or replayed, on whatever streams.
+  auto issue = [self = comm->self, in, bytes, finish = std::move(finish)] {
+    return [self, in, bytes, finish, number = self->next++] {
+      if (self->aborted) return;
+      auto const* const first = static_cast<std::byte const*>(in);
+      auto parts = meet(*self, &world::meetings, number, {first, first + bytes});
+      if (parts.empty()) return;
+      for (auto const& part : parts)
+        if (part.size() != bytes) {
+          self->async_error = ncclInvalidUsage;
+          return;
+        }
+      finish(std::move(parts));
+    };
   };
-  auto enqueue = [stream, work = std::move(work)] { fake_cuda::enqueue(stream, work); };
+  auto enqueue = [stream, issue = std::move(issue)] { fake_cuda::enqueue_issued(stream, issue); };
   if (group_depth > 0)
     grouped.push_back(std::move(enqueue));
   else

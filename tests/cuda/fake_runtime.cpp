@@ -13,10 +13,10 @@
 #include <vector>
 
 struct CUgraph_st {
-  std::vector<std::function<void()>> work;
+  std::vector<std::function<std::function<void()>()>> work;
 };
 struct CUgraphExec_st {
-  std::vector<std::function<void()>> work;
+  std::vector<std::function<std::function<void()>()>> work;
 };
 
 struct CUevent_st {
@@ -25,7 +25,8 @@ struct CUevent_st {
     std::condition_variable reached;
     long recorded = 0, completed = 0;
   };
-  std::shared_ptr<point> latest = std::make_shared<point>(); // streams may outlast the event
+  std::shared_ptr<point> latest = std::make_shared<point>();  // streams may outlast the event
+  CUstream_st *recorded_on = nullptr, *captured_by = nullptr; // of a record in a capture
 };
 
 struct CUstream_st {
@@ -53,6 +54,8 @@ struct CUstream_st {
   int device;
   std::unique_ptr<CUgraph_st> captured; // while capturing
   bool capture_failed = false;
+  CUstream_st* captured_by = nullptr;      // the stream whose capture this one has joined
+  std::map<CUstream_st*, bool> forks = {}; // streams that have joined this one's, and whether it waits for them
 
 private:
   void run(std::stop_token const& stop) {
@@ -183,11 +186,19 @@ std::vector<std::string> noted() {
   return std::exchange(state().notes, {});
 }
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
-  auto& to = at(stream);
+  return enqueue_issued(stream, [work = std::move(work)] { return work; });
+}
+cudaError_t enqueue_issued(cudaStream_t stream, std::function<std::function<void()>()> issue) {
+
+  auto& from = at(stream);
+  if (from.captured_by != nullptr) from.captured_by->forks[&from] = false;
+  auto& to =
+      from.captured_by != nullptr ? *from.captured_by : from; // in the order of calls, which is one of the graph's
+
   if (to.captured)
-    to.captured->work.push_back(std::move(work));
+    to.captured->work.push_back(std::move(issue));
   else
-    to.push(std::move(work));
+    to.push(issue());
   return cudaSuccess;
 }
 int device_of(cudaStream_t stream) { return at(stream).device; }
@@ -264,7 +275,8 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return at(stream).idle() ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = at(stream).captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = at(stream).captured || at(stream).captured_by != nullptr ? cudaStreamCaptureStatusActive
+                                                                     : cudaStreamCaptureStatusNone;
   return enter("cudaStreamIsCapturing");
 }
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
@@ -282,6 +294,12 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   capturing_stream = nullptr;
   auto captured = std::move(at(stream).captured);
   *graph = nullptr;
+  bool joined = true;
+  for (auto const& [fork, waited_for] : std::exchange(at(stream).forks, {})) {
+    fork->captured_by = nullptr;
+    joined = joined && waited_for;
+  }
+  if (!joined) return cudaErrorStreamCaptureUnjoined;
   if (at(stream).capture_failed) return cudaErrorStreamCaptureInvalidated;
   *graph = captured.release();
   return enter("cudaStreamEndCapture");
@@ -291,7 +309,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
   return enter("cudaGraphInstantiate");
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-  for (auto const& work : exec->work) at(stream).push(work);
+  for (auto const& issue : exec->work) at(stream).push(issue());
   return enter("cudaGraphLaunch");
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
@@ -313,7 +331,12 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (auto const code = enter("cudaEventRecord"); code != cudaSuccess) return code;
+  auto& from = at(stream);
+  event->recorded_on = &from;
+  event->captured_by = from.captured ? &from : from.captured_by;
+  if (event->captured_by != nullptr) return cudaSuccess;
   long number = 0;
+
   {
     std::lock_guard const lock{event->latest->mutex};
     number = ++event->latest->recorded;
@@ -323,6 +346,31 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     latest->completed = std::max(latest->completed, number);
     latest->reached.notify_all();
   });
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (auto const code = enter("cudaStreamWaitEvent"); code != cudaSuccess) return code;
+  auto& to = at(stream);
+  if (event->captured_by != nullptr) {
+    if (event->captured_by == &to)
+      to.forks[event->recorded_on] = true;
+    else
+      (to.captured_by = event->captured_by)->forks[&to] = false;
+    return cudaSuccess;
+  }
+  if (to.captured || to.captured_by != nullptr) {
+    to.capture_failed = true;
+    return cudaErrorStreamCaptureIsolation;
+  }
+  std::lock_guard const lock{event->latest->mutex};
+  return fake_cuda::enqueue(stream, [number = event->latest->recorded, latest = event->latest] {
+    std::unique_lock waiting{latest->mutex};
+    latest->reached.wait(waiting, [&] { return latest->completed >= number; });
+  });
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (auto const code = enter_outside_of_capture("cudaEventQuery"); code != cudaSuccess) return code;
+  std::lock_guard const lock{event->latest->mutex};
+  return event->latest->completed == event->latest->recorded ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (auto const code = enter_outside_of_capture("cudaEventSynchronize"); code != cudaSuccess) return code;

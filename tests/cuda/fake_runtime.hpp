@@ -38,6 +38,9 @@ std::vector<std::string> noted();
 /// Enqueues what a kernel would do; records it where the stream is being captured.
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> work);
 
+/// The same of the work that `issue` returns, which is called for each time that it is enqueued or replayed, as it is.
+cudaError_t enqueue_issued(cudaStream_t stream, std::function<std::function<void()>()> issue);
+
 /// The device that a stream belongs to.
 int device_of(cudaStream_t stream);
 

@@ -17,7 +17,10 @@
 
 #include "cuda/compiled_kernels.hpp"
 #include "cuda/double_backward_case.hpp"
+#include "cuda/in_place_case.hpp"
 #include "cuda/layer_cases.hpp"
+#include "cuda/micro_batch_case.hpp"
+#include "cuda/pending_cases.hpp"
 #include "cuda/stream_contract.hpp"
 
 // What needs a GPU: everything once on a stream, and, where the communicator allows it, once replayed from a graph.
@@ -102,11 +105,33 @@ TEST_CASE("double backward of ranks on one GPU agrees with that of the host") {
     });
 }
 
+TEST_CASE("passes in place, over micro-batches, in two phases and in groups on a GPU") {
+  using alone = layer_over<float, syncnorm::self_communicator>;
+  using over_host = layer_over<float, staged_threads>;
+  syncnorm::self_communicator const self;
+  using layer_cases::dx_over;
+  for (auto const& of : layer_cases::in_place_cases()) {
+    layer_cases::check_in_place<alone>(self, of, true, dx_over::neither);
+    layer_cases::check_in_place<alone>(self, of, false, dx_over::dy);
+    over_threads(2, [&](auto const& comm) { layer_cases::check_in_place<over_host>(comm, of, false, dx_over::y); });
+  }
+  layer_cases::layer_case const of{{}, 37, 9, test::layout::nhwc, true, true, 0.25};
+  layer_cases::check_micro_batches<alone>(self, {{1, 0, 3, 2}}, of, true);
+  over_threads(3, [&](auto const& comm) {
+    layer_cases::check_micro_batches<over_host>(comm, {{1, 5, 2}, {3}, {}}, of, false);
+    layer_cases::check_two_phases<over_host>(comm, false, [] {});
+    layer_cases::check_group<over_host>(comm, false);
+  });
+}
+
 TEST_CASE("ranks on as many GPUs as there are agree with the oracle over NCCL") {
   over_nccl([](auto const& comm) {
     for (bool const captured : {false, true}) {
       check_cases<float>(comm, captured, 1e-5);
       check_cases<__half>(comm, captured, 4e-3);
+      using layer = layer_over<float, syncnorm::nccl_communicator>;
+      layer_cases::check_two_phases<layer>(comm, captured, [] {});
+      layer_cases::check_group<layer>(comm, captured);
     }
   });
 }

@@ -97,7 +97,7 @@ TEST_CASE_TEMPLATE("a pass in place recovers x, or keeps it", T, float, syncnorm
         });
         // Recovered values are off by their rounding over gamma; they are below 4, and of them and dy the mean product is below
         // 1, which dx has beside dy.
-        double const recovered = test::rounding<T> * (4 + syncnorm::host::recoverable_ratio<T>);
+        double const recovered = test::rounding<T> * (4 + syncnorm::recoverable_ratio<T>);
         CHECK_MESSAGE(dx.within(test::tolerance<T> + recovered), dx.text());
         if (choice.residual) CHECK_MESSAGE(dr.within(test::tolerance<T>), dr.text());
       });

@@ -24,7 +24,7 @@ namespace syncnorm::cuda {
 template <class T, class Architectures = detail::architectures>
 void backward_reduce(tensor_view<T const> dy, tensor_view<T const> x, affine_values const& affine,
                      batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
-                     syncnorm::detail::packet_header const& header, std::byte* packet, workspace const& work,
+                     syncnorm::detail::packet_header const& header, packet_place const& packet, workspace const& work,
                      device_limits const& limits, cudaStream_t stream) {
   detail::operand_check const check{"backward_reduce"};
   check.tensor(x, "x");
@@ -50,7 +50,7 @@ void backward_reduce(tensor_view<T const> dy, tensor_view<T const> x, affine_val
 template <class T, class Architectures = detail::architectures>
 void backward_elemt(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx, tensor_view<T> dresidual,
                     affine_values const& affine, batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
-                    gathered_packets const& packets, std::byte const* own, affine_outputs const& gradients,
+                    gathered_packets const& packets, packet_place const& own, affine_outputs const& gradients,
                     fault_report const& report, device_limits const& limits, cudaStream_t stream) {
   detail::require_backward_operands("backward_elemt", dy, x, dx, dresidual, epilogue, saved);
   detail::operand_check const check{"backward_elemt"};
@@ -69,9 +69,9 @@ void backward_elemt(tensor_view<T const> dy, tensor_view<T const> x, tensor_view
 template <class T, class Architectures = detail::architectures>
 void backward_alone(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx, tensor_view<T> dresidual,
                     affine_values const& affine, batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
-                    syncnorm::detail::packet_header const& header, std::byte* packet, affine_outputs const& gradients,
-                    fault_report const& report, workspace const& work, device_limits const& limits,
-                    cudaStream_t stream) {
+                    syncnorm::detail::packet_header const& header, packet_place const& packet,
+                    affine_outputs const& gradients, fault_report const& report, workspace const& work,
+                    device_limits const& limits, cudaStream_t stream) {
   auto const fits = [&](auto const& sums) { return detail::fits_on_chip(sums, detail::fused_threads, limits); };
   auto const dy_view = detail::device_view(dy), x_view = detail::device_view(x);
   auto const epilogue_view = detail::device_epilogue(epilogue);
@@ -81,13 +81,13 @@ void backward_alone(tensor_view<T const> dy, tensor_view<T const> x, tensor_view
                            : fits(detail::make_backward_sums<D, false>(dy_view, x_view, affine, epilogue_view, saved));
   if (header.fault[0] != '\0' || !on_chip) {
     backward_reduce<T, Architectures>(dy, x, affine, epilogue, saved, header, packet, work, limits, stream);
-    backward_elemt<T, Architectures>(dy, x, dx, dresidual, affine, epilogue, saved, {packet, 1}, packet, gradients,
-                                     report, limits, stream);
+    backward_elemt<T, Architectures>(dy, x, dx, dresidual, affine, epilogue, saved, own_packet(packet), packet,
+                                     gradients, report, limits, stream);
     return;
   }
   detail::require_backward_operands("backward_alone", dy, x, dx, dresidual, epilogue, saved);
   detail::operand_check{"backward_alone"}.packet(packet);
-  detail::backward_statistics const statistics{{packet, 1}, packet, saved, affine, gradients, report};
+  detail::backward_statistics const statistics{own_packet(packet), packet, saved, affine, gradients, report};
   syncnorm::detail::require_cuda(detail::launch_backward_on_chip<Architectures>(
                                      dy_view, x_view, detail::device_view(dx), detail::device_view(dresidual),
                                      epilogue_view, statistics, header, packet, stream),

@@ -21,7 +21,7 @@ template <class T, class Architectures = detail::architectures>
 void double_backward_reduce(second_order<T> const& second, tensor_view<T const> dy, tensor_view<T const> x,
                             affine_values const& affine, batch_norm_epilogue<T> const& epilogue,
                             saved_statistics const& saved, syncnorm::detail::packet_header const& header,
-                            std::byte* packet, workspace const& work, device_limits const& limits,
+                            packet_place const& packet, workspace const& work, device_limits const& limits,
                             cudaStream_t stream) {
   detail::operand_check const check{"double_backward_reduce"};
   check.tensor(x, "x");
@@ -49,8 +49,9 @@ template <class T, class Architectures = detail::architectures>
 void double_backward_elemt(second_order<T> const& second, tensor_view<T const> dy, tensor_view<T const> x,
                            tensor_view<T> to_dy, tensor_view<T> to_x, affine_values const& affine,
                            batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
-                           gathered_packets const& packets, std::byte const* own, channel_outputs const& gamma_gradient,
-                           fault_report const& report, device_limits const& limits, cudaStream_t stream) {
+                           gathered_packets const& packets, packet_place const& own,
+                           channel_outputs const& gamma_gradient, fault_report const& report,
+                           device_limits const& limits, cudaStream_t stream) {
   detail::operand_check const check{"double_backward_elemt"};
   check.tensor(x, "x");
   check.like(dy, "dy", x);

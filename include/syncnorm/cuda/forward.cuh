@@ -24,7 +24,8 @@ namespace syncnorm::cuda {
 /// x `[N, C, S]`, mask `[N, S]`, packet `packet_bytes(C)`, aligned to 8 bytes.
 template <class T, class Architectures = detail::architectures>
 void local_moments(tensor_view<T const> x, mask_view mask, syncnorm::detail::packet_header const& header,
-                   std::byte* packet, workspace const& work, device_limits const& limits, cudaStream_t stream) {
+                   packet_place const& packet, workspace const& work, device_limits const& limits,
+                   cudaStream_t stream) {
   detail::operand_check const check{"local_moments"};
   check.tensor(x, "x");
   check.epilogue<std::remove_const_t<T>>({.mask = mask}, x);
@@ -63,12 +64,14 @@ void normalize(tensor_view<T const> x, tensor_view<T> y, affine_values const& af
                                  "normalize");
 }
 
-/// The same by the running statistics, as in evaluation. `saved`, with its count 0, may be absent.
+/// The same by the running statistics, as in evaluation. `saved`, with its count 0, may be absent. Where `kept_state` is given and
+/// holds −1, y is not written, and `report` says so.
 template <class T, class Architectures = detail::architectures>
 void normalize_constant(tensor_view<T const> x, tensor_view<T> y, affine_values const& affine,
                         batch_norm_epilogue<T> const& epilogue, batch_norm_options const& options,
                         channel_values const& running_mean, channel_values const& running_var,
-                        saved_statistics const& saved, device_limits const& limits, cudaStream_t stream) {
+                        saved_statistics const& saved, std::int64_t const* kept_state, fault_report const& report,
+                        device_limits const& limits, cudaStream_t stream) {
   detail::operand_check const check{"normalize_constant"};
   check.tensor(x, "x");
   check.like(y, "y", x);
@@ -78,7 +81,7 @@ void normalize_constant(tensor_view<T const> x, tensor_view<T> y, affine_values 
   running_outputs running; // which are read alone
   running.mean.data = const_cast<void*>(running_mean.data), running.mean.kind = running_mean.kind;
   running.var.data = const_cast<void*>(running_var.data), running.var.kind = running_var.kind;
-  auto const statistics = detail::make_statistics(affine, options, {}, saved, running, {}, nullptr);
+  auto const statistics = detail::make_statistics(affine, options, {}, saved, running, report, nullptr, kept_state);
   syncnorm::detail::require_cuda(detail::launch_normalize<Architectures>(detail::device_view(x), detail::device_view(y),
                                                                          detail::device_epilogue(epilogue), statistics,
                                                                          limits, stream),
@@ -90,9 +93,9 @@ void normalize_constant(tensor_view<T const> x, tensor_view<T> y, affine_values 
 template <class T, class Architectures = detail::architectures>
 void forward_alone(tensor_view<T const> x, tensor_view<T> y, affine_values const& affine,
                    batch_norm_epilogue<T> const& epilogue, batch_norm_options const& options,
-                   syncnorm::detail::packet_header const& header, std::byte* packet, saved_statistics const& saved,
-                   running_outputs const& running, fault_report const& report, workspace const& work,
-                   device_limits const& limits, cudaStream_t stream) {
+                   syncnorm::detail::packet_header const& header, packet_place const& packet,
+                   saved_statistics const& saved, running_outputs const& running, fault_report const& report,
+                   workspace const& work, device_limits const& limits, cudaStream_t stream) {
   detail::moments_op<detail::device_element_t<T>> const sums{detail::device_view(x), epilogue.mask};
   if (header.fault[0] == '\0' && detail::fits_on_chip(sums, detail::fused_threads, limits)) {
     detail::operand_check const check{"forward_alone"};
@@ -103,8 +106,8 @@ void forward_alone(tensor_view<T const> x, tensor_view<T> y, affine_values const
     check.saved(saved, x.channels);
     check.work(work, workspace_bytes(x.channels, limits));
     detail::workspace_layout const layout{work, x.channels};
-    auto const statistics =
-        detail::make_statistics(affine, options, {packet, 1}, saved, running, report, layout.pass_ticket);
+    auto const statistics = detail::make_statistics(affine, options, own_packet(packet), saved, running, report,
+                                                    layout.pass_ticket, packet.kept_state);
     syncnorm::detail::require_cuda(detail::launch_forward_on_chip<Architectures>(
                                        detail::device_view(x), detail::device_view(y),
                                        detail::device_epilogue(epilogue), statistics, header, packet, stream),
@@ -112,7 +115,7 @@ void forward_alone(tensor_view<T const> x, tensor_view<T> y, affine_values const
     return;
   }
   local_moments<T, Architectures>(x, epilogue.mask, header, packet, work, limits, stream);
-  normalize<T, Architectures>(x, y, affine, epilogue, options, {packet, 1}, saved, running, report, work, limits,
+  normalize<T, Architectures>(x, y, affine, epilogue, options, own_packet(packet), saved, running, report, work, limits,
                               stream);
 }
 

@@ -71,6 +71,15 @@ struct saved_statistics {
   std::int64_t* count = nullptr;
 };
 
+/// What a pass in place keeps of x, in device memory: the numbers of up to `room` channels in `list` `[C]`, in order, their
+/// elements, and in `state[0]` how many they are, −1 where they are more than `room`.
+struct kept_channels {
+  std::int32_t* list = nullptr;
+  std::int64_t* state = nullptr;
+  void* elements = nullptr;
+  std::int64_t room = 0;
+};
+
 /// The gradients with respect to what a backward pass gave: dx and dresidual `[N, C, S]`, and this rank's gradients of gamma
 /// and beta. Absent ones stand for 0.
 template <class T>
@@ -87,18 +96,45 @@ struct second_order {
          sizeof(double) * static_cast<std::size_t>(values) * static_cast<std::size_t>(channels > 0 ? channels : 0);
 }
 
-/// The packets of all ranks in device memory, in rank order and without gaps, as an allgather of bytes leaves them.
-/// Aligned to 8 bytes.
-struct gathered_packets {
-  std::byte const* data = nullptr;
-  int ranks = 1;
+/// Where the packet of a layer is made, in device memory, aligned to 8 bytes: its header, and its values `values_at` bytes
+/// after that.
+struct packet_place {
+  std::byte* data = nullptr;
+  std::size_t values_at = sizeof(syncnorm::detail::packet_header);
+  std::byte const* before = nullptr;        ///< a packet without gaps of the micro-batches before, which is added
+  std::int64_t const* kept_state = nullptr; ///< of `kept_channels`: where it is −1, the packet gets a fault
+
+  constexpr packet_place() = default;
+  SYNCNORM_HOST_DEVICE constexpr packet_place(std::byte* at) : data{at} {}
 };
+
+/// The packets of a layer of all ranks in device memory, in rank order, as an allgather of bytes leaves them. Aligned to 8
+/// bytes. Where packets of several layers travel together, the headers of all of a rank follow each other.
+struct gathered_packets {
+  std::byte const* data = nullptr; ///< the layer's header of rank 0
+  int ranks = 1;
+  std::size_t stride = 0; ///< bytes from rank to rank; 0: packets of this layer alone, without gaps
+  std::size_t values_at = sizeof(syncnorm::detail::packet_header);
+};
+
+/// The headers of all layers of a group as an allgather leaves them, `stride` bytes from rank to rank.
+struct gathered_headers {
+  std::byte* data = nullptr;
+  int ranks = 1, layers = 1;
+  std::size_t stride = 0;
+};
+
+/// This rank's packet alone.
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr gathered_packets own_packet(packet_place const& of) {
+  return {of.data, 1, 0, of.values_at};
+}
 
 /// Why the second kernel of a pass wrote nothing.
 enum class pass_fault : std::uint32_t {
   none,
   disagreement, ///< a header has a fault, or headers disagree: `require_agreement` says which
   one_value,    ///< training with one value per channel over all ranks
+  no_room,      ///< in place by constant statistics, more channels are to be kept than there is room for
 };
 
 /// Where a pass that failed leaves word: the first fault stays until the host resets it. Both in device memory or mapped

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -17,20 +16,6 @@
 #include <syncnorm/host/prepared_epilogue.hpp>
 
 namespace syncnorm::host {
-
-/// How many times |gamma| is |beta| at most where x is recovered from y. The error of (x − mean)·inv_std is that of rounding y,
-/// over |gamma|: the last bit times |beta/gamma| + |(x − mean)·inv_std|.
-template <class T>
-inline constexpr double recoverable_ratio = sizeof(T) == 2 ? 1 : 16;
-
-/// Whether `recover_input` recovers a channel of x: gamma neither takes what x had away, nor does beta outweigh it, and the
-/// activation has an inverse.
-template <class T>
-[[nodiscard]] inline bool is_recoverable(double gamma, double beta, double negative_slope) {
-  constexpr double least = 1.0 / 256;
-  return std::abs(gamma) >= least && std::abs(beta) <= recoverable_ratio<T> * std::abs(gamma) &&
-         negative_slope >= least;
-}
 
 namespace detail {
 
@@ -62,7 +47,7 @@ struct recover_op {
 
 } // namespace detail
 
-/// x from the y that `normalize` made of it, up to rounding, in channels that are recoverable; where inv_std is 0, the mean.
+/// x from the y that `normalize` made of it, up to rounding, in channels where `is_recoverable`; where inv_std is 0, the mean.
 ///
 /// Shapes: as of `normalize`; x may be y. The epilogue is that of the forward pass; where its mask made y 0, x is not x.
 /// Local.

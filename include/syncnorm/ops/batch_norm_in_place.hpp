@@ -10,6 +10,7 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/recoverable.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/channel_values.hpp>
 #include <syncnorm/host/detail/partition.hpp>
@@ -22,7 +23,7 @@
 namespace syncnorm {
 
 /// What a forward pass in place keeps of x for its backward pass: the channels that cannot be recovered from y, as
-/// `host::is_recoverable` says. So a tensor takes sizeof(T)·(1 + kept channels / all channels) bytes per element from the
+/// `is_recoverable` says. So a tensor takes sizeof(T)·(1 + kept channels / all channels) bytes per element from the
 /// forward pass to the backward pass, where x and y apart take 2·sizeof(T).
 template <class T>
 class batch_norm_kept {
@@ -43,7 +44,8 @@ public:
     if (x.data == nullptr || x.size() <= 0 || !fits(affine.gamma) || !fits(affine.beta)) return;
     for (std::int64_t c = 0; c < x.channels; ++c) {
       auto const i = static_cast<std::size_t>(c);
-      if (!host::is_recoverable<T>(gamma[i], beta[i], epilogue.activation.negative_slope)) channels_.push_back(c);
+      if (!is_recoverable(gamma[i], beta[i], epilogue.activation.negative_slope, recoverable_ratio<T>))
+        channels_.push_back(c);
     }
     elements_.reserve(channels_.size() * static_cast<std::size_t>(x.count()));
     for (auto const c : channels_) for_each_of(x, c, [&](T const& value) { elements_.push_back(value); });

@@ -14,8 +14,13 @@
 #include <syncnorm/cuda/backward.cuh>
 #include <syncnorm/cuda/double_backward.cuh>
 #include <syncnorm/cuda/forward.cuh>
+#include <syncnorm/cuda/group.cuh>
+
+#include <syncnorm/cuda/in_place.cuh>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_group.hpp>
+
 #include <syncnorm/ops/cuda_batch_norm_layer.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 
@@ -52,6 +57,18 @@ struct gpu_kernels {
   static void backward_alone(Arguments const&... arguments) {
     cuda::backward_alone<T, Architectures>(arguments...);
   }
+  template <class... Arguments>
+  static void agree_on_group(Arguments const&... arguments) {
+    cuda::agree_on_group<Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void keep(Arguments const&... arguments) {
+    cuda::keep<T, Architectures>(arguments...);
+  }
+  template <class T, class... Arguments>
+  static void recover(Arguments const&... arguments) {
+    cuda::recover<T, Architectures>(arguments...);
+  }
   template <class T, class... Arguments>
   static void double_backward_reduce(Arguments const&... arguments) {
     cuda::double_backward_reduce<T, Architectures>(arguments...);
@@ -74,8 +91,9 @@ void batch_norm_forward(C const& comm, tensor_view<T const> x, tensor_view<T> y,
                         running_statistics<P> running, batch_norm_options const& options,
                         batch_norm_epilogue<T> const& epilogue, batch_norm_saved& saved,
                         batch_norm_workspace& workspace, cudaStream_t stream) {
-  detail::forward<gpu_kernels<>, T, P>(comm, x, y, affine, running, options, epilogue, statistics_scope::all_ranks,
-                                       saved, workspace, stream);
+  detail::forward<gpu_kernels<>, T, P>(comm,
+                                       {{&x, 1}, {&y, 1}, affine, running, statistics_scope::all_ranks, {&epilogue, 1}},
+                                       options, saved, workspace, stream);
 }
 
 /// `syncnorm::batch_norm_inference` of device memory, one launch on the stream.
@@ -83,8 +101,14 @@ template <class T, class P>
 void batch_norm_inference(tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine,
                           std::span<P const> mean, std::span<P const> var, batch_norm_options const& options,
                           batch_norm_epilogue<T> const& epilogue, batch_norm_saved& saved,
-                          batch_norm_workspace const& workspace, cudaStream_t stream) {
-  detail::inference<gpu_kernels<>, T, P>(x, y, affine, mean, var, options, epilogue, saved, workspace, stream);
+                          batch_norm_workspace& workspace, cudaStream_t stream) {
+  auto const read = [](std::span<P const> values) {
+    return std::span<P>{const_cast<P*>(values.data()), values.size()};
+  };
+  detail::forward<gpu_kernels<>, T, P>(
+      self_communicator{},
+      {{&x, 1}, {&y, 1}, affine, {read(mean), read(var)}, statistics_scope::constant, {&epilogue, 1}}, options, saved,
+      workspace, stream);
 }
 
 /// `syncnorm::batch_norm_backward` of device memory, enqueued on the stream, as `batch_norm_forward`. Default `dx` and
@@ -94,8 +118,9 @@ void batch_norm_backward(C const& comm, tensor_view<T const> dy, tensor_view<T c
                          tensor_view<T> dresidual, affine_parameters<P> affine, affine_gradients<P> gradients,
                          batch_norm_epilogue<T> const& epilogue, batch_norm_backward_options const& options,
                          batch_norm_saved const& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
-  detail::backward<gpu_kernels<>, T, P>(comm, dy, x, dx, dresidual, affine, gradients, epilogue, options, saved,
-                                        workspace, stream);
+  detail::backward<gpu_kernels<>, T, P>(
+      comm, {{&dy, 1}, {&x, 1}, {&dx, 1}, affine, gradients, {&epilogue, 1}, {&dresidual, 1}}, options, saved,
+      workspace, stream);
 }
 
 } // namespace syncnorm::cuda

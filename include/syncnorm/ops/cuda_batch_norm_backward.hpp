@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
+#include <string>
 #include <string_view>
 
 #include <cuda_runtime_api.h>
@@ -11,75 +14,160 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
-#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/cuda_pass.hpp>
 
 namespace syncnorm::cuda::detail {
 
-template <class T>
-[[nodiscard]] bool is_wanted(tensor_view<T> const& gradient) {
-  return gradient.data != nullptr || gradient.samples != 0 || gradient.channels != 0 || gradient.spatial != 0;
-}
+/// What a backward pass reads and writes, of the K micro-batches of its forward pass.
+template <class T, class P>
+struct backward_operands {
+  std::span<tensor_view<T const> const> dy, x;
+  std::span<tensor_view<T> const> dx; ///< none, or K; default views: not needed
+  affine_parameters<P> affine;
+  affine_gradients<P> gradients;
+  std::span<batch_norm_epilogue<T> const> epilogues{}; ///< none, or K
+  std::span<tensor_view<T> const> dresidual{};         ///< as dx
+  batch_norm_kept<T>* kept = nullptr;                  ///< of a forward pass in place; null: not in place
+  tensor_view<T> y{};                                  ///< of it, which is x[0]
+};
+
+/// A backward pass by the kernels of `Kernels`.
+template <class Kernels, class T, class P>
+class backward_pass final : public device_pass {
+public:
+  /// Borrows everything.
+  backward_pass(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
+                batch_norm_workspace& workspace)
+      : in_{in}, exchange_{exchange}, saved_{&saved}, workspace_{&workspace}, check_{workspace.device()} {}
+
+  [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
+  [[nodiscard]] batch_norm_workspace& workspace() const override { return *workspace_; }
+  [[nodiscard]] bool collective() const override {
+    return exchange_ && (!saved_->exists || saved_->scope == statistics_scope::all_ranks);
+  }
+  [[nodiscard]] std::string const& fault() const override { return check_.fault(); }
+  [[nodiscard]] syncnorm::detail::packet_header const& header() const override { return header_; }
+
+  void check(bool, cudaStream_t stream) override {
+    auto const channels = workspace_->channels();
+    auto const batches = in_.x.size();
+    using syncnorm::detail::batch_name;
+    check_.place(stream);
+    check_.require(saved_->exists, [] { return "there was no forward pass"; });
+    if (in_.kept != nullptr) check_.same_extents(in_.y, "y", in_.kept->like);
+    check_.batches_of(in_.dy.size(), batches, "micro-batches of dy", false);
+    check_.batches_of(in_.dx.size(), batches, "micro-batches of dx", true);
+    check_.batches_of(in_.epilogues.size(), batches, "epilogues", true);
+    check_.batches_of(in_.dresidual.size(), batches, "micro-batches of dresidual", true);
+    for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
+      auto const& x = in_.x[k];
+      check_.input(x, batch_name{"x", k, batches}, channels);
+      check_.input_like(in_.dy[k], batch_name{"dy", k, batches}, x);
+      if (is_wanted(dx(k))) check_.written(dx(k), batch_name{"dx", k, batches}, x);
+      check_.epilogue_of(epilogue(k), x, k, batches);
+      if (is_wanted(dresidual(k))) {
+        check_.require(epilogue(k).has_residual() || x.size() == 0,
+                       [] { return "the gradient of a residual is asked for, but there is no residual"; });
+        check_.written(dresidual(k), batch_name{"dresidual", k, batches}, x);
+        check_.require(dx(k).data != dresidual(k).data || x.size() == 0,
+                       [] { return "dx and dresidual are the same memory"; });
+      }
+      count_ += x.count();
+    }
+    check_.values(in_.affine.gamma, "gamma", channels);
+    check_.values(in_.affine.beta, "beta", channels);
+    check_.values(in_.gradients.gamma, "the gradient of gamma", channels);
+    check_.values(in_.gradients.beta, "the gradient of beta", channels);
+    header_ = syncnorm::detail::make_header<T>(name(), channels, count_, check_);
+    // Kernels get nothing of a call that is wrong.
+    if (check_.failed()) in_ = {};
+  }
+
+  void announce(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
+    tensor_view<T const> const none = workspace_->template empty<T>();
+    sums_of(none, none, {}, header, own, stream);
+  }
+  void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
+    if (in_.x.empty()) return announce(header, own, stream);
+    recover(stream);
+    add_packets(*workspace_, in_.x.size(), own, [&](std::size_t k, packet_place const& at) {
+      sums_of(in_.dy[k], in_.x[k], epilogue(k), header, at, stream);
+    });
+  }
+
+  void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) override {
+    Kernels::agree_on_group(all, false, report, stream);
+  }
+  void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
+             cudaStream_t stream) override {
+    auto const gradient = [&](tensor_view<T const> const& dy, tensor_view<T const> const& x, tensor_view<T> const& to,
+                              tensor_view<T> const& to_residual, batch_norm_epilogue<T> const& done, bool first) {
+      // What outlives the pass is written once.
+      Kernels::template backward_elemt<T>(dy, x, to, to_residual, values_of(in_.affine), done, saved_->statistics(),
+                                          all, own, first ? outputs() : affine_outputs{},
+                                          first ? report : fault_report{}, workspace_->limits(), stream);
+    };
+    tensor_view<T const> const none = workspace_->template empty<T>();
+    if (in_.x.empty()) gradient(none, none, {}, {}, {}, true);
+    for (std::size_t k = 0; k < in_.x.size(); ++k)
+      gradient(in_.dy[k], in_.x[k], dx(k), dresidual(k), epilogue(k), k == 0);
+  }
+
+  void run_alone(cudaStream_t stream) override {
+    packet_place const own{workspace_->own().data()};
+    if (in_.x.size() != 1) {
+      local(header(), own, stream);
+      return apply(own_packet(own), own, workspace_->report(), stream);
+    }
+    recover(stream);
+    Kernels::template backward_alone<T>(in_.dy[0], in_.x[0], dx(0), dresidual(0), values_of(in_.affine), epilogue(0),
+                                        saved_->statistics(), header(), own, outputs(), workspace_->report(),
+                                        workspace_->work(), workspace_->limits(), stream);
+  }
+
+private:
+  [[nodiscard]] tensor_view<T> dx(std::size_t k) const { return in_.dx.empty() ? tensor_view<T>{} : in_.dx[k]; }
+  [[nodiscard]] tensor_view<T> dresidual(std::size_t k) const {
+    return in_.dresidual.empty() ? tensor_view<T>{} : in_.dresidual[k];
+  }
+  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const {
+    return in_.epilogues.empty() ? batch_norm_epilogue<T>{} : in_.epilogues[k];
+  }
+  void sums_of(tensor_view<T const> const& dy, tensor_view<T const> const& x, batch_norm_epilogue<T> const& done,
+               syncnorm::detail::packet_header const& header, packet_place const& at, cudaStream_t stream) const {
+    Kernels::template backward_reduce<T>(dy, x, values_of(in_.affine), done, saved_->statistics(), header, at,
+                                         workspace_->work(), workspace_->limits(), stream);
+  }
+  [[nodiscard]] affine_outputs outputs() const {
+    return {outputs_of(in_.gradients.gamma), outputs_of(in_.gradients.beta)};
+  }
+  /// Makes y of a pass in place x again, unless it is so already.
+  void recover(cudaStream_t stream) {
+    if (in_.kept == nullptr || in_.kept->holds_x) return;
+    Kernels::template recover<T>(in_.y, epilogue(0), values_of(in_.affine), saved_->statistics(), in_.kept->memory(),
+                                 workspace_->limits(), stream);
+    in_.kept->holds_x = true;
+  }
+
+  backward_operands<T, P> in_;
+  bool exchange_;
+  batch_norm_saved const* saved_;
+  batch_norm_workspace* workspace_;
+  device_check check_;
+  syncnorm::detail::packet_header header_{};
+  std::int64_t count_ = 0;
+};
 
 /// `batch_norm_backward` by the kernels of `Kernels`.
 template <class Kernels, class T, class P, communicator C>
-void backward(C const& comm, tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx,
-              tensor_view<T> dresidual, affine_parameters<P> affine, affine_gradients<P> gradients,
-              batch_norm_epilogue<T> const& epilogue, batch_norm_backward_options const& options,
+void backward(C const& comm, backward_operands<T, P> const& in, batch_norm_backward_options const& options,
               batch_norm_saved const& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
-  static constexpr std::string_view pass = "batch_norm backward";
-  auto const channels = workspace.channels();
-  device_check check{workspace.device()};
-  check.place(stream);
-  check.require(saved.exists, [] { return "there was no forward pass"; });
-  check.input(x, "x", channels);
-  check.input_like(dy, "dy", x);
-  if (is_wanted(dx)) check.written(dx, "dx", x);
-  check.epilogue_of(epilogue, x);
-  if (is_wanted(dresidual)) {
-    check.require(epilogue.has_residual() || x.size() == 0,
-                  [] { return "the gradient of a residual is asked for, but there is no residual"; });
-    check.written(dresidual, "dresidual", x);
-    check.require(dx.data != dresidual.data || x.size() == 0, [] { return "dx and dresidual are the same memory"; });
-  }
-  check.values(affine.gamma, "gamma", channels);
-  check.values(affine.beta, "beta", channels);
-  check.values(gradients.gamma, "the gradient of gamma", channels);
-  check.values(gradients.beta, "the gradient of beta", channels);
-
-  bool const alone =
-      syncnorm::size(comm) == 1 || !options.exchange || (saved.exists && saved.scope != statistics_scope::all_ranks);
-  if (alone)
-    syncnorm::detail::throw_fault(pass, check);
-  else
-    require_capturable(comm, pass, workspace.agreed(), stream);
-  auto const own = syncnorm::detail::make_header<T>(pass, channels, x.count(), check);
-  auto const report = workspace.report();
-  if (alone) {
-    Kernels::template backward_alone<T>(dy, x, dx, dresidual, values_of(affine), epilogue, saved.statistics(), own,
-                                        workspace.own().data(),
-                                        affine_outputs{outputs_of(gradients.gamma), outputs_of(gradients.beta)}, report,
-                                        workspace.work(), workspace.limits(), stream);
-    return workspace.raise();
-  }
-  bool const wrong = check.failed();
-  if (wrong) {
-    x = dy = {nullptr, 0, channels > 0 ? channels : 0, 0};
-    dx = dresidual = {};
-    affine = {};
-    gradients = {};
-  }
-  auto const done = wrong ? batch_norm_epilogue<T>{} : epilogue;
-  auto const local = [&](syncnorm::detail::packet_header const& header) {
-    Kernels::template backward_reduce<T>(dy, x, values_of(affine), done, saved.statistics(), header,
-                                         workspace.own().data(), workspace.work(), workspace.limits(), stream);
-  };
-  auto const apply = [&](gathered_packets const& packets) {
-    Kernels::template backward_elemt<T>(
-        dy, x, dx, dresidual, values_of(affine), done, saved.statistics(), packets, workspace.own().data(),
-        affine_outputs{outputs_of(gradients.gamma), outputs_of(gradients.beta)}, report, workspace.limits(), stream);
-  };
-  exchange_packets(comm, workspace, workspace.own(), workspace.all(), own, stream, local, apply);
+  backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace};
+  run_pass(comm, pass, stream);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -13,9 +14,10 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
-#include <syncnorm/ops/cuda_batch_norm_backward.hpp>
-#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/cuda_pass.hpp>
 
 namespace syncnorm::cuda::detail {
 
@@ -91,9 +93,10 @@ void double_backward(C const& comm, batch_norm_second_order<T, P> const& second,
                                                packets, from.data(), outputs_of(gamma_gradient), report,
                                                workspace.limits(), stream);
   };
-  if (!alone) return exchange_packets(comm, workspace, from, to, own, stream, local, apply);
+  if (!alone && !workspace.agreed()) workspace.agree(comm, own, stream);
   local(own);
-  apply({from.data(), 1});
+  if (!alone) syncnorm::allgather(comm, std::span<std::byte const>{from}, to, stream);
+  apply(alone ? gathered_packets{from.data(), 1} : gathered_packets{to.data(), syncnorm::size(comm)});
   workspace.raise();
 }
 

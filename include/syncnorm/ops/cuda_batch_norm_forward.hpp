@@ -1,6 +1,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -14,52 +16,13 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/cuda_pass.hpp>
 
-namespace syncnorm::cuda {
-
-namespace detail {
-
-template <class P>
-[[nodiscard]] channel_values values_of(std::span<P const> values) {
-  return values.empty() ? channel_values{} : channel_values{values.data()};
-}
-template <class P>
-[[nodiscard]] channel_outputs outputs_of(std::span<P> values) {
-  return values.empty() ? channel_outputs{} : channel_outputs{values.data()};
-}
-template <class P>
-[[nodiscard]] affine_values values_of(affine_parameters<P> const& affine) {
-  return {values_of(affine.gamma), values_of(affine.beta)};
-}
-
-/// What no rank can let the others know of by an exchange: that there can be none on this stream.
-template <communicator C>
-void require_capturable(C const& comm, std::string_view pass, bool agreed, cudaStream_t stream) {
-  if (!is_capturing(stream)) return;
-  if constexpr (requires { comm.capturable(); })
-    if (!comm.capturable())
-      throw invalid_argument_error{std::string{pass} + ": the stream is being captured in a graph, and the exchange of "
-                                                       "this communicator cannot be"};
-  if (!agreed)
-    throw invalid_argument_error{std::string{pass} + ": the stream is being captured in a graph before the ranks have "
-                                                     "agreed: call prepare(stream) on every rank first"};
-}
-
-/// Exchanges the packets `from` of a pass into `to`, in which the ranks agree beforehand if they have not yet: local(header), an
-/// allgather, then apply(packets). Of a header with a fault, `local` writes the header alone.
-template <communicator C, class Local, class Apply>
-void exchange_packets(C const& comm, batch_norm_workspace& workspace, std::span<std::byte const> from,
-                      std::span<std::byte> to, syncnorm::detail::packet_header const& own, cudaStream_t stream,
-                      Local const& local, Apply const& apply) {
-  if (!workspace.agreed()) workspace.agree(comm, own, stream);
-  local(own);
-  syncnorm::allgather(comm, from, to, stream);
-  apply(gathered_packets{to.data(), syncnorm::size(comm)});
-  workspace.raise();
-}
+namespace syncnorm::cuda::detail {
 
 /// What a forward pass says of itself.
 template <class T, class P>
@@ -76,87 +39,185 @@ forward_header(std::int64_t channels, std::int64_t count, affine_parameters<P> c
   return own;
 }
 
-/// `batch_norm_forward` by the kernels of `Kernels`; `scope` is all_ranks or this_rank, which exchanges nothing.
-template <class Kernels, class T, class P, communicator C>
-void forward(C const& comm, tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine,
-             running_statistics<P> running, batch_norm_options const& options, batch_norm_epilogue<T> const& epilogue,
-             statistics_scope scope, batch_norm_saved& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
-  static constexpr std::string_view pass = "batch_norm forward";
-  auto const channels = workspace.channels();
-  device_check check{workspace.device()};
-  check.require(channels >= 0, [&] { return check.text("the number of channels is negative: ", channels); });
-  check.place(stream);
-  check.input(x, "x", channels);
-  check.written(y, "y", x);
-  check.values(affine.gamma, "gamma", channels);
-  check.values(affine.beta, "beta", channels);
-  check.options(options, running, channels);
-  check.require(options.exchange != exchange_policy::reduce,
-                [] { return "the exchange policy is reduce, but on a device ranks only gather"; });
-  check.values(running.mean, "running_mean", channels);
-  check.values(running.var, "running_var", channels);
-  if (running.num_batches_tracked != nullptr) check.memory(running.num_batches_tracked, "num_batches_tracked");
-  check.epilogue_of(epilogue, x);
+/// What a forward pass reads and writes: K micro-batches that share one statistic, and the state of the layer.
+template <class T, class P>
+struct forward_operands {
+  std::span<tensor_view<T const> const> x;
+  std::span<tensor_view<T> const> y;
+  affine_parameters<P> affine;
+  running_statistics<P> running;
+  statistics_scope scope = statistics_scope::all_ranks;
+  std::span<batch_norm_epilogue<T> const> epilogues{}; ///< none, or K
+  batch_norm_kept<T>* kept = nullptr;                  ///< of one y that is x; null: not in place
+};
 
-  bool const alone = syncnorm::size(comm) == 1 || scope == statistics_scope::this_rank;
-  if (alone) {
-    check.require(x.count() != 1 || epilogue.mask,
-                  [] { return "training needs more than 1 value per channel over all ranks, got 1"; });
-    syncnorm::detail::throw_fault(pass, check);
-  } else {
-    require_capturable(comm, pass, workspace.agreed(), stream);
-  }
-  auto const own = forward_header<T>(channels, x.count(), affine, running, options, check);
-  running_outputs const outputs{outputs_of(running.mean), outputs_of(running.var), running.num_batches_tracked};
-  auto const report = workspace.report();
-  saved.scope = scope;
-  saved.exists = true;
-  if (alone) {
-    Kernels::template forward_alone<T>(x, y, values_of(affine), epilogue, options, own, workspace.own().data(),
-                                       saved.statistics(), outputs, report, workspace.work(), workspace.limits(),
-                                       stream);
-    return workspace.raise();
-  }
-  // Kernels get nothing of a call that is wrong.
-  bool const wrong = check.failed();
-  if (wrong) x = {nullptr, 0, std::max<std::int64_t>(channels, 0), 0}, y = {nullptr, 0, x.channels, 0}, affine = {};
-  auto const done = wrong ? batch_norm_epilogue<T>{} : epilogue;
-  exchange_packets(
-      comm, workspace, workspace.own(), workspace.all(), own, stream,
-      [&](auto const& header) {
-        Kernels::template local_moments<T>(x, done.mask, header, workspace.own().data(), workspace.work(),
-                                           workspace.limits(), stream);
-      },
-      [&](gathered_packets const& packets) {
-        Kernels::template normalize<T>(x, y, values_of(affine), done, options, packets, saved.statistics(),
-                                       wrong ? running_outputs{} : outputs, report, workspace.work(),
-                                       workspace.limits(), stream);
-      });
-}
-
-/// `batch_norm_inference` by the kernels of `Kernels`.
+/// A forward pass by the kernels of `Kernels`. Its statistics are of all ranks, of this rank, or, where they are constant, the running
+/// ones.
 template <class Kernels, class T, class P>
-void inference(tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine, std::span<P const> mean,
-               std::span<P const> var, batch_norm_options const& options, batch_norm_epilogue<T> const& epilogue,
-               batch_norm_saved& saved, batch_norm_workspace const& workspace, cudaStream_t stream) {
-  auto const channels = workspace.channels();
-  device_check check{workspace.device()};
-  check.place(stream);
-  check.input(x, "x", channels);
-  check.written(y, "y", x);
-  check.values(affine.gamma, "gamma", channels);
-  check.values(affine.beta, "beta", channels);
-  check.values(mean, "mean", channels);
-  check.values(var, "var", channels);
-  check.eps(options.eps);
-  check.epilogue_of(epilogue, x);
-  syncnorm::detail::throw_fault("batch_norm inference", check);
-  saved.scope = statistics_scope::constant;
-  saved.exists = true;
-  Kernels::template normalize_constant<T>(x, y, values_of(affine), epilogue, options, values_of(mean), values_of(var),
-                                          saved.statistics(), workspace.limits(), stream);
+class forward_pass final : public device_pass {
+public:
+  /// Borrows everything.
+  forward_pass(forward_operands<T, P> const& in, batch_norm_options const& options, batch_norm_saved& saved,
+               batch_norm_workspace& workspace)
+      : in_{in}, options_{options}, saved_{&saved}, workspace_{&workspace}, check_{workspace.device()} {}
+
+  [[nodiscard]] std::string_view name() const override {
+    return constant() ? "batch_norm inference" : "batch_norm forward";
+  }
+  [[nodiscard]] batch_norm_workspace& workspace() const override { return *workspace_; }
+  [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
+  [[nodiscard]] std::string const& fault() const override { return check_.fault(); }
+  [[nodiscard]] syncnorm::detail::packet_header const& header() const override { return header_; }
+
+  void check(bool alone, cudaStream_t stream) override {
+    auto const channels = workspace_->channels();
+    auto const batches = in_.x.size();
+    using syncnorm::detail::batch_name;
+    check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
+    check_.place(stream);
+    check_.require(in_.y.size() == batches, [&] {
+      return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", batches, " as of x");
+    });
+    check_.batches_of(in_.epilogues.size(), batches, "epilogues", true);
+    bool masked = false;
+    for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
+      check_.input(in_.x[k], batch_name{"x", k, batches}, channels);
+      check_.written(in_.y[k], batch_name{"y", k, batches}, in_.x[k]);
+      check_.epilogue_of(epilogue(k), in_.x[k], k, batches);
+      masked |= static_cast<bool>(epilogue(k).mask);
+      count_ += in_.x[k].count();
+    }
+    check_.values(in_.affine.gamma, "gamma", channels);
+    check_.values(in_.affine.beta, "beta", channels);
+    if (constant())
+      check_.eps(options_.eps);
+    else
+      check_.options(options_, in_.running, channels);
+    check_.require(options_.exchange != exchange_policy::reduce || constant(),
+                   [] { return "the exchange policy is reduce, but on a device ranks only gather"; });
+    check_.values(in_.running.mean, "running_mean", channels);
+    check_.values(in_.running.var, "running_var", channels);
+    if (in_.running.num_batches_tracked != nullptr)
+      check_.memory(in_.running.num_batches_tracked, "num_batches_tracked");
+    if (alone && !constant())
+      check_.require(count_ != 1 || masked,
+                     [] { return "training needs more than 1 value per channel over all ranks, got 1"; });
+    if (in_.kept != nullptr && !check_.failed()) reserve(stream);
+    header_ = forward_header<T>(channels, count_, in_.affine, in_.running, options_, check_);
+
+    // Kernels get nothing of a call that is wrong.
+    if (check_.failed()) in_ = {{}, {}, {}, {}, in_.scope, {}, nullptr};
+  }
+
+  void announce(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
+    moments_of(workspace_->template empty<T>(), {}, header, own, stream);
+  }
+  void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
+    if (in_.x.empty()) return announce(header, own, stream);
+    keep(stream);
+    add_packets(*workspace_, in_.x.size(), own, [&](std::size_t k, packet_place at) {
+      if (keeps()) at.kept_state = in_.kept->memory().state;
+      moments_of(in_.x[k], epilogue(k).mask, header, at, stream);
+    });
+  }
+
+  void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) override {
+    Kernels::agree_on_group(all, true, report, stream);
+  }
+  void apply(gathered_packets const& all, packet_place const&, fault_report const& report,
+             cudaStream_t stream) override {
+    save();
+    auto const normalize = [&](tensor_view<T const> const& x, tensor_view<T> const& y,
+                               batch_norm_epilogue<T> const& done, bool first) {
+      // What outlives the pass is written once.
+      Kernels::template normalize<T>(x, y, values_of(in_.affine), done, options_, all, saved_->statistics(),
+                                     first ? running() : running_outputs{}, first ? report : fault_report{},
+                                     workspace_->work(), workspace_->limits(), stream);
+    };
+    if (in_.x.empty()) normalize(workspace_->template empty<T>(), workspace_->template empty<T>(), {}, true);
+    for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k), k == 0);
+  }
+
+  void run_alone(cudaStream_t stream) override {
+    packet_place own{workspace_->own().data()};
+    if (!constant() && in_.x.size() != 1) {
+      local(header(), own, stream);
+      return apply(own_packet(own), own, workspace_->report(), stream);
+    }
+    save();
+    keep(stream);
+    if (keeps()) own.kept_state = in_.kept->memory().state;
+    if (!constant())
+      return Kernels::template forward_alone<T>(in_.x[0], in_.y[0], values_of(in_.affine), epilogue(0), options_,
+                                                header(), own, saved_->statistics(), running(), workspace_->report(),
+                                                workspace_->work(), workspace_->limits(), stream);
+    auto const mean = values_of(std::span<P const>{in_.running.mean}),
+               var = values_of(std::span<P const>{in_.running.var});
+    for (std::size_t k = 0; k < in_.x.size(); ++k)
+      Kernels::template normalize_constant<T>(in_.x[k], in_.y[k], values_of(in_.affine), epilogue(k), options_, mean,
+                                              var, saved_->statistics(), own.kept_state, workspace_->report(),
+                                              workspace_->limits(), stream);
+  }
+
+private:
+  [[nodiscard]] bool constant() const { return in_.scope == statistics_scope::constant; }
+  [[nodiscard]] bool keeps() const { return in_.kept != nullptr && !in_.x.empty() && in_.x[0].size() != 0; }
+  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const {
+    return in_.epilogues.empty() ? batch_norm_epilogue<T>{} : in_.epilogues[k];
+  }
+  [[nodiscard]] running_outputs running() const {
+    return {outputs_of(in_.running.mean), outputs_of(in_.running.var), in_.running.num_batches_tracked};
+  }
+  void moments_of(tensor_view<T const> const& x, mask_view mask, syncnorm::detail::packet_header const& header,
+                  packet_place const& at, cudaStream_t stream) const {
+    Kernels::template local_moments<T>(x, mask, header, at, workspace_->work(), workspace_->limits(), stream);
+  }
+  void save() {
+    saved_->scope = in_.scope;
+    saved_->exists = true;
+  }
+
+  void reserve(cudaStream_t stream) {
+    auto const& x = in_.x[0];
+    auto const of = epilogue(0).activation;
+    if (x.size() != 0 && !in_.kept->suits(x.count(), of)) {
+      check_.require(!is_capturing(stream), [] {
+        return "the stream is being captured in a graph before there is memory for what is kept: call "
+               "reserve_in_place() first";
+      });
+      if (check_.failed()) return;
+      try { // the other ranks are waiting
+        in_.kept->reserve(x.count(), in_.affine, of, (x.channels + 15) / 16, stream);
+      } catch (cuda_error const& e) {
+        check_.require(false, [&] { return std::string{e.what()}; });
+        return;
+      }
+    }
+    in_.kept->like = x;
+    in_.kept->like.data = nullptr;
+    in_.kept->holds_x = x.size() == 0;
+  }
+  void keep(cudaStream_t stream) {
+    if (keeps())
+      Kernels::template keep<T>(in_.y[0], values_of(in_.affine), epilogue(0).activation, in_.kept->memory(),
+                                workspace_->limits(), stream);
+  }
+
+  forward_operands<T, P> in_;
+  batch_norm_options options_;
+  batch_norm_saved* saved_;
+  batch_norm_workspace* workspace_;
+  device_check check_;
+  syncnorm::detail::packet_header header_{};
+  std::int64_t count_ = 0;
+};
+
+/// `batch_norm_forward` by the kernels of `Kernels`.
+template <class Kernels, class T, class P, communicator C>
+void forward(C const& comm, forward_operands<T, P> const& in, batch_norm_options const& options,
+             batch_norm_saved& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
+  forward_pass<Kernels, T, P> pass{in, options, saved, workspace};
+  run_pass(comm, pass, stream);
 }
 
-} // namespace detail
-
-} // namespace syncnorm::cuda
+} // namespace syncnorm::cuda::detail

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
@@ -17,7 +19,10 @@
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_double_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/cuda_pending_passes.hpp>
+
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 
 namespace syncnorm::cuda {
@@ -57,14 +62,7 @@ public:
   /// y = batch_norm(x), `[N, C, S]` in device memory; as on the host.
   void forward(tensor_view<T const> x, tensor_view<T> y, cudaStream_t stream) { forward(x, y, {}, stream); }
   void forward(tensor_view<T const> x, tensor_view<T> y, batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
-    bool const by_batch = training_ && !frozen_;
-    if (by_batch || !options_.track_running_stats)
-      detail::forward<Kernels, T, P>(
-          comm_, x, y, affine(), by_batch ? running() : running_statistics<P>{}, options_.norm, epilogue,
-          by_batch ? statistics_scope::all_ranks : statistics_scope::this_rank, saved_, workspace_, stream);
-    else
-      detail::inference<Kernels, T, P>(x, y, affine(), running_mean_, running_var_, options_.norm, epilogue, saved_,
-                                       workspace_, stream);
+    run_forward(std::array<tensor_view<T const>, 1>{x}, std::array{y}, std::span{&epilogue, 1}, nullptr, stream);
   }
 
   /// dx for the latest forward pass, whose x this has to be; adds to the gradients of gamma and beta. A default `dx`: not
@@ -80,8 +78,90 @@ public:
   void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
                 batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
                 batch_norm_backward_options const& options, cudaStream_t stream) {
-    detail::backward<Kernels, T, P>(comm_, dy, x, dx, dresidual, affine(), {gamma_grad_, beta_grad_}, epilogue, options,
-                                    saved_, workspace_, stream);
+    run_backward(x, dy, dx, epilogue, dresidual, options, nullptr, {}, stream);
+  }
+
+  /// `forward` over x itself, of which `backward_in_place` needs no copy: it recovers x from y, up to rounding, where gamma,
+  /// beta and the activation allow it, and keeps the other channels. The first one for as large a tensor makes room for those,
+  /// and for a sixteenth of all besides, as gamma and beta move: for that it waits for the stream. Where that is not enough, it is an
+  /// error on every rank, and x stays: then, and before a first pass is captured in a graph, call `reserve_in_place`.
+  /// The residual has to stay until `backward_in_place`.
+  void forward_in_place(tensor_view<T> x, batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
+    run_forward(std::array<tensor_view<T const>, 1>{x}, std::array{x}, std::span{&epilogue, 1}, &kept_, stream);
+  }
+  void forward_in_place(tensor_view<T> x, cudaStream_t stream) { forward_in_place(x, {}, stream); }
+
+  /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards. dx
+  /// may be y or dy.
+  void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
+                         batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
+                         batch_norm_backward_options const& options, cudaStream_t stream) {
+    run_backward(y, dy, dx, epilogue, dresidual, options, &kept_, y, stream);
+  }
+  void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx, cudaStream_t stream) {
+    backward_in_place(y, dy, dx, {}, {}, {}, stream);
+  }
+
+  /// Makes room for what passes in place keep of tensors as large as `x`, by gamma and beta as they are, and for `spare` channels
+  /// more. Local; allocates, waits for the stream, and drops what is kept.
+  void reserve_in_place(tensor_view<T const> x, activation const& of, std::int64_t spare, cudaStream_t stream) {
+    kept_.reserve(x.count(), affine(), of, spare, stream);
+  }
+  /// What the latest `forward_in_place` has kept of x.
+  [[nodiscard]] batch_norm_kept<T> const& kept() const noexcept { return kept_; }
+
+  /// `forward` and `backward` of K micro-batches by one statistic, with one exchange, as on the host: `[N_k, C, S_k]` for each
+  /// k < K, in which ranks may differ, K included. Epilogues: none, or one for each. No dx or dresidual: not needed.
+  void forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
+               std::span<batch_norm_epilogue<T> const> epilogues, cudaStream_t stream) {
+    run_forward(x, y, epilogues, nullptr, stream);
+  }
+  void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
+                std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options,
+                std::span<batch_norm_epilogue<T> const> epilogues, std::span<tensor_view<T> const> dresidual,
+                cudaStream_t stream) {
+    detail::backward<Kernels, T, P>(comm_, {dy, x, dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual},
+                                    options, saved_, workspace_, stream);
+  }
+
+  /// `forward` up to the exchange, which goes on beside what the caller enqueues meanwhile; `finish` of what is returned completes
+  /// it. Collective where `forward` is. The first one of as many that are pending at a time allocates.
+  [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y,
+                                             batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
+    return begin(plan_forward(x, y, epilogue), stream);
+  }
+  /// `backward` in two phases.
+  [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                                              batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
+                                              batch_norm_backward_options const& options, cudaStream_t stream) {
+    return begin(plan_backward(x, dy, dx, options, epilogue, dresidual), stream);
+  }
+
+  /// `forward`, described for a `batch_norm_group`. The layer must stay where it is until the pass is finished.
+  [[nodiscard]] batch_norm_pass plan_forward(tensor_view<T const> x, tensor_view<T> y,
+                                             batch_norm_epilogue<T> const& epilogue = {}) {
+    return plan_forward(std::array<tensor_view<T const>, 1>{x}, std::array{y}, std::span{&epilogue, 1});
+  }
+  [[nodiscard]] batch_norm_pass plan_forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
+                                             std::span<batch_norm_epilogue<T> const> epilogues = {}) {
+    return batch_norm_pass{std::make_unique<detail::planned_forward<Kernels, T, P>>(
+        forward_operands(x, y, epilogues, nullptr), options_.norm, saved_, workspace_)};
+  }
+  /// `backward`, described for a `batch_norm_group`.
+  [[nodiscard]] batch_norm_pass plan_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                                              batch_norm_backward_options const& options = {},
+                                              batch_norm_epilogue<T> const& epilogue = {},
+                                              tensor_view<T> dresidual = {}) {
+    return plan_backward(std::array{x}, std::array{dy}, std::array{dx}, options, std::span{&epilogue, 1},
+                         std::array{dresidual});
+  }
+  [[nodiscard]] batch_norm_pass
+  plan_backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
+                std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options,
+                std::span<batch_norm_epilogue<T> const> epilogues, std::span<tensor_view<T> const> dresidual) {
+    return batch_norm_pass{std::make_unique<detail::planned_backward<Kernels, T, P>>(
+        detail::backward_operands<T, P>{dy, x, dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual},
+        options.exchange, saved_, workspace_)};
   }
 
   /// The gradients of the latest backward pass, whose x, dy and epilogue these have to be; adds to the gradient of gamma. As
@@ -140,7 +220,7 @@ public:
 
 private:
   basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options, device_limits const& limits)
-      : comm_{std::move(comm)}, options_{options}, channels_{channels}, saved_{channels},
+      : comm_{std::move(comm)}, options_{options}, channels_{channels}, saved_{channels}, kept_{channels},
         workspace_{channels, syncnorm::size(comm_), limits, workspace_bytes(channels, limits)} {
     detail::memory_cutter sizes;
     cut(sizes);
@@ -174,6 +254,37 @@ private:
                                    "cudaMemcpy");
   }
 
+  [[nodiscard]] detail::forward_operands<T, P> forward_operands(std::span<tensor_view<T const> const> x,
+                                                                std::span<tensor_view<T> const> y,
+                                                                std::span<batch_norm_epilogue<T> const> epilogues,
+                                                                batch_norm_kept<T>* kept) const {
+    bool const by_batch = training_ && !frozen_;
+    auto const scope = by_batch                       ? statistics_scope::all_ranks
+                       : options_.track_running_stats ? statistics_scope::constant
+                                                      : statistics_scope::this_rank;
+    return {x, y, affine(), running(), scope, epilogues, kept};
+  }
+  void run_forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
+                   std::span<batch_norm_epilogue<T> const> epilogues, batch_norm_kept<T>* kept, cudaStream_t stream) {
+    detail::forward<Kernels, T, P>(comm_, forward_operands(x, y, epilogues, kept), options_.norm, saved_, workspace_,
+                                   stream);
+  }
+  [[nodiscard]] pending_passes begin(batch_norm_pass pass, cudaStream_t stream) {
+    std::vector<batch_norm_pass> one;
+    one.push_back(std::move(pass));
+    bool agreed = workspace_.agreed();
+    return pending_passes::begin(comm_, std::move(one), workspace_.pool(), workspace_.passes_report(), agreed, stream);
+  }
+  void run_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                    batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
+                    batch_norm_backward_options const& options, batch_norm_kept<T>* kept, tensor_view<T> y,
+                    cudaStream_t stream) {
+    detail::backward<Kernels, T, P>(
+        comm_,
+        {{&dy, 1}, {&x, 1}, {&dx, 1}, affine(), {gamma_grad_, beta_grad_}, {&epilogue, 1}, {&dresidual, 1}, kept, y},
+        options, saved_, workspace_, stream);
+  }
+
   [[nodiscard]] affine_parameters<P> affine() const { return {gamma_, beta_}; }
   [[nodiscard]] running_statistics<P> running() const {
     if (!options_.track_running_stats) return {};
@@ -188,6 +299,7 @@ private:
   std::int64_t* num_batches_tracked_ = nullptr;
   bool training_ = true, frozen_ = false;
   batch_norm_saved saved_;
+  batch_norm_kept<T> kept_;
   batch_norm_workspace workspace_;
 };
 

@@ -13,6 +13,8 @@
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
+#include <syncnorm/ops/detail/cuda_packets.hpp>
+
 #include <syncnorm/ops/detail/cuda_report.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
@@ -65,7 +67,8 @@ class batch_norm_workspace {
 public:
   /// `work_bytes`: of the kernels' workspace.
   batch_norm_workspace(std::int64_t channels, int ranks, device_limits const& limits, std::size_t work_bytes)
-      : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks} {
+      : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks}, pool_{{channels},
+                                                                                                        ranks} {
     syncnorm::detail::require_cuda(cudaGetDevice(&device_), "cudaGetDevice");
     detail::memory_cutter sizes;
     cut(sizes, work_bytes);
@@ -79,6 +82,13 @@ public:
   [[nodiscard]] device_limits const& limits() const noexcept { return limits_; }
   [[nodiscard]] workspace const& work() const noexcept { return work_; }
   [[nodiscard]] fault_report report() const { return report_.on_device(); }
+  /// A tensor of no elements.
+  template <class T>
+  [[nodiscard]] tensor_view<T> empty() const {
+    return {nullptr, 0, channels_ > 0 ? channels_ : 0, 0};
+  }
+  /// A packet of micro-batches, 0 or 1.
+  [[nodiscard]] std::byte* scratch(std::size_t i) const { return scratch_ + i * packet_bytes(channels_); }
   [[nodiscard]] std::span<std::byte> own() const { return {own_, packet_bytes(channels_)}; }
   [[nodiscard]] std::span<std::byte> all() const {
     return {all_, packet_bytes(channels_) * static_cast<std::size_t>(ranks_)};
@@ -96,6 +106,10 @@ public:
     double_memory_ = detail::device_memory{bytes * static_cast<std::size_t>(1 + ranks_)};
     double_bytes_ = bytes;
   }
+
+  /// Of passes in two phases.
+  [[nodiscard]] detail::packet_pool& pool() noexcept { return pool_; }
+  [[nodiscard]] detail::pass_report& passes_report() noexcept { return report_; }
 
   /// Whether the ranks are known to have this number of channels.
   [[nodiscard]] bool agreed() const noexcept { return agreed_; }
@@ -136,6 +150,7 @@ private:
     auto const bytes = packet_bytes(channels_);
     own_ = cutter.take<std::byte>(bytes);
     all_ = cutter.take<std::byte>(bytes * ranks);
+    scratch_ = cutter.take<std::byte>(bytes * 2);
     heads_ = cutter.take<std::byte>(sizeof(syncnorm::detail::packet_header) * (1 + ranks));
     work_ = {cutter.take<std::byte>(work_bytes), work_bytes};
   }
@@ -146,9 +161,11 @@ private:
   int device_ = 0;
   device_limits limits_;
   detail::pass_report report_;
+  detail::packet_pool pool_;
+
   detail::device_memory memory_, double_memory_;
   std::size_t double_bytes_ = 0;
-  std::byte *own_ = nullptr, *all_ = nullptr, *heads_ = nullptr;
+  std::byte *own_ = nullptr, *all_ = nullptr, *scratch_ = nullptr, *heads_ = nullptr;
   workspace work_;
 };
 

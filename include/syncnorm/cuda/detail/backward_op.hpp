@@ -19,7 +19,7 @@ namespace syncnorm::cuda::detail {
 /// The sums of a backward pass over all ranks, and of this one.
 struct backward_statistics {
   gathered_packets packets{};
-  std::byte const* own = nullptr;
+  packet_place own{};
   saved_statistics saved{};
   affine_values affine{};
   affine_outputs gradients{};
@@ -34,7 +34,7 @@ struct backward_statistics {
 
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
-    incoming_packets const from{packets, channels, values}, mine{{own, 1}, channels, values};
+    incoming_packets const from{packets, channels}, mine{own_packet(own), channels};
     summary s{hw.load(saved.mean + c), hw.load(saved.inv_std + c), 0, 0, mine.value(hw, 0, 0, c),
               mine.value(hw, 0, 1, c), hw.load(saved.count)};
     for (int rank = 0; rank < from.ranks(); ++rank) {

@@ -46,10 +46,15 @@ public:
     require(of.mask.samples == x.samples && of.mask.spatial == x.spatial, "the mask has other extents than x");
     require(of.mask.data != nullptr || x.count() == 0, "the mask is null");
   }
+  void kept(kept_channels const& of) const {
+    require(of.list != nullptr && of.state != nullptr, "there is no memory for the list of kept channels");
+    require(of.elements != nullptr || of.room == 0, "there is no memory for kept channels");
+  }
   void packet(std::byte const* data) const {
     require(data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 8 == 0,
             "a packet is null or not aligned to 8 bytes");
   }
+  void packet(packet_place const& of) const { packet(of.data); }
   void packets(gathered_packets const& of) const {
     packet(of.data);
     require(of.ranks > 0, "there are no packets");

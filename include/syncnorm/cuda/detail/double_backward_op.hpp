@@ -19,7 +19,7 @@ namespace syncnorm::cuda::detail {
 /// The sums of a double backward pass over all ranks, and of this one; rows as in `double_backward_sums_op`.
 struct double_backward_statistics {
   gathered_packets packets{};
-  std::byte const* own = nullptr;
+  packet_place own{};
   saved_statistics saved{};
   affine_values affine{};
   channel_values gamma_gradient{}, beta_gradient{}; ///< the gradients with respect to those of gamma and beta
@@ -37,7 +37,7 @@ struct double_backward_statistics {
 
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
-    incoming_packets const from{packets, channels, values}, mine{{own, 1}, channels, values};
+    incoming_packets const from{packets, channels}, mine{own_packet(own), channels};
     double sums[values];
     for (int v = 0; v < values; ++v) {
       sums[v] = 0;

@@ -28,7 +28,9 @@ struct forward_statistics {
   running_outputs running{};
   affine_values affine{};
   fault_report report{};
-  std::uint32_t* ticket = nullptr; ///< how many groups are done with the counter; 0 between launches
+  std::uint32_t* ticket = nullptr;          ///< how many groups are done with the counter; 0 between launches
+  std::int64_t const* kept_state = nullptr; ///< of `kept_channels`; null: y is not in place
+  bool inverts = false; ///< makes x of y again, by `saved` of a forward pass, unless that failed; writes nothing else
 
   static constexpr int values = 2;
 
@@ -39,19 +41,25 @@ struct forward_statistics {
 
   [[nodiscard]] SYNCNORM_DEVICE bool constant() const { return packets.data == nullptr; }
   template <class Hw>
-  [[nodiscard]] SYNCNORM_DEVICE bool failed_before(Hw const&) const {
-    return false;
+  [[nodiscard]] SYNCNORM_DEVICE bool failed_before(Hw const& hw) const {
+    return kept_state != nullptr && hw.load(kept_state) < 0;
+  }
+  /// What makes one channel fail the pass.
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE bool refuses(Hw const& hw, summary const& s) const {
+    return inverts ? s.count < 0 : s.count == 1 || (constant() && failed_before(hw));
   }
 
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
     moments<double> all;
+    if (inverts) return {hw.load(saved.mean + c), hw.load(saved.inv_std + c), 0, hw.load(saved.count)};
     if (constant()) {
       double const held = load_value(hw, running.var, c, 1);
       double const inv_std = 1 / (variance == running_variance::standard_deviation ? held : std::sqrt(held + eps));
       return {load_value(hw, running.mean, c, 0), inv_std, held, 0};
     }
-    incoming_packets const from{packets, channels, values};
+    incoming_packets const from{packets, channels};
     for (int rank = 0; rank < from.ranks(); ++rank)
       all = merge(all, {from.count(hw, rank), from.value(hw, rank, 0, c), from.value(hw, rank, 1, c)});
     return summarize(all);
@@ -71,6 +79,7 @@ struct forward_statistics {
   /// Writes what a channel leaves.
   template <class Hw>
   SYNCNORM_DEVICE void commit(Hw const& hw, std::int64_t c, summary const& s) const {
+    if (inverts) return;
     if (saved.mean != nullptr) {
       hw.store(saved.mean + c, s.mean);
       hw.store(saved.inv_std + c, s.inv_std);
@@ -97,12 +106,14 @@ struct forward_statistics {
   }
   template <class Hw>
   SYNCNORM_DEVICE void fail(Hw const& hw, incoming_packets const& from, pass_fault fault) const {
-    from.tell(hw, report, fault);
+    if (inverts) return;
+    from.tell(hw, report, constant() ? pass_fault::no_room : fault);
     if (hw.thread() == 0 && saved.count != nullptr) hw.store(saved.count, std::int64_t{-1});
   }
 };
 
-/// y = f((x − center)·scale + shift + residual), or 0 where positions do not count.
+/// y = f((x − center)·scale + shift + residual), or 0 where positions do not count; or the other way round, where `slope` is that
+/// of the inverse, x = (f⁻¹(y) − residual − shift)/scale + center.
 template <class T, bool Epilogue>
 struct normalize_op {
   using element_type = T;
@@ -129,6 +140,9 @@ struct normalize_op {
   SYNCNORM_DEVICE void coefficients_of(Summary const& s, double gamma, double beta, A (&k)[coefficients]) const {
     auto const made = make_normalize_coefficients<A>(s.mean, s.inv_std, gamma, beta);
     k[0] = made.center, k[1] = made.scale, k[2] = made.shift;
+    if (!statistics.inverts) return;
+    double const scale = s.inv_std * gamma;
+    k[0] = made.shift, k[1] = scale == 0 ? A{0} : static_cast<A>(1 / scale), k[2] = made.center;
   }
   template <axis Axis, bool Whole, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
@@ -144,11 +158,17 @@ struct normalize_op {
         in[1] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
     }
   }
+  template <bool Forward = false>
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
-    A v = (static_cast<A>(in[0]) - k[0]) * k[1] + k[2];
+    A v = static_cast<A>(in[0]);
     if constexpr (Epilogue) {
-      if (residual.data != nullptr) v += static_cast<A>(in[1]);
-      v = counts ? activate(v, slope) : A{0};
+      bool const inverts = !Forward && statistics.inverts;
+      A const r = residual.data != nullptr ? static_cast<A>(in[1]) : A{0};
+      if (inverts) v = activate(v, slope) - r;
+      v = (v - k[0]) * k[1] + k[2];
+      if (!inverts) v = counts ? activate(v + r, slope) : A{0};
+    } else {
+      v = (v - k[0]) * k[1] + k[2];
     }
     out[0] = static_cast<T>(v);
   }

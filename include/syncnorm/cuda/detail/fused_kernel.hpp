@@ -114,9 +114,9 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   bool const failed_before = statistics.failed_before(hw);
   if (hw.barrier_or(too_few || failed_before)) {
     if (hw.block() != 0) return;
-    if (hw.thread() == 0) write_header(hw, a.packet, a.sums.saved_count, 0.0, false);
+    if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
     hw.barrier();
-    incoming_packets const from{{a.packet.data, 1}, a.cut.channels, Sums::values};
+    incoming_packets const from{{a.packet.to.data, 1}, a.cut.channels};
     statistics.fail(hw, from, failed_before ? pass_fault::disagreement : pass_fault::one_value);
     return;
   }
@@ -131,7 +131,7 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
     kept.get(hw, items.item(), one.in[0]);
     spot const at = items.here();
     a.map.template load_rest<axis::positions, false>(hw, at, one.in[0]);
-    one.template store<false>(hw, a.map, items, k);
+    one.template store<false, true>(hw, a.map, items, k);
   }
 }
 

@@ -13,7 +13,7 @@ namespace syncnorm::cuda::detail {
 template <class Architectures, class T>
 cudaError_t launch_backward_reduce(tensor_view<T const> dy, tensor_view<T const> x, affine_values const& affine,
                                    batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved,
-                                   packet_header const& header, std::byte* packet, workspace const& work,
+                                   packet_header const& header, packet_place const& packet, workspace const& work,
                                    device_limits const& limits, cudaStream_t stream) {
   auto const run = [&](auto const& op) {
     return launch_reduction<Architectures>(make_reduction(op, header, packet, work, limits, op.threads), stream);
@@ -37,7 +37,7 @@ template <class Architectures, class T>
 cudaError_t launch_backward_on_chip(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx,
                                     tensor_view<T> dresidual, batch_norm_epilogue<T> const& epilogue,
                                     backward_statistics const& statistics, packet_header const& header,
-                                    std::byte* packet, cudaStream_t stream) {
+                                    packet_place const& packet, cudaStream_t stream) {
   auto const run = [&]<bool Epilogue>(std::bool_constant<Epilogue>) {
     auto const sums = make_backward_sums<T, Epilogue>(dy, x, statistics.affine, epilogue, statistics.saved);
     auto const op = make_gradient<T, Epilogue>(dy, x, dx, dresidual, epilogue, statistics);

@@ -9,8 +9,9 @@
 namespace syncnorm::cuda::detail {
 
 template <class Architectures, class T>
-cudaError_t launch_local_moments(tensor_view<T const> x, mask_view mask, packet_header const& header, std::byte* packet,
-                                 workspace const& work, device_limits const& limits, cudaStream_t stream) {
+cudaError_t launch_local_moments(tensor_view<T const> x, mask_view mask, packet_header const& header,
+                                 packet_place const& packet, workspace const& work, device_limits const& limits,
+                                 cudaStream_t stream) {
   using op = moments_op<T>;
   return launch_reduction<Architectures>(make_reduction(op{x, mask}, header, packet, work, limits, op::threads),
                                          stream);
@@ -27,8 +28,8 @@ cudaError_t launch_normalize(tensor_view<T const> x, tensor_view<T> y, batch_nor
 /// In one launch; the caller has asked `fits_on_chip`.
 template <class Architectures, class T>
 cudaError_t launch_forward_on_chip(tensor_view<T const> x, tensor_view<T> y, batch_norm_epilogue<T> const& epilogue,
-                                   forward_statistics const& statistics, packet_header const& header, std::byte* packet,
-                                   cudaStream_t stream) {
+                                   forward_statistics const& statistics, packet_header const& header,
+                                   packet_place const& packet, cudaStream_t stream) {
   moments_op<T> const sums{x, epilogue.mask};
   auto const run = [&](auto const& op) {
     return launch_fused<Architectures>(make_fused(sums, op, header, packet, fused_threads), stream);

@@ -75,7 +75,8 @@ struct map_batch {
       items.advance();
     }
   }
-  template <bool Whole, class Hw>
+  /// `Forward`: of an op that goes both ways, the one.
+  template <bool Whole, bool Forward = false, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, Op const& op, walk<Axis, T>& items, A const (&k)[sets][Op::coefficients]) {
     SYNCNORM_UNROLL
     for (int u = 0; u < Unroll; ++u) {
@@ -87,7 +88,11 @@ struct map_batch {
         T one[Op::inputs], made[Op::outputs];
         SYNCNORM_UNROLL
         for (int i = 0; i < Op::inputs; ++i) one[i] = in[u][i].of[e];
-        op.apply(k[sets == 1 ? 0 : e], one, (bits >> e & 1u) != 0, made);
+        bool const counts = (bits >> e & 1u) != 0;
+        if constexpr (Forward && requires { op.template apply<true>(k[0], one, counts, made); })
+          op.template apply<true>(k[sets == 1 ? 0 : e], one, counts, made);
+        else
+          op.apply(k[sets == 1 ? 0 : e], one, counts, made);
         SYNCNORM_UNROLL
         for (int o = 0; o < Op::outputs; ++o) out[o].of[e] = made[o];
       }
@@ -119,17 +124,17 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   if (whole) some.template load<true>(hw, a.op, items);
 
   auto& shared = hw.template shared<map_storage<Op, Axis>>();
-  incoming_packets const from{statistics.packets, cut.channels, statistics_type::values};
+  incoming_packets const from{statistics.packets, cut.channels};
   bool const disagree = statistics.packets.data != nullptr && from.disagree(hw);
   int const channels = Axis == axis::positions ? 1 : cut.lanes * length;
   std::int64_t const channel = static_cast<std::int64_t>(group) * channels + hw.thread();
   bool const has_channel = hw.thread() < channels && channel < cut.channels;
-  bool too_few = false;
+  bool refused = false;
   typename statistics_type::summary of_channel{};
   A made[Op::coefficients]{};
   if (has_channel) {
     of_channel = statistics.merge_ranks(hw, cut.channels, channel);
-    if constexpr (std::is_same_v<statistics_type, forward_statistics>) too_few = of_channel.count == 1;
+    if constexpr (requires { statistics.refuses(hw, of_channel); }) refused = statistics.refuses(hw, of_channel);
     a.op.coefficients_of(of_channel, load_value(hw, statistics.affine.gamma, channel, 1),
                          load_value(hw, statistics.affine.beta, channel, 0), made);
   }
@@ -137,7 +142,7 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
     SYNCNORM_UNROLL
     for (int i = 0; i < Op::coefficients; ++i) hw.store(&shared.k[i][hw.thread()], made[i]);
   }
-  if (hw.barrier_or(disagree || too_few)) {
+  if (hw.barrier_or(disagree || refused)) {
     if (block != 0) return;
     bool const others = hw.barrier_or(disagree);
     statistics.fail(hw, from, others ? pass_fault::disagreement : pass_fault::one_value);

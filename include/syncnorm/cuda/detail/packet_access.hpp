@@ -24,24 +24,24 @@ struct header_image {
   std::uint64_t words[header_words];
 };
 
-/// What a rank sends. `failed`: what the fault begins with if the forward pass failed.
+/// What a rank sends. `failed`: what the fault begins with where what `failing` is of has failed, which is then negative.
 struct outgoing_packet {
   header_image header;
   std::uint64_t failed[4];
-  std::byte* data;
+  std::int64_t const* failing;
+  packet_place to;
 };
 
 /// The doubles of a packet.
-[[nodiscard]] SYNCNORM_DEVICE inline double* values_of(outgoing_packet const& packet) {
-  return reinterpret_cast<double*>(packet.data + sizeof(packet_header));
+[[nodiscard]] SYNCNORM_DEVICE inline double* values_of(packet_place const& packet) {
+  return reinterpret_cast<double*>(packet.data + packet.values_at);
 }
 
 /// Writes the header, by one thread; with `count` in it where `counts`.
 template <class Hw>
-SYNCNORM_DEVICE void write_header(Hw const& hw, outgoing_packet const& packet, std::int64_t const* saved_count,
-                                  double count, bool counts) {
-  auto* const words = reinterpret_cast<std::uint64_t*>(packet.data);
-  bool const failed = saved_count != nullptr && hw.load(saved_count) < 0;
+SYNCNORM_DEVICE void write_header(Hw const& hw, outgoing_packet const& packet, double count, bool counts) {
+  auto* const words = reinterpret_cast<std::uint64_t*>(packet.to.data);
+  bool const failed = packet.failing != nullptr && hw.load(packet.failing) < 0;
   for (int i = 0; i < header_words; ++i) {
     std::uint64_t word = packet.header.words[i];
     if (i == count_word && counts) word = static_cast<std::uint64_t>(count);
@@ -50,28 +50,28 @@ SYNCNORM_DEVICE void write_header(Hw const& hw, outgoing_packet const& packet, s
   }
 }
 
-/// The packets of all ranks as a kernel reads them.
+/// The packets of all ranks as a kernel reads them; of several, `stride` is not 0.
 class incoming_packets {
 public:
-  SYNCNORM_DEVICE incoming_packets(gathered_packets const& from, std::int64_t channels, int values)
-      : data_{from.data}, bytes_{packet_bytes(channels, values)}, channels_{channels}, ranks_{from.ranks} {}
+  SYNCNORM_DEVICE incoming_packets(gathered_packets const& from, std::int64_t channels)
+      : data_{from.data}, bytes_{from.stride}, values_at_{from.values_at}, channels_{channels}, ranks_{from.ranks} {}
 
   [[nodiscard]] SYNCNORM_DEVICE int ranks() const { return ranks_; }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE std::int64_t count(Hw const& hw, int rank) const {
-    return static_cast<std::int64_t>(word(hw, rank, count_word));
+    return static_cast<std::int64_t>(hw.load(reinterpret_cast<std::uint64_t const*>(at(rank)) + count_word));
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE double value(Hw const& hw, int rank, int row, std::int64_t c) const {
-    return hw.load(reinterpret_cast<double const*>(at(rank) + sizeof(packet_header)) + row * channels_ + c);
+    return hw.load(reinterpret_cast<double const*>(at(rank) + values_at_) + row * channels_ + c);
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE std::uint64_t word(Hw const& hw, int rank, int i) const {
     return hw.load(reinterpret_cast<std::uint64_t const*>(at(rank)) + i);
   }
 
-  /// Whether, by what this thread looked at, a rank has a fault or disagrees. A pass that one rank needs to be followed by a
-  /// backward pass and another cannot is such a case.
+  /// Whether, by what this thread looked at, a rank has a fault or disagrees. A pass that one rank needs to be
+  /// followed by a backward pass and another cannot is such a case.
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE bool disagree(Hw const& hw) const {
     bool wrong = false;
@@ -93,7 +93,7 @@ public:
   SYNCNORM_DEVICE void tell(Hw const& hw, fault_report const& report, pass_fault fault) const {
     auto* const state = reinterpret_cast<std::uint32_t*>(report.fault);
     if (state == nullptr || hw.barrier_or(hw.thread() == 0 && hw.load(state) != 0)) return;
-    if (report.headers != nullptr)
+    if (report.headers != nullptr && data_ != nullptr)
       for (int i = hw.thread(); i < ranks_ * header_words; i += hw.threads())
         hw.store(reinterpret_cast<std::uint64_t*>(report.headers) + i, word(hw, i / header_words, i % header_words));
     hw.fence_system();
@@ -107,7 +107,7 @@ private:
   }
 
   std::byte const* data_;
-  std::size_t bytes_;
+  std::size_t bytes_, values_at_;
   std::int64_t channels_;
   int ranks_;
 };

@@ -1,14 +1,17 @@
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/fused_kernel.hpp>
+#include <syncnorm/cuda/detail/kept_kernels.hpp>
 #include <syncnorm/cuda/detail/map_kernel.hpp>
 #include <syncnorm/cuda/detail/plan.hpp>
 #include <syncnorm/cuda/detail/reduce_kernel.hpp>
@@ -18,19 +21,35 @@
 // replaced already.
 namespace syncnorm::cuda::detail {
 
-[[nodiscard]] inline outgoing_packet make_outgoing(packet_header const& header, std::byte* data) {
-  outgoing_packet packet{std::bit_cast<header_image>(header), {}, data};
-  static constexpr char failed[] = "the forward pass failed";
-  static_assert(sizeof failed <= sizeof packet.failed);
-  std::memcpy(packet.failed, failed, sizeof failed);
+/// `saved_count`: of the forward pass of a backward pass.
+[[nodiscard]] inline outgoing_packet make_outgoing(packet_header const& header, packet_place const& to,
+                                                   std::int64_t const* saved_count) {
+  outgoing_packet packet{std::bit_cast<header_image>(header), {}, saved_count, to};
+  static constexpr char forward[] = "the forward pass failed", kept[] = "more channels to keep than room";
+  static_assert(sizeof forward <= sizeof packet.failed && sizeof kept <= sizeof packet.failed);
+  if (saved_count != nullptr) {
+    std::memcpy(packet.failed, forward, sizeof forward);
+  } else {
+    packet.failing = to.kept_state;
+    std::memcpy(packet.failed, kept, sizeof kept);
+  }
   return packet;
 }
 
+/// What the packets of `Op` depend on, besides its tensors.
 template <class Op>
-[[nodiscard]] reduce_arguments<Op> make_reduction(Op const& op, packet_header const& header, std::byte* packet,
+[[nodiscard]] std::int64_t const* saved_count_of(Op const& op) {
+  if constexpr (requires { op.saved; })
+    return op.saved.count;
+  else
+    return nullptr;
+}
+
+template <class Op>
+[[nodiscard]] reduce_arguments<Op> make_reduction(Op const& op, packet_header const& header, packet_place const& packet,
                                                   workspace const& work, device_limits const& limits, int threads) {
   workspace_layout const layout{work, op.lead().channels};
-  reduce_arguments<Op> a{{}, op, make_outgoing(header, packet), layout.tickets, layout.partials};
+  reduce_arguments<Op> a{{}, op, make_outgoing(header, packet, saved_count_of(op)), layout.tickets, layout.partials};
   // Of a header with a fault the header alone is written.
   if (header.fault[0] == '\0') a.cut = cut_for_reduction(op, threads, limits);
   return a;
@@ -65,13 +84,20 @@ void set_epilogue(Op& op, batch_norm_epilogue<T> const& epilogue) {
   }
 }
 
+template <class Op, class Statistics>
+void set_statistics(Op& op, Statistics const& statistics) {
+  op.statistics = statistics;
+  auto& stride = op.statistics.packets.stride;
+  if (stride == 0) stride = packet_bytes(op.x.channels, Statistics::values);
+}
+
 template <class T, bool Epilogue>
 [[nodiscard]] normalize_op<T, Epilogue> make_normalize(tensor_view<T const> x, tensor_view<T> y,
                                                        batch_norm_epilogue<T> const& epilogue,
                                                        forward_statistics const& statistics) {
   normalize_op<T, Epilogue> op;
   op.x = x, op.y = y;
-  op.statistics = statistics;
+  set_statistics(op, statistics);
   op.use = use_of(x);
   if constexpr (Epilogue) set_epilogue(op, epilogue);
   return op;
@@ -80,9 +106,10 @@ template <class T, bool Epilogue>
 [[nodiscard]] inline forward_statistics make_statistics(affine_values const& affine, batch_norm_options const& options,
                                                         gathered_packets const& packets, saved_statistics const& saved,
                                                         running_outputs const& running, fault_report const& report,
-                                                        std::uint32_t* ticket) {
-  return {packets, options.eps, options.momentum.value_or(-1.0), options.variance, saved, running, affine,
-          report,  ticket};
+                                                        std::uint32_t* ticket,
+                                                        std::int64_t const* kept_state = nullptr) {
+  return {packets, options.eps, options.momentum.value_or(-1.0), options.variance, saved, running, affine, report,
+          ticket,  kept_state};
 }
 
 template <class T, bool Epilogue>
@@ -92,7 +119,6 @@ make_backward_sums(tensor_view<T const> dy, tensor_view<T const> x, affine_value
   backward_sums_op<T, Epilogue> op;
   op.dy = dy, op.x = x;
   op.saved = saved;
-  op.saved_count = saved.count;
   op.affine = affine;
   if constexpr (Epilogue) set_epilogue(op, epilogue);
   return op;
@@ -104,7 +130,7 @@ template <class T, bool Epilogue>
                                                      backward_statistics const& statistics) {
   gradient_op<T, Epilogue> op;
   op.dy = dy, op.x = x, op.dx = dx, op.dresidual = dresidual;
-  op.statistics = statistics;
+  set_statistics(op, statistics);
   op.use = use_of(x);
   if constexpr (Epilogue) set_epilogue(op, epilogue);
   return op;
@@ -118,7 +144,6 @@ make_double_backward_sums(tensor_view<T const> u, tensor_view<T const> dy, tenso
   double_backward_sums_op<T, Epilogue> op;
   op.u = u, op.dy = dy, op.x = x;
   op.saved = saved;
-  op.saved_count = saved.count;
   op.affine = affine;
   op.gamma_gradient = gamma_gradient;
   if constexpr (Epilogue) set_epilogue(op, epilogue);
@@ -133,7 +158,7 @@ make_double_gradient(tensor_view<T const> u, tensor_view<T const> v, tensor_view
                      double_backward_statistics const& statistics) {
   double_gradient_op<T, Epilogue> op;
   op.u = u, op.dy = dy, op.x = x, op.to_dy = to_dy, op.to_x = to_x;
-  op.statistics = statistics;
+  set_statistics(op, statistics);
   op.use = use_of(x);
   if constexpr (Epilogue) {
     op.v = v;
@@ -142,10 +167,43 @@ make_double_gradient(tensor_view<T const> u, tensor_view<T const> v, tensor_view
   return op;
 }
 
+/// x of the y that `made` says it was made by, in the same memory.
+template <class T, bool Epilogue>
+[[nodiscard]] normalize_op<T, Epilogue> make_recover(tensor_view<T> y, batch_norm_epilogue<T> const& made,
+                                                     affine_values const& affine, saved_statistics const& saved) {
+  forward_statistics statistics;
+  statistics.saved = saved, statistics.affine = affine, statistics.inverts = true;
+  return make_normalize<T, Epilogue>(y, y, {{1 / made.activation.negative_slope}, made.residual}, statistics);
+}
+
+template <class T>
+[[nodiscard]] choose_arguments make_choose(std::int64_t channels, affine_values const& affine, activation const& of,
+                                           kept_channels const& kept) {
+  return {affine, channels, of.negative_slope, recoverable_ratio<T>, kept};
+}
+
+template <class T>
+[[nodiscard]] auto make_copy(tensor_view<T> const& x, kept_channels const& kept, std::int64_t const* saved_count) {
+  using word = std::conditional_t<sizeof(T) == 2, std::uint16_t,
+                                  std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
+  return copy_arguments<word>{
+      {reinterpret_cast<word*>(x.data), x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s},
+      kept,
+      saved_count};
+}
+
+/// Blocks of 256 threads of a copy: as many as are resident, or as there are elements for at most.
+template <class T>
+[[nodiscard]] std::uint32_t copy_blocks(tensor_view<T> const& x, kept_channels const& kept,
+                                        device_limits const& limits) {
+  return static_cast<std::uint32_t>(
+      std::min<std::int64_t>(std::int64_t{8} * limits.multiprocessors, up_to(x.count() * kept.room, 256)));
+}
+
 template <class Sums, class Map>
 [[nodiscard]] fused_arguments<Sums, Map> make_fused(Sums const& sums, Map const& map, packet_header const& header,
-                                                    std::byte* packet, int threads) {
-  return {cut_tensor(sums.lead(), threads, 0, 1, 1), sums, map, make_outgoing(header, packet)};
+                                                    packet_place const& packet, int threads) {
+  return {cut_tensor(sums.lead(), threads, 0, 1, 1), sums, map, make_outgoing(header, packet, saved_count_of(sums))};
 }
 
 /// Whether a pass of one rank is better done by channels that stay on the chip: they lie along positions, they fit, and there

@@ -113,7 +113,7 @@ template <class Op, axis Axis, int Threads, class Hw>
 SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) {
   using reducer = reduction<Op, Axis, Threads>;
   if (a.cut.groups == 0) {
-    if (hw.thread() == 0) write_header(hw, a.packet, a.op.saved_count, 0.0, false);
+    if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
     return;
   }
   std::uint32_t const group = hw.block() % a.cut.groups, piece = hw.block() / a.cut.groups;
@@ -160,9 +160,11 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
   if (lane >= channels || channel >= a.cut.channels) return;
   double value[Op::values];
   a.op.values_of(hw, channel, all, value);
+  if (a.packet.to.before != nullptr)
+    Op::add_before(hw, incoming_packets{{a.packet.to.before, 1}, a.cut.channels}, channel, all, value);
   SYNCNORM_UNROLL
-  for (int v = 0; v < Op::values; ++v) hw.store(values_of(a.packet) + v * a.cut.channels + channel, value[v]);
-  if (channel == 0) write_header(hw, a.packet, a.op.saved_count, all[0], Op::counts);
+  for (int v = 0; v < Op::values; ++v) hw.store(values_of(a.packet.to) + v * a.cut.channels + channel, value[v]);
+  if (channel == 0) write_header(hw, a.packet, all[0], Op::counts);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -6,16 +6,19 @@
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/moments.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/channel_access.hpp>
 #include <syncnorm/cuda/detail/epilogue_math.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
 #include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/detail/packet_access.hpp>
 #include <syncnorm/cuda/operands.hpp>
 
 // What reduce_kernel sums. A thread keeps `fine` sums of a channel in the type of the elements' arithmetic, over fewer than 96
 // elements, and puts them into `sums` doubles of its own (`flush`); of these it makes `parts` doubles at the end
-// (`finish`), which are put together in the order of threads, warps and blocks (`combine`).
+// (`finish`), which are put together in the order of threads, warps and blocks (`combine`). What a packet says (`values_of`) may be added to that of
+// the micro-batches before (`add_before`).
 namespace syncnorm::cuda::detail {
 
 template <class Hw>
@@ -46,6 +49,12 @@ struct added_parts {
     SYNCNORM_UNROLL
     for (int p = 0; p < Parts; ++p) all[p] = warp_sum(hw, all[p]);
   }
+  template <int Values, class Hw>
+  static SYNCNORM_DEVICE void add_before(Hw const& hw, incoming_packets const& before, std::int64_t c,
+                                         double (&)[Parts], double (&value)[Values]) {
+    SYNCNORM_UNROLL
+    for (int v = 0; v < Values; ++v) value[v] += before.value(hw, 0, v, c);
+  }
 };
 
 /// Count, mean and m2. k of them are put together by Chan's formula for all at once: mean = Σ n·mean / Σ n and m2 = Σ m2 +
@@ -62,7 +71,6 @@ struct moments_op {
 
   tensor_view<T const> x;
   mask_view mask{};
-  std::int64_t const* saved_count = nullptr;
 
   struct constants {};
   /// Sums of x − pivot and its square. The pivot is the first element of a thread, and from flush to flush the mean of its
@@ -141,6 +149,15 @@ struct moments_op {
   SYNCNORM_DEVICE void values_of(Hw const&, std::int64_t, double const (&all)[parts], double (&value)[values]) const {
     value[0] = all[1], value[1] = all[2];
   }
+  /// Merges the micro-batches before into those values, and the count.
+  template <class Hw>
+  static SYNCNORM_DEVICE void add_before(Hw const& hw, incoming_packets const& before, std::int64_t c,
+                                         double (&all)[parts], double (&value)[values]) {
+    auto const merged =
+        merge(moments<double>{before.count(hw, 0), before.value(hw, 0, 0, c), before.value(hw, 0, 1, c)},
+              moments<double>{static_cast<std::int64_t>(all[0]), value[0], value[1]});
+    all[0] = static_cast<double>(merged.count), value[0] = merged.mean, value[1] = merged.m2;
+  }
 };
 
 /// sum_dy and sum_dy_xmu; with an epilogue, of what was activated.
@@ -157,7 +174,6 @@ struct backward_sums_op : added_parts<2> {
   saved_statistics saved{};
   affine_values affine{};
   A slope = 1;
-  std::int64_t const* saved_count = nullptr;
 
   struct constants {
     A center, scale, shift;
@@ -240,7 +256,6 @@ struct double_backward_sums_op : added_parts<5> {
   saved_statistics saved{};
   affine_values affine{};
   channel_values gamma_gradient{};
-  std::int64_t const* saved_count = nullptr;
 
   struct constants {
     A center, scale, shift;

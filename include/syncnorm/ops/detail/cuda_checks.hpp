@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -12,6 +13,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm::cuda::detail {
 
@@ -34,18 +36,19 @@ public:
 #endif
   }
 
-  template <class T>
-  void input(tensor_view<T> const& x, std::string_view name, std::int64_t channels) {
+  /// A name is anything that can be written to a stream.
+  template <class T, class Name>
+  void input(tensor_view<T> const& x, Name name, std::int64_t channels) {
     tensor(x, name, channels);
     if (x.size() != 0) memory(x.data, name);
   }
-  template <class T>
-  void input_like(tensor_view<T const> const& y, std::string_view name, tensor_view<T const> const& x) {
+  template <class T, class Name>
+  void input_like(tensor_view<T const> const& y, Name name, tensor_view<T const> const& x) {
     same_extents(y, name, x);
     if (y.size() != 0) memory(y.data, name);
   }
-  template <class T>
-  void written(tensor_view<T> const& y, std::string_view name, tensor_view<T const> const& x) {
+  template <class T, class Name>
+  void written(tensor_view<T> const& y, Name name, tensor_view<T const> const& x) {
     output(y, name, x);
     if (y.size() != 0) memory(y.data, name);
   }
@@ -55,15 +58,24 @@ public:
     if (!of_channels.empty()) memory(of_channels.data(), name);
   }
   template <class T>
-  void epilogue_of(batch_norm_epilogue<T> const& given, tensor_view<T const> const& x) {
-    epilogue(given, x, "the residual", "the mask");
-    if (given.has_residual() && x.size() != 0) memory(given.residual.data, "the residual");
-    if (given.mask && x.count() != 0) memory(given.mask.data, "the mask");
+  void epilogue_of(batch_norm_epilogue<T> const& given, tensor_view<T const> const& x, std::size_t k = 0,
+                   std::size_t batches = 1) {
+    using syncnorm::detail::batch_name;
+    batch_name const residual{"the residual", k, batches}, mask{"the mask", k, batches};
+    epilogue(given, x, residual, mask);
+    if (given.has_residual() && x.size() != 0) memory(given.residual.data, residual);
+    if (given.mask && x.count() != 0) memory(given.mask.data, mask);
+  }
+
+  /// There is one of `what`, or none where that will do, for each micro-batch of x.
+  void batches_of(std::size_t found, std::size_t batches, std::string_view what, bool optional) {
+    require(found == batches || (optional && found == 0),
+            [&] { return text("there are ", found, " ", what, ", expected ", batches, " as micro-batches of x"); });
   }
 
   /// `pointer` is aligned to its elements and is memory of the device.
-  template <class T>
-  void memory(T* pointer, std::string_view name) {
+  template <class T, class Name>
+  void memory(T* pointer, Name name) {
     if (failed()) return;
     auto const address = reinterpret_cast<std::uintptr_t>(pointer);
     require(address % alignof(T) == 0,

@@ -19,9 +19,11 @@ namespace syncnorm::cuda::detail {
 /// What the kernels of failed passes tell the host, in memory that both see.
 class pass_report {
 public:
-  explicit pass_report(int ranks)
-      : ranks_{static_cast<std::size_t>(ranks)}, memory_{offset + ranks_ * sizeof(packet_header)} {
-    std::memset(memory_.host(), 0, offset + ranks_ * sizeof(packet_header));
+  /// `layers`: whose packets travel together.
+  explicit pass_report(int ranks, int layers = 1)
+      : layers_{static_cast<std::size_t>(layers)}, headers_{static_cast<std::size_t>(ranks) * layers_},
+        memory_{offset + headers_ * sizeof(packet_header)} {
+    std::memset(memory_.host(), 0, offset + headers_ * sizeof(packet_header));
   }
 
   [[nodiscard]] fault_report on_device() const {
@@ -34,28 +36,39 @@ public:
     std::atomic_ref word{*reinterpret_cast<std::uint32_t*>(memory_.host())};
     auto const fault = static_cast<pass_fault>(word.load(std::memory_order_acquire));
     if (fault == pass_fault::none) return;
-    std::vector<packet_header> headers(ranks_);
-    std::memcpy(static_cast<void*>(headers.data()), memory_.host() + offset, ranks_ * sizeof(packet_header));
-    std::memset(memory_.host() + offset, 0, ranks_ * sizeof(packet_header));
+    std::vector<packet_header> headers(headers_);
+    std::memcpy(static_cast<void*>(headers.data()), memory_.host() + offset, headers_ * sizeof(packet_header));
+    std::memset(memory_.host() + offset, 0, headers_ * sizeof(packet_header));
     word.store(0, std::memory_order_release);
+    if (fault == pass_fault::no_room)
+      throw invalid_argument_error{"batch_norm inference: more channels to keep than room"};
     // A pass of this rank alone leaves one header.
     if (headers.size() > 1 && headers[1].pass[0] == '\0') headers.resize(1);
-    bool const echo = std::ranges::all_of(headers, [](packet_header const& header) {
+    auto const of_forward = [](packet_header const& header) {
       return std::strcmp(header.fault.data(), "the forward pass failed") == 0;
-    });
+    };
+    bool const echo = std::ranges::any_of(headers, of_forward) && std::ranges::all_of(headers, [&](auto const& header) {
+                        return header.fault[0] == '\0' || of_forward(header); // a layer of constant statistics has none
+                      });
     if (echo && forward_was_told_) return;
     auto const pass = syncnorm::detail::get_text(headers.front().pass);
-    forward_was_told_ = pass == "batch_norm forward";
+    forward_was_told_ = pass == "batch_norm forward" || pass == "batch_norm inference";
     if (fault == pass_fault::one_value)
-      throw invalid_argument_error{pass + ": training needs more than 1 value per channel over all ranks, got 1"};
-    syncnorm::detail::require_agreement(headers);
+      throw invalid_argument_error{"batch_norm forward: training needs more than 1 value per channel over all ranks, "
+                                   "got 1"};
+    for (std::size_t l = 0; l < layers_; ++l) {
+      std::vector<packet_header> of_layer;
+      for (std::size_t i = l; i < headers.size(); i += layers_) of_layer.push_back(headers[i]);
+      syncnorm::detail::require_agreement(of_layer, layers_ == 1 ? std::string{} : " of layer " + std::to_string(l));
+    }
   }
 
 private:
   using packet_header = syncnorm::detail::packet_header;
   static constexpr std::size_t offset = 64;
 
-  std::size_t ranks_;
+  std::size_t layers_, headers_;
+
   mapped_memory memory_;
   bool forward_was_told_ = false; // so that the backward pass after it says nothing else
 };

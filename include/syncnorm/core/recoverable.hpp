@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cmath>
+
+#include <syncnorm/config.hpp>
+
+namespace syncnorm {
+
+/// How many times |gamma| is |beta| at most where x is recovered from y. The error of (x − mean)·inv_std is that of rounding y,
+/// over |gamma|: the last bit times |beta/gamma| + |(x − mean)·inv_std|.
+template <class T>
+inline constexpr double recoverable_ratio = sizeof(T) == 2 ? 1 : 16;
+
+/// Whether a channel of x is recovered from y, where `ratio` is `recoverable_ratio`: gamma neither takes what x had away, nor does
+/// beta outweigh it, and the activation has an inverse.
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_recoverable(double gamma, double beta, double negative_slope,
+                                                              double ratio) {
+  constexpr double least = 1.0 / 256;
+  return std::abs(gamma) >= least && std::abs(beta) <= ratio * std::abs(gamma) && negative_slope >= least;
+}
+
+} // namespace syncnorm

@@ -1,0 +1,209 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/ops/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/detail/cuda_packets.hpp>
+#include <syncnorm/ops/detail/cuda_pass.hpp>
+#include <syncnorm/ops/detail/cuda_report.hpp>
+#include <syncnorm/ops/detail/digest.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
+
+namespace syncnorm::cuda {
+
+namespace detail {
+
+/// A pass, and what it borrows.
+class planned_pass {
+public:
+  virtual ~planned_pass() = default;
+  [[nodiscard]] virtual device_pass& steps() = 0;
+};
+
+template <class T>
+[[nodiscard]] std::vector<T> copy_of(std::span<T const> values) {
+  return {values.begin(), values.end()};
+}
+
+template <class Kernels, class T, class P>
+class planned_forward final : public planned_pass {
+public:
+  planned_forward(forward_operands<T, P> const& in, batch_norm_options const& options, batch_norm_saved& saved,
+                  batch_norm_workspace& workspace)
+      : x_{copy_of(in.x)}, y_{copy_of(in.y)}, epilogues_{copy_of(in.epilogues)},
+        steps_{{x_, y_, in.affine, in.running, in.scope, epilogues_}, options, saved, workspace} {}
+  device_pass& steps() override { return steps_; }
+
+private:
+  std::vector<tensor_view<T const>> x_;
+  std::vector<tensor_view<T>> y_;
+  std::vector<batch_norm_epilogue<T>> epilogues_;
+  forward_pass<Kernels, T, P> steps_;
+};
+
+template <class Kernels, class T, class P>
+class planned_backward final : public planned_pass {
+public:
+  planned_backward(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
+                   batch_norm_workspace& workspace)
+      : dy_{copy_of(in.dy)}, x_{copy_of(in.x)}, dx_{copy_of(in.dx)}, dresidual_{copy_of(in.dresidual)},
+        epilogues_{copy_of(in.epilogues)}, steps_{{dy_, x_, dx_, in.affine, in.gradients, epilogues_, dresidual_},
+                                                  exchange,
+                                                  saved,
+                                                  workspace} {}
+  device_pass& steps() override { return steps_; }
+
+private:
+  std::vector<tensor_view<T const>> dy_, x_;
+  std::vector<tensor_view<T>> dx_, dresidual_;
+  std::vector<batch_norm_epilogue<T>> epilogues_;
+  backward_pass<Kernels, T, P> steps_;
+};
+
+} // namespace detail
+
+/// A pass of one layer that has been described, but not begun. It borrows the tensors and the layer.
+class batch_norm_pass {
+public:
+  explicit batch_norm_pass(std::unique_ptr<detail::planned_pass> planned) : planned_{std::move(planned)} {}
+
+  [[nodiscard]] detail::device_pass& steps() const { return planned_->steps(); }
+
+private:
+  std::unique_ptr<detail::planned_pass> planned_;
+};
+
+/// Passes whose exchange goes on on a stream of its own, beside what the caller enqueues meanwhile. Whatever it borrows, the layers
+/// above all, has to stay where it is until then; the tensors as long as what was enqueued is not done.
+///
+/// `begin` has started the collective, `finish` starts none: so any number of them may be pending over a communicator, and each
+/// rank may finish them in an order of its own. Destruction without `finish` lets the stream that it was begun on wait for the
+/// exchange, and drops what comes: nothing else has changed on this rank, as on the host.
+class pending_passes {
+public:
+  pending_passes(pending_passes&& other) noexcept { swap(other); }
+  pending_passes& operator=(pending_passes&& other) noexcept {
+    pending_passes taken{std::move(other)};
+    swap(taken);
+    return *this;
+  }
+  ~pending_passes() {
+    if (buffers_ == nullptr) return;
+    (void)buffers_->side().join(stream_);
+    buffers_->in_use = false;
+  }
+
+  /// Whether the exchange is done. Not while the stream is being captured.
+  [[nodiscard]] bool ready() const { return buffers_ == nullptr || buffers_->side().is_done(); }
+
+  /// Enqueues what completes the passes, after the exchange. Not collective, and does not wait for the device. What is wrong on some
+  /// rank comes up as after a pass in one phase: in a later call, or where the layer or group is synchronized; with one rank at
+  /// once. Then nothing was written, except by layers that exchange nothing. Once.
+  void finish(cudaStream_t stream) {
+    if (done_) throw invalid_argument_error{"finish: these passes are finished already"};
+    done_ = true;
+    if (buffers_ == nullptr)
+      for (auto const& pass : passes_) detail::throw_fault(pass.steps());
+    else
+      syncnorm::detail::require_cuda(buffers_->side().join(stream), "cudaStreamWaitEvent");
+    bool const together = buffers_ != nullptr && passes_.size() > 1;
+    if (together) passes_[0].steps().agree_on_group(buffers_->headers(), report_->on_device(), stream);
+    for (std::size_t l = 0; l < passes_.size(); ++l) {
+      auto& steps = passes_[l].steps();
+      if (buffers_ != nullptr && steps.collective())
+        steps.apply(buffers_->gathered(l), buffers_->place(l), together ? fault_report{} : report_->on_device(),
+                    stream);
+      else if (steps.fault().empty())
+        steps.run_alone(stream);
+    }
+    if (auto* const buffers = std::exchange(buffers_, nullptr)) buffers->in_use = false;
+    if (report_ != nullptr) report_->raise();
+    for (auto const& pass : passes_) pass.steps().workspace().raise();
+  }
+
+  /// Begins passes of one kind, forward or backward, over `comm`: one collective for all of them, with buffers of `pool`.
+  /// `agreed`: whether the ranks have agreed on layers of these channels, for which it else waits for the stream.
+  template <communicator C>
+  [[nodiscard]] static pending_passes begin(C const& comm, std::vector<batch_norm_pass> passes,
+                                            detail::packet_pool& pool, detail::pass_report& report, bool& agreed,
+                                            cudaStream_t stream) {
+    pending_passes pending;
+    pending.passes_ = std::move(passes);
+    pending.report_ = &report;
+    pending.stream_ = stream;
+    pending.start(comm, pool, agreed);
+    return pending;
+  }
+
+private:
+  pending_passes() = default;
+
+  void swap(pending_passes& other) noexcept {
+    std::swap(passes_, other.passes_);
+    std::swap(buffers_, other.buffers_);
+    std::swap(report_, other.report_);
+    std::swap(stream_, other.stream_);
+    std::swap(done_, other.done_);
+  }
+
+  [[nodiscard]] static bool is_backward(detail::device_pass const& pass) {
+    return pass.name() == std::string_view{"batch_norm backward"};
+  }
+
+  template <class C>
+  void start(C const& comm, detail::packet_pool& pool, bool& agreed) {
+    bool exchanges = false;
+    for (auto const& pass : passes_) exchanges |= syncnorm::size(comm) > 1 && pass.steps().collective();
+    if (exchanges) detail::require_capturable(comm, passes_.front().steps().name(), agreed, stream_);
+    for (auto const& pass : passes_) pass.steps().check(!exchanges || !pass.steps().collective(), stream_);
+    if (!exchanges) return;
+
+    std::vector<syncnorm::detail::packet_header> headers;
+    auto const& first = passes_.front().steps();
+    for (auto const& pass : passes_) {
+      auto& header = headers.emplace_back(pass.steps().header());
+      header.layers = static_cast<std::int32_t>(passes_.size());
+      header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
+      if (is_backward(pass.steps()) != is_backward(first))
+        syncnorm::detail::set_text(header.fault, "a forward and a backward pass cannot travel together");
+    }
+    if (!agreed) {
+      auto head = headers.front(); // of faults all hear with the packets
+      head.fault = {};
+      first.workspace().agree(comm, head, stream_);
+      agreed = true;
+    }
+    auto& buffers = pool.take(stream_);
+    buffers.in_use = true;
+    buffers_ = &buffers;
+    for (std::size_t l = 0; l < passes_.size(); ++l) {
+      auto& steps = passes_[l].steps();
+      if (steps.collective())
+        steps.local(headers[l], buffers.place(l), stream_);
+      else
+        steps.announce(headers[l], buffers.place(l), stream_);
+    }
+    buffers.side().run_after(stream_, [&](cudaStream_t side) {
+      syncnorm::allgather(comm, std::span<std::byte const>{buffers.own()}, buffers.all(), side);
+    });
+  }
+
+  std::vector<batch_norm_pass> passes_;
+  detail::packet_buffers* buffers_ = nullptr;
+  detail::pass_report* report_ = nullptr;
+  cudaStream_t stream_ = nullptr;
+  bool done_ = false;
+};
+
+} // namespace syncnorm::cuda

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/cuda_memory.hpp>
+#include <syncnorm/ops/detail/cuda_side_stream.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// What the passes of some layers exchange together, in device memory: of each rank the headers of all, and then their values.
+class packet_buffers {
+public:
+  packet_buffers(std::span<std::int64_t const> channels, int ranks)
+      : ranks_{ranks}, bytes_{channels.size() * sizeof(syncnorm::detail::packet_header)} {
+    for (std::size_t l = 0; l < channels.size(); ++l) {
+      values_at_.push_back(bytes_ - l * sizeof(syncnorm::detail::packet_header));
+      bytes_ += packet_bytes(channels[l]) - sizeof(syncnorm::detail::packet_header);
+    }
+    memory_ = device_memory{bytes_ * static_cast<std::size_t>(1 + ranks)};
+  }
+
+  [[nodiscard]] std::span<std::byte> own() const { return {memory_.data(), bytes_}; }
+  [[nodiscard]] std::span<std::byte> all() const {
+    return {memory_.data() + bytes_, bytes_ * static_cast<std::size_t>(ranks_)};
+  }
+  /// Where a layer's packet is made.
+  [[nodiscard]] packet_place place(std::size_t layer) const {
+    packet_place at{own().data() + layer * sizeof(syncnorm::detail::packet_header)};
+    at.values_at = values_at_[layer];
+    return at;
+  }
+  [[nodiscard]] gathered_packets gathered(std::size_t layer) const {
+    return {all().data() + layer * sizeof(syncnorm::detail::packet_header), ranks_, bytes_, values_at_[layer]};
+  }
+  [[nodiscard]] gathered_headers headers() const {
+    return {all().data(), ranks_, static_cast<int>(values_at_.size()), bytes_};
+  }
+  [[nodiscard]] side_stream& side() { return side_; }
+
+  bool in_use = false;
+
+private:
+  int ranks_;
+  std::size_t bytes_;
+  std::vector<std::size_t> values_at_;
+  device_memory memory_;
+  side_stream side_;
+};
+
+/// Buffers of the passes in two phases of some layers: as many as were ever pending at a time.
+class packet_pool {
+public:
+  packet_pool(std::vector<std::int64_t> channels, int ranks) : channels_{std::move(channels)}, ranks_{ranks} {}
+
+  [[nodiscard]] std::vector<std::int64_t> const& channels() const noexcept { return channels_; }
+
+  /// Some that are not in use.
+  [[nodiscard]] packet_buffers& take(cudaStream_t stream) {
+    for (auto& each : buffers_)
+      if (!each.in_use) return each;
+    if (is_capturing(stream))
+      throw invalid_argument_error{"begin: the stream is being captured in a graph before there is memory for as many "
+                                   "pending passes: run such a step outside of a graph first"};
+    return buffers_.emplace_back(channels_, ranks_);
+  }
+
+private:
+  std::vector<std::int64_t> channels_;
+  int ranks_;
+  std::deque<packet_buffers> buffers_; // stay where they are
+};
+
+} // namespace syncnorm::cuda::detail

@@ -1,0 +1,118 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/detail/cuda_checks.hpp>
+
+namespace syncnorm::cuda::detail {
+
+/// What no rank can let the others know of by an exchange: that there can be none on this stream.
+template <communicator C>
+void require_capturable(C const& comm, std::string_view pass, bool agreed, cudaStream_t stream) {
+  if (!is_capturing(stream)) return;
+  if constexpr (requires { comm.capturable(); })
+    if (!comm.capturable())
+      throw invalid_argument_error{std::string{pass} + ": the stream is being captured in a graph, and the exchange of "
+                                                       "this communicator cannot be"};
+  if (!agreed)
+    throw invalid_argument_error{std::string{pass} + ": the stream is being captured in a graph before the ranks have "
+                                                     "agreed: call prepare(stream) on every rank first"};
+}
+
+/// A pass of one layer on a device in the steps between which ranks exchange. What is wrong with it is in its header, and then its
+/// steps write nothing but the report.
+class device_pass {
+public:
+  virtual ~device_pass() = default;
+
+  [[nodiscard]] virtual std::string_view name() const = 0;
+  [[nodiscard]] virtual batch_norm_workspace& workspace() const = 0;
+  /// First: looks what is wrong with the pass, which is `alone` where no other rank is involved.
+  virtual void check(bool alone, cudaStream_t stream) = 0;
+  [[nodiscard]] virtual std::string const& fault() const = 0;
+  [[nodiscard]] virtual syncnorm::detail::packet_header const& header() const = 0;
+  /// Whether the pass involves other ranks, where there are any.
+  [[nodiscard]] virtual bool collective() const = 0;
+  /// Writes a packet of no elements, where the pass exchanges nothing itself.
+  virtual void announce(syncnorm::detail::packet_header const& header, packet_place const& own,
+                        cudaStream_t stream) = 0;
+  /// Writes this rank's packet.
+
+  virtual void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) = 0;
+  /// Of a group's packets, before those are applied.
+  virtual void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) = 0;
+  /// What is made of the packets of all ranks.
+
+  virtual void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
+                     cudaStream_t stream) = 0;
+  /// All of it on this rank alone, of a pass without fault.
+  virtual void run_alone(cudaStream_t stream) = 0;
+};
+
+inline void throw_fault(device_pass const& pass) {
+  if (!pass.fault().empty()) throw invalid_argument_error{std::string{pass.name()} + ": " + pass.fault()};
+}
+
+/// Runs a pass over `comm`, in one allgather.
+template <communicator C>
+void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
+  auto& workspace = pass.workspace();
+  bool const alone = syncnorm::size(comm) == 1 || !pass.collective();
+  if (!alone) require_capturable(comm, pass.name(), workspace.agreed(), stream);
+  pass.check(alone, stream);
+  if (alone) {
+    throw_fault(pass);
+    pass.run_alone(stream);
+  } else {
+    auto const& header = pass.header();
+    if (!workspace.agreed()) workspace.agree(comm, header, stream);
+    packet_place const own{workspace.own().data()};
+    pass.local(header, own, stream);
+    syncnorm::allgather(comm, std::span<std::byte const>{workspace.own()}, workspace.all(), stream);
+    pass.apply({workspace.all().data(), syncnorm::size(comm)}, own, workspace.report(), stream);
+  }
+  workspace.raise();
+}
+
+template <class P>
+[[nodiscard]] channel_values values_of(std::span<P const> values) {
+  return values.empty() ? channel_values{} : channel_values{values.data()};
+}
+template <class P>
+[[nodiscard]] channel_outputs outputs_of(std::span<P> values) {
+  return values.empty() ? channel_outputs{} : channel_outputs{values.data()};
+}
+template <class P>
+[[nodiscard]] affine_values values_of(affine_parameters<P> const& affine) {
+  return {values_of(affine.gamma), values_of(affine.beta)};
+}
+
+/// f(k, place) for each of K micro-batches, whose packets are added up: the last one's is `own`.
+template <class F>
+void add_packets(batch_norm_workspace const& workspace, std::size_t batches, packet_place const& own, F const& f) {
+  for (std::size_t k = 0; k < batches; ++k) {
+    packet_place at = k + 1 == batches ? own : packet_place{workspace.scratch(k % 2)};
+    if (k > 0) at.before = workspace.scratch((k - 1) % 2);
+    f(k, at);
+  }
+}
+
+template <class T>
+[[nodiscard]] bool is_wanted(tensor_view<T> const& gradient) {
+  return gradient.data != nullptr || gradient.samples != 0 || gradient.channels != 0 || gradient.spatial != 0;
+}
+
+} // namespace syncnorm::cuda::detail

@@ -1,0 +1,65 @@
+#include "ops/cuda_support.hpp"
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/self.hpp>
+
+#include "cuda/micro_batch_case.hpp"
+
+using test::layer_over;
+
+TEST_CASE("micro-batches by one statistic on a device agree with the oracle on their concatenation") {
+  using test::layout;
+  layer_cases::layer_case const plain{{}, 3, 9}, with_epilogue{{}, 5, 7, layout::nhwc, true, true, 0.25};
+  auto uncounted = plain;
+  uncounted.momentum = {};
+  layer_cases::micro_batch_share const of_one{{1, 0, 3, 2}};
+  layer_cases::check_micro_batches<layer_over<syncnorm::self_communicator>>(syncnorm::self_communicator{}, of_one,
+                                                                            uncounted, true);
+  for (auto const& shares :
+       {layer_cases::micro_batch_share{{1, 5, 2}, {3}, {0, 2}}, layer_cases::micro_batch_share{{}, {2, 3, 1, 1}, {0}}})
+    for (auto const& of : {uncounted, with_epilogue})
+      test::over_nccl(3, [&](auto const& comm) {
+        layer_cases::check_micro_batches<layer_over<test::nccl_communicator>>(comm, shares, of, of.masked);
+      });
+  test::check_no_violations();
+}
+
+TEST_CASE("what is wrong with one micro-batch on a device on one rank is an error on every rank") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 2};
+    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 2, 3}, y{test::layout::nchw, 2, 2, 3};
+    x.put(std::vector<long double>(12, 1), 0), y.put(std::vector<long double>(12, -5), 0);
+    test::stream const on;
+    std::vector<syncnorm::tensor_view<float const>> xs{x.view, x.view}, dys{x.view, x.view};
+    std::vector<syncnorm::tensor_view<float>> ys{y.view, y.view};
+    auto const thrown = [&](auto const& f) {
+      return test::thrown<syncnorm::invalid_argument_error>([&] {
+        f();
+        layer.synchronize(on);
+      });
+    };
+    bool const here = comm.rank() == 1;
+    auto bad = xs;
+    if (here) bad[1].data = nullptr;
+    CHECK(thrown([&] { layer.forward(bad, ys, {}, on); }) ==
+          "batch_norm forward: rank 1: x[1] is null, its extents are [2, 2, 3]");
+    auto few = ys;
+    if (here) few.pop_back();
+    CHECK(thrown([&] { layer.forward(xs, few, {}, on); }) ==
+          "batch_norm forward: rank 1: there are 1 micro-batches of y, expected 2 as of x");
+    std::vector<syncnorm::batch_norm_epilogue<float>> const one(here ? 1 : 2);
+    CHECK(thrown([&] { layer.forward(xs, ys, one, on); }) ==
+          "batch_norm forward: rank 1: there are 1 epilogues, expected 2 as micro-batches of x");
+    CHECK(y.get() == std::vector<long double>(12, -5));
+    layer.forward(xs, ys, {}, on);
+    if (here) dys.pop_back();
+    CHECK(thrown([&] { layer.backward(xs, dys, ys, {}, {}, {}, on); }) ==
+          "batch_norm backward: rank 1: there are 1 micro-batches of dy, expected 2 as micro-batches of x");
+  });
+  test::check_no_violations();
+}

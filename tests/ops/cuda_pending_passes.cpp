@@ -1,0 +1,173 @@
+#include "ops/cuda_support.hpp"
+
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/ops/cuda_batch_norm_group.hpp>
+
+#include "cuda/pending_cases.hpp"
+
+namespace {
+
+namespace cuda = syncnorm::cuda;
+using test::layer_over;
+
+template <class C>
+using pending_data = layer_cases::pending_data<layer_over<C>, C>;
+
+template <class C>
+void check_two_phases(C const& comm, bool captured) {
+  layer_cases::check_two_phases<layer_over<C>>(comm, captured, [] { fake_cuda::reset(); });
+}
+
+/// What a rank drops leaves its state as it was, and the ranks in step.
+template <class C>
+void check_dropped(C const& comm) {
+  test::stream const on;
+  pending_data<C> a{comm, 3};
+  a.step(on);
+  on.wait();
+  auto const before = a.results();
+  bool const drops = syncnorm::rank(comm) == 0;
+  {
+    auto pending = a.begin_forward(on);
+    if (!drops) pending.finish(on);
+  }
+  on.wait();
+  if (drops) CHECK(a.results() == before);
+  a.step(on);
+  a.layer.synchronize(on);
+}
+
+} // namespace
+
+TEST_CASE("two phases on a device give the bits of one, with the exchange on a stream of its own") {
+  test::over_nccl(2, [](auto const& comm) { check_two_phases(comm, true); });
+  for (auto const* const function : {"cudaMalloc", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags"})
+    CHECK(fake_cuda::calls(function) == 0);
+  check_two_phases(syncnorm::self_communicator{}, true);
+  test::over_threads(2, [](auto const& comm) { check_two_phases(comm, false); });
+  test::over_nccl(3, [](auto const& comm) { check_dropped(comm); });
+  test::check_no_violations();
+}
+
+TEST_CASE("a pass in two phases waits for nothing, and the exchange for what was enqueued before it") {
+  auto const raw = fake_nccl::make_group(2);
+  auto const first = test::nccl_communicator::adopt(raw[0]), second = test::nccl_communicator::adopt(raw[1]);
+  test::stream const on;
+  {
+    pending_data<test::nccl_communicator> a{first, 3}, b{second, 3};
+    {
+      std::jthread const other{[&] { b.layer.prepare(on); }};
+      test::stream const of_a;
+      a.layer.prepare(of_a);
+    }
+    // One thread and one stream for both: the exchanges, which wait for each other, are not on it.
+    auto of_a = a.begin_forward(on);
+    on.wait();
+    CHECK_FALSE(of_a.ready());
+    auto of_b = b.begin_forward(on);
+    of_a.finish(on), of_b.finish(on);
+    CHECK(of_b.ready());
+    a.layer.synchronize(on), b.layer.synchronize(on);
+  }
+  test::check_no_violations();
+}
+
+TEST_CASE("a group of layers on a device is one collective, and gives the bits of each alone") {
+  test::over_nccl(2,
+                  [](auto const& comm) { layer_cases::check_group<layer_over<test::nccl_communicator>>(comm, true); });
+  using alone = syncnorm::self_communicator;
+  layer_cases::check_group<layer_over<alone>>(alone{}, true);
+  fake_cuda::reset();
+  test::over_nccl(2, [](auto const& comm) {
+    pending_data<test::nccl_communicator> a{comm, 3}, b{comm, 6};
+    cuda::batch_norm_group<test::nccl_communicator> group{comm};
+    test::stream const on;
+    for (int i = 0; i < 3; ++i) group.run(cuda::passes(a.plan_forward(), b.plan_forward()), on);
+    group.synchronize(on);
+  });
+  CHECK(fake_cuda::calls("ncclAllGather") == 2 * (1 + 3)); // the first is to agree
+  test::check_no_violations();
+}
+
+TEST_CASE("what is wrong with one layer of a group on one rank is an error on every rank, and no layer has changed") {
+  test::over_nccl(2, [](auto const& comm) {
+    using C = test::nccl_communicator;
+    pending_data<C> a{comm, 3}, b{comm, 6};
+    cuda::batch_norm_group<C> group{comm};
+    test::stream const on;
+    bool const here = comm.rank() == 1;
+    auto const before_a = a.results(), before_b = b.results();
+    auto const thrown = [&](std::vector<cuda::batch_norm_pass> passes) {
+      return test::thrown<syncnorm::invalid_argument_error>([&] {
+        group.run(std::move(passes), on);
+        group.synchronize(on);
+      });
+    };
+    auto bad = b.x.view;
+    if (here) bad.data = nullptr;
+    for (int i = 0; i < 2; ++i)
+      CHECK(thrown(cuda::passes(a.plan_forward(), b.layer.plan_forward(bad, b.y.view))) ==
+            "batch_norm forward of layer 1: rank 1: x is null, its extents are [3, 6, 5]");
+    // Gradients of a forward pass that failed say nothing of their own, and are not added.
+    group.run(cuda::passes(a.plan_backward(), b.plan_backward()), on);
+    group.synchronize(on);
+    pending_data<C> frozen{comm, 2};
+    frozen.layer.freeze_statistics();
+    CHECK(thrown(cuda::passes(frozen.plan_forward(), a.plan_forward(), b.layer.plan_forward(bad, b.y.view))) ==
+          "batch_norm forward of layer 2: rank 1: x is null, its extents are [3, 6, 5]");
+    group.run(cuda::passes(frozen.plan_backward(), a.plan_backward(), b.plan_backward()), on);
+    group.synchronize(on);
+
+    CHECK(a.results() == before_a);
+    CHECK(b.results() == before_b);
+    // One value per channel of the second layer alone.
+    layer_cases::device_tensor<float> one{test::layout::nc, comm.rank(), 6, 1};
+    CHECK(thrown(cuda::passes(a.plan_forward(), b.layer.plan_forward(one.view, one.view))) ==
+          "batch_norm forward: training needs more than 1 value per channel over all ranks, got 1");
+    CHECK(a.results() == before_a);
+    group.run(cuda::passes(a.plan_forward(), b.plan_forward()), on);
+    group.synchronize(on);
+    CHECK(thrown(cuda::passes(a.plan_forward(), b.plan_backward()))
+              .find("a forward and a backward pass cannot travel "
+                    "together") != std::string::npos);
+    a.step(on);
+    a.layer.synchronize(on);
+  });
+  test::over_nccl(2, [](auto const& comm) { // in two phases, too
+    pending_data<test::nccl_communicator> a{comm, 3};
+    test::stream const on;
+    auto const before = a.results();
+    auto bad = a.x.view;
+    if (comm.rank() == 1) bad.data = nullptr;
+    CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+            a.layer.begin_forward(bad, a.y.view, {}, on).finish(on);
+            a.layer.synchronize(on);
+          }) == "batch_norm forward: rank 1: x is null, its extents are [3, 3, 5]");
+    CHECK(a.results() == before);
+    cudaGraph_t graph = nullptr;
+    REQUIRE(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    {
+      auto const one = a.begin_forward(on); // as was begun before
+      CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+              (void)a.begin_forward(on);
+            }).find("before there is memory for as many pending passes") != std::string::npos);
+    }
+    CHECK(cudaStreamEndCapture(on, &graph) == cudaSuccess); // what was dropped has been joined
+    cudaGraphDestroy(graph);
+
+  });
+  test::over_nccl(2, [](auto const& comm) {
+    pending_data<test::nccl_communicator> a{comm, 3}, b{comm, 3 + comm.rank()};
+    cuda::batch_norm_group<test::nccl_communicator> group{comm};
+    test::stream const on;
+    CHECK_THROWS_AS(group.run(cuda::passes(a.plan_forward(), b.plan_forward()), on), syncnorm::mismatch_error);
+  });
+  test::check_no_violations();
+}
