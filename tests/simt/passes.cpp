@@ -326,3 +326,40 @@ TEST_CASE("One rank's channels on the chip") {
   };
   check(float{}), check(double{}), check(bfloat16{});
 }
+
+TEST_CASE("What threads add up in float, and what rounding the mean lost, is made up for in double") {
+  for (auto const order : {arrangement::nchw, arrangement::nhwc}) {
+    // A thread that has met 2²⁴ loses ones until it puts what it has into its double: fewer than 96 of its 400.
+    std::int64_t const channels = order == arrangement::nchw ? 1 : 4, spatial = 64 * 400;
+    std::vector<float> ones(static_cast<std::size_t>(channels * spatial), 1), x(ones.size());
+    auto dy = ones;
+    for (std::int64_t c = 0; c < channels; ++c) dy[static_cast<std::size_t>(c * spatial)] = 0x1p24F;
+    // The mean, a third of the last bit of its elements above 2²⁰, is no float, and Σ(x − mean) is 0.
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = 0x1p20F + (i % 3 == 0 ? 0.125F : 0);
+    for (bool const of_ones : {false, true}) {
+      rank_memory<float> rank{channels, 1};
+      tensor<float> xs{order, 1, channels, spatial, x, 0}, dys{order, 1, channels, spatial, of_ones ? ones : dy, 0};
+      add_tensor(rank.machine.memory, "x", xs.view());
+      add_tensor(rank.machine.memory, "dy", dys.view());
+      for (std::int64_t c = 0; c < channels; ++c) {
+        double above = 0; // exact
+        for (std::int64_t i = 0; i < spatial; ++i) above += x[static_cast<std::size_t>(c * spatial + i)] - 0x1p20F;
+        rank.mean[static_cast<std::size_t>(c)] = 0x1p20 + above / static_cast<double>(spatial);
+      }
+      auto const op =
+          gpu::detail::make_backward_sums<float, false>(dys.view(), xs.view(), rank.affine(), {}, rank.saved());
+      launching how;
+      how.blocks = 1;
+      run_reduction(rank.machine,
+                    gpu::detail::make_reduction(op, header_of(channels, spatial), rank.packet_data(), rank.workspace(),
+                                                {2, 1 << 16}, 64),
+                    how);
+      auto const* const sums = rank.packet.data() + sizeof(syncnorm::detail::packet_header) / sizeof(double);
+      for (std::int64_t c = 0; c < channels; ++c) {
+        auto const expected = static_cast<double>(spatial) + (of_ones ? 0 : 0x1p24 - 1);
+        CHECK(std::abs(sums[c] - expected) < (of_ones ? 0.5 : 96));
+        if (of_ones) CHECK(std::abs(sums[channels + c]) < 1e-3);
+      }
+    }
+  }
+}
