@@ -50,12 +50,10 @@ public:
   virtual void announce(syncnorm::detail::packet_header const& header, packet_place const& own,
                         cudaStream_t stream) = 0;
   /// Writes this rank's packet.
-
   virtual void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) = 0;
   /// Of a group's packets, before those are applied.
   virtual void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) = 0;
   /// What is made of the packets of all ranks.
-
   virtual void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
                      cudaStream_t stream) = 0;
   /// All of it on this rank alone, of a pass without fault.
