@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -62,7 +61,7 @@ public:
   /// y = batch_norm(x), `[N, C, S]` in device memory; as on the host.
   void forward(tensor_view<T const> x, tensor_view<T> y, cudaStream_t stream) { forward(x, y, {}, stream); }
   void forward(tensor_view<T const> x, tensor_view<T> y, batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
-    run_forward(std::array<tensor_view<T const>, 1>{x}, std::array{y}, std::span{&epilogue, 1}, nullptr, stream);
+    run_forward({&x, 1}, {&y, 1}, {&epilogue, 1}, nullptr, stream);
   }
 
   /// dx for the latest forward pass, whose x this has to be; adds to the gradients of gamma and beta. A default `dx`: not
@@ -87,7 +86,8 @@ public:
   /// error on every rank, and x stays: then, and before a first pass is captured in a graph, call `reserve_in_place`.
   /// The residual has to stay until `backward_in_place`.
   void forward_in_place(tensor_view<T> x, batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
-    run_forward(std::array<tensor_view<T const>, 1>{x}, std::array{x}, std::span{&epilogue, 1}, &kept_, stream);
+    tensor_view<T const> const in = x;
+    run_forward({&in, 1}, {&x, 1}, {&epilogue, 1}, &kept_, stream);
   }
   void forward_in_place(tensor_view<T> x, cudaStream_t stream) { forward_in_place(x, {}, stream); }
 
@@ -140,7 +140,7 @@ public:
   /// `forward`, described for a `batch_norm_group`. The layer must stay where it is until the pass is finished.
   [[nodiscard]] batch_norm_pass plan_forward(tensor_view<T const> x, tensor_view<T> y,
                                              batch_norm_epilogue<T> const& epilogue = {}) {
-    return plan_forward(std::array<tensor_view<T const>, 1>{x}, std::array{y}, std::span{&epilogue, 1});
+    return plan_forward({&x, 1}, {&y, 1}, {&epilogue, 1});
   }
   [[nodiscard]] batch_norm_pass plan_forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
                                              std::span<batch_norm_epilogue<T> const> epilogues = {}) {
@@ -152,8 +152,7 @@ public:
                                               batch_norm_backward_options const& options = {},
                                               batch_norm_epilogue<T> const& epilogue = {},
                                               tensor_view<T> dresidual = {}) {
-    return plan_backward(std::array{x}, std::array{dy}, std::array{dx}, options, std::span{&epilogue, 1},
-                         std::array{dresidual});
+    return plan_backward({&x, 1}, {&dy, 1}, {&dx, 1}, options, {&epilogue, 1}, {&dresidual, 1});
   }
   [[nodiscard]] batch_norm_pass
   plan_backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,

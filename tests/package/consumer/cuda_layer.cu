@@ -1,17 +1,42 @@
 // What nvcc compiles of a consumer. Without a GPU, the layer says so.
 
 #include <cstdio>
+#include <vector>
 
 #include <syncnorm/syncnorm.cuh>
+
+namespace gpu = syncnorm::cuda;
+using view = syncnorm::tensor_view<float>;
+using input = syncnorm::tensor_view<float const>;
+using epilogue = syncnorm::batch_norm_epilogue<float>;
 
 bool can_make_a_layer() {
   int devices = 0;
   bool const has_gpu = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
   try {
-    syncnorm::cuda::batch_norm<float> const layer{{}, 3};
+    gpu::batch_norm<float> const layer{{}, 3};
     return has_gpu;
   } catch (syncnorm::cuda_error const& e) {
     std::puts(e.what());
     return !has_gpu;
   }
+}
+
+// Every way to run a pass. Called by nobody.
+void run_all(gpu::batch_norm<float>& layer, view x, view y, epilogue const& done, cudaStream_t stream) {
+  layer.forward(x, y, done, stream);
+  layer.backward(x, y, y, done, y, {}, stream);
+  layer.forward_in_place(x, done, stream);
+  layer.backward_in_place(x, y, y, done, y, {}, stream);
+  std::vector<input> const in{x, x};
+  std::vector<view> const out{y, y};
+  std::vector<epilogue> const each{done, done};
+  layer.forward(in, out, each, stream);
+  layer.backward(in, in, out, {}, each, out, stream);
+  layer.begin_forward(x, y, done, stream).finish(stream);
+  layer.begin_backward(x, y, y, done, y, {}, stream).finish(stream);
+  gpu::batch_norm_group group{layer.comm()};
+  group.run(gpu::passes(layer.plan_forward(x, y, done), layer.plan_forward(in, out, each)), stream);
+  group.run(gpu::passes(layer.plan_backward(x, y, y, {}, done, y), layer.plan_backward(in, in, out, {}, each, out)),
+            stream);
 }
