@@ -20,8 +20,8 @@ template <class Hw>
 SYNCNORM_DEVICE void group_kernel(Hw const& hw, group_arguments const& a) {
   auto const& all = a.headers;
   auto const of_layer = [&](int layer) {
-    return incoming_packets{
-        {all.data + static_cast<std::size_t>(layer) * sizeof(packet_header), all.ranks, all.stride}, 0};
+    return incoming_packets{{all.data + static_cast<std::size_t>(layer) * sizeof(packet_header), all.ranks, all.stride},
+                            0};
   };
   bool disagree = false, too_few = false;
   for (int layer = 0; layer < all.layers; ++layer) {
