@@ -15,12 +15,10 @@
 #include <syncnorm/cuda/double_backward.cuh>
 #include <syncnorm/cuda/forward.cuh>
 #include <syncnorm/cuda/group.cuh>
-
 #include <syncnorm/cuda/in_place.cuh>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_group.hpp>
-
 #include <syncnorm/ops/cuda_batch_norm_layer.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 

@@ -68,7 +68,6 @@ private:
   static constexpr std::size_t offset = 64;
 
   std::size_t layers_, headers_;
-
   mapped_memory memory_;
   bool forward_was_told_ = false; // so that the backward pass after it says nothing else
 };
