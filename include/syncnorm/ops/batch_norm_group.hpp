@@ -9,6 +9,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/detail/packet_exchange.hpp>
+#include <syncnorm/ops/passes.hpp>
 #include <syncnorm/ops/pending_passes.hpp>
 
 namespace syncnorm {
@@ -46,14 +47,5 @@ private:
   C comm_;
   std::deque<detail::packet_exchange> exchanges_; // of the sets of layers seen; stay where they are
 };
-
-/// A list of passes.
-template <class... Pass>
-[[nodiscard]] std::vector<batch_norm_pass> passes(Pass... each) {
-  std::vector<batch_norm_pass> all;
-  all.reserve(sizeof...(each));
-  (all.push_back(std::move(each)), ...);
-  return all;
-}
 
 } // namespace syncnorm

@@ -42,19 +42,17 @@ public:
   /// Borrows everything.
   backward_pass(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
                 batch_norm_workspace& workspace)
-      : in_{in}, exchange_{exchange}, saved_{&saved}, workspace_{&workspace}, check_{workspace.device()} {}
+      : device_pass{workspace}, in_{in}, exchange_{exchange}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
-  [[nodiscard]] batch_norm_workspace& workspace() const override { return *workspace_; }
   [[nodiscard]] bool collective() const override {
     return exchange_ && (!saved_->exists || saved_->scope == statistics_scope::all_ranks);
   }
-  [[nodiscard]] std::string const& fault() const override { return check_.fault(); }
-  [[nodiscard]] syncnorm::detail::packet_header const& header() const override { return header_; }
 
   void check(bool, cudaStream_t stream) override {
     auto const channels = workspace_->channels();
     auto const batches = in_.x.size();
+    std::int64_t count = 0;
     using syncnorm::detail::batch_name;
     check_.place(stream);
     check_.require(saved_->exists, [] { return "there was no forward pass"; });
@@ -76,13 +74,13 @@ public:
         check_.require(dx(k).data != dresidual(k).data || x.size() == 0,
                        [] { return "dx and dresidual are the same memory"; });
       }
-      count_ += x.count();
+      count += x.count();
     }
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
     check_.values(in_.gradients.gamma, "the gradient of gamma", channels);
     check_.values(in_.gradients.beta, "the gradient of beta", channels);
-    header_ = syncnorm::detail::make_header<T>(name(), channels, count_, check_);
+    header_ = syncnorm::detail::make_header<T>(name(), channels, count, check_);
     // Kernels get nothing of a call that is wrong.
     if (check_.failed()) in_ = {};
   }
@@ -156,10 +154,6 @@ private:
   backward_operands<T, P> in_;
   bool exchange_;
   batch_norm_saved const* saved_;
-  batch_norm_workspace* workspace_;
-  device_check check_;
-  syncnorm::detail::packet_header header_{};
-  std::int64_t count_ = 0;
 };
 
 /// `batch_norm_backward` by the kernels of `Kernels`.

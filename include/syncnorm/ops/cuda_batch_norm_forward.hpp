@@ -59,19 +59,17 @@ public:
   /// Borrows everything.
   forward_pass(forward_operands<T, P> const& in, batch_norm_options const& options, batch_norm_saved& saved,
                batch_norm_workspace& workspace)
-      : in_{in}, options_{options}, saved_{&saved}, workspace_{&workspace}, check_{workspace.device()} {}
+      : device_pass{workspace}, in_{in}, options_{options}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override {
     return constant() ? "batch_norm inference" : "batch_norm forward";
   }
-  [[nodiscard]] batch_norm_workspace& workspace() const override { return *workspace_; }
   [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
-  [[nodiscard]] std::string const& fault() const override { return check_.fault(); }
-  [[nodiscard]] syncnorm::detail::packet_header const& header() const override { return header_; }
 
   void check(bool alone, cudaStream_t stream) override {
     auto const channels = workspace_->channels();
     auto const batches = in_.x.size();
+    std::int64_t count = 0;
     using syncnorm::detail::batch_name;
     check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
     check_.place(stream);
@@ -85,7 +83,7 @@ public:
       check_.written(in_.y[k], batch_name{"y", k, batches}, in_.x[k]);
       check_.epilogue_of(epilogue(k), in_.x[k], k, batches);
       masked |= static_cast<bool>(epilogue(k).mask);
-      count_ += in_.x[k].count();
+      count += in_.x[k].count();
     }
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
@@ -100,10 +98,10 @@ public:
     if (in_.running.num_batches_tracked != nullptr)
       check_.memory(in_.running.num_batches_tracked, "num_batches_tracked");
     if (alone && !constant())
-      check_.require(count_ != 1 || masked,
+      check_.require(count != 1 || masked,
                      [] { return "training needs more than 1 value per channel over all ranks, got 1"; });
     if (in_.kept != nullptr && !check_.failed()) reserve(stream);
-    header_ = forward_header<T>(channels, count_, in_.affine, in_.running, options_, check_);
+    header_ = forward_header<T>(channels, count, in_.affine, in_.running, options_, check_);
 
     // Kernels get nothing of a call that is wrong.
     if (check_.failed()) in_ = {{}, {}, {}, {}, in_.scope, {}, nullptr};
@@ -206,10 +204,6 @@ private:
   forward_operands<T, P> in_;
   batch_norm_options options_;
   batch_norm_saved* saved_;
-  batch_norm_workspace* workspace_;
-  device_check check_;
-  syncnorm::detail::packet_header header_{};
-  std::int64_t count_ = 0;
 };
 
 /// `batch_norm_forward` by the kernels of `Kernels`.

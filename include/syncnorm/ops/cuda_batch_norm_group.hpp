@@ -13,8 +13,11 @@
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/ops/detail/cuda_packets.hpp>
 #include <syncnorm/ops/detail/cuda_report.hpp>
+#include <syncnorm/ops/passes.hpp>
 
 namespace syncnorm::cuda {
+
+using syncnorm::passes;
 
 /// Runs passes of several layers on a device in one collective, as `syncnorm::batch_norm_group` does on the host: layers of any
 /// channels, element types, shapes and options, whose outputs do not depend on one another.
@@ -71,14 +74,5 @@ private:
   C comm_;
   std::deque<layer_set> sets_; // of layers seen; stay where they are
 };
-
-/// A list of passes.
-template <class... Pass>
-[[nodiscard]] std::vector<batch_norm_pass> passes(Pass... each) {
-  std::vector<batch_norm_pass> all;
-  all.reserve(sizeof...(each));
-  (all.push_back(std::move(each)), ...);
-  return all;
-}
 
 } // namespace syncnorm::cuda

@@ -39,11 +39,11 @@ public:
   virtual ~device_pass() = default;
 
   [[nodiscard]] virtual std::string_view name() const = 0;
-  [[nodiscard]] virtual batch_norm_workspace& workspace() const = 0;
+  [[nodiscard]] batch_norm_workspace& workspace() const { return *workspace_; }
   /// First: looks what is wrong with the pass, which is `alone` where no other rank is involved.
   virtual void check(bool alone, cudaStream_t stream) = 0;
-  [[nodiscard]] virtual std::string const& fault() const = 0;
-  [[nodiscard]] virtual syncnorm::detail::packet_header const& header() const = 0;
+  [[nodiscard]] std::string const& fault() const { return check_.fault(); }
+  [[nodiscard]] syncnorm::detail::packet_header const& header() const { return header_; }
   /// Whether the pass involves other ranks, where there are any.
   [[nodiscard]] virtual bool collective() const = 0;
   /// Writes a packet of no elements, where the pass exchanges nothing itself.
@@ -58,6 +58,13 @@ public:
                      cudaStream_t stream) = 0;
   /// All of it on this rank alone, of a pass without fault.
   virtual void run_alone(cudaStream_t stream) = 0;
+
+protected:
+  explicit device_pass(batch_norm_workspace& workspace) : workspace_{&workspace}, check_{workspace.device()} {}
+
+  batch_norm_workspace* workspace_;
+  device_check check_;
+  syncnorm::detail::packet_header header_{};
 };
 
 inline void throw_fault(device_pass const& pass) {
