@@ -116,6 +116,15 @@ TEST_CASE("ranks that disagree all learn of it, and the communicator works on") 
   }));
 }
 
+TEST_CASE("the longest timeout there is waits") {
+  test_support::check_passed(run_ranks(2, [](int rank, auto context) {
+    gloo_communicator const comm{context, std::chrono::milliseconds::max()};
+    if (rank == 0) std::this_thread::sleep_for(20ms);
+    comm.barrier();
+    comm.split(0, rank).barrier();
+  }));
+}
+
 TEST_CASE("a rank that does not join is a timeout that names it") {
   test_support::check_passed(run_ranks(3, [](int rank, auto context) {
     for (auto const extent : {eager, staged}) {

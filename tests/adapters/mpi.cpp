@@ -117,6 +117,12 @@ TEST_CASE("ranks that disagree all learn of it") {
   contract::check_allgather<float>(comm, 5, 1);
 }
 
+TEST_CASE("the longest timeout there is waits") {
+  auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, std::chrono::milliseconds::max());
+  if (comm.rank() == 0) std::this_thread::sleep_for(20ms);
+  comm.barrier();
+}
+
 TEST_CASE("a rank that does not join is a timeout, and the communicator is unusable afterwards") {
   auto const world = mpi_communicator{MPI_COMM_WORLD, 60s};
   if (world.size() == 1) return;

@@ -168,7 +168,7 @@ public:
       throw invalid_argument_error{"c10d_communicator: timeout " + std::to_string(timeout.count()) +
                                    " ms, expected more than 0"};
     state_->group = std::move(group);
-    state_->timeout = timeout;
+    state_->timeout = detail::within_a_year(timeout);
   }
 
   [[nodiscard]] int rank() const noexcept { return state_->group->getRank(); }

@@ -183,10 +183,11 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
                                  std::to_string(size) + ")"};
   if (options.timeout <= std::chrono::milliseconds::zero())
     throw invalid_argument_error{"make_gloo_context: the timeout is not positive"};
+  auto const timeout = detail::within_a_year(options.timeout);
   auto const mesh = [&] {
     try {
       return std::make_shared<detail::gloo_mesh>(rank, size, size > 1 ? detail::make_gloo_device(options) : nullptr,
-                                                 options.timeout);
+                                                 timeout);
     } catch (error const&) {
       throw;
     } catch (std::exception const& failure) {
@@ -196,7 +197,7 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
   if (size == 1) return mesh;
 
   using clock = std::chrono::steady_clock;
-  auto const deadline = clock::now() + options.timeout;
+  auto const deadline = clock::now() + timeout;
   auto const key = [&](int r) { return options.prefix + "/" + std::to_string(r); };
   auto const registered = [&](int r, clock::time_point until) {
     auto const left = std::chrono::ceil<std::chrono::milliseconds>(until - clock::now());
@@ -219,9 +220,9 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
     for (int r = 0; r < size; ++r)
       if (!registered(r, deadline)) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
     if (!missing.empty())
-      throw timeout_error{"gloo", "rendezvous: after " + std::to_string(options.timeout.count()) +
-                                      " ms of ranks 0 to " + std::to_string(size - 1) +
-                                      " there are missing under prefix '" + options.prefix + "': " + missing};
+      throw timeout_error{"gloo", "rendezvous: after " + std::to_string(timeout.count()) + " ms of ranks 0 to " +
+                                      std::to_string(size - 1) + " there are missing under prefix '" + options.prefix +
+                                      "': " + missing};
     for (int r = 0; r < size; ++r) {
       if (r == rank) continue;
       detail::gloo_card const card{store.get(key(r)), r, size};
@@ -232,7 +233,7 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
       }
     }
     // Nobody reads the store after this.
-    gloo_communicator{mesh, options.timeout}.barrier();
+    gloo_communicator{mesh, timeout}.barrier();
   } catch (error const&) {
     throw;
   } catch (std::exception const& failure) {

@@ -45,6 +45,8 @@ public:
       : error{backend + ": " + message, where}, backend_{std::move(backend)}, native_code_{native_code} {}
 
   [[nodiscard]] std::string const& backend() const noexcept { return backend_; }
+  /// `what()` without the name of the backend.
+  [[nodiscard]] std::string message() const { return std::string{what()}.substr(backend_.size() + 2); }
   /// The backend's own error code, 0 where it has none.
   [[nodiscard]] int native_code() const noexcept { return native_code_; }
 

@@ -23,6 +23,7 @@
 #include <syncnorm/adapters/detail/collective_header.hpp>
 #include <syncnorm/adapters/detail/gloo_slot.hpp>
 #include <syncnorm/adapters/gloo_error.hpp>
+#include <syncnorm/comm/timeout.hpp>
 
 namespace syncnorm::detail {
 
@@ -45,7 +46,7 @@ public:
   using clock = std::chrono::steady_clock;
 
   gloo_channel(std::shared_ptr<gloo::Context> context, std::chrono::milliseconds timeout, std::uint32_t tag)
-      : context_{std::move(context)}, timeout_{timeout}, tag_{tag} {
+      : context_{std::move(context)}, timeout_{within_a_year(timeout)}, tag_{tag} {
     if (size() == 1) return;
     // A peer's death must be an error of the collective, not a signal that ends this process.
     struct sigaction action {};
@@ -247,7 +248,11 @@ private:
   }
 
   void send_own(gloo_slot& slot, int to, int phase, std::size_t bytes) {
-    slot.own->send(to, slot_tag(slot, phase), 0, bytes);
+    try {
+      slot.own->send(to, slot_tag(slot, phase), 0, bytes);
+    } catch (std::exception const& failure) {
+      lose(slot, to, failure);
+    }
     ++slot.unconfirmed;
   }
   static void confirm_sends(gloo_slot& slot, std::chrono::milliseconds timeout) {
@@ -343,11 +348,15 @@ private:
     try {
       transfer.wait(std::max(left, std::chrono::milliseconds{0}));
     } catch (std::exception const& failure) {
-      require_usable(); // another thread may have aborted
-      if (clock::now() >= slot.deadline) time_out(slot, transfer);
-      throw gloo_error{"lost rank " + std::to_string(transfer.peer) + " during " +
-                       describe(header_of(slot, rank()).called) + ": " + failure.what()};
+      if (clock::now() >= slot.deadline && !failed_) time_out(slot, transfer);
+      lose(slot, transfer.peer, failure);
     }
+  }
+
+  [[noreturn]] void lose(gloo_slot const& slot, int peer, std::exception const& failure) {
+    require_usable(); // another thread may have aborted
+    throw gloo_error{"lost rank " + std::to_string(peer) + " during " + describe(header_of(slot, rank()).called) +
+                     ": " + failure.what()};
   }
 
   [[noreturn]] void time_out(gloo_slot const& slot, gloo_transfer const& late) {
@@ -385,7 +394,7 @@ private:
     try {
       return f();
     } catch (communicator_error const& failure) {
-      fail(failure.what());
+      fail(failure.message());
       throw;
     } catch (error const&) {
       throw; // the ranks disagree, and know it

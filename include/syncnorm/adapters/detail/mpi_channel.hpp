@@ -18,6 +18,7 @@
 #include <syncnorm/adapters/detail/collective_header.hpp>
 #include <syncnorm/adapters/detail/mpi_include.hpp>
 #include <syncnorm/adapters/mpi_error.hpp>
+#include <syncnorm/comm/timeout.hpp>
 
 namespace syncnorm::detail {
 
@@ -85,7 +86,7 @@ public:
   using clock = std::chrono::steady_clock;
 
   mpi_channel(MPI_Comm comm, bool owned, std::chrono::milliseconds timeout)
-      : comm_{comm}, owned_{owned}, timeout_{timeout} {
+      : comm_{comm}, owned_{owned}, timeout_{within_a_year(timeout)} {
     require_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
     require_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
   }
@@ -169,7 +170,7 @@ public:
     if (request != MPI_REQUEST_NULL) slot.requests.push_back(request);
     if (code == MPI_SUCCESS) return;
     mpi_error const failure{name, code};
-    fail(failure.what());
+    fail(failure.message());
     throw failure;
   }
 
@@ -218,7 +219,7 @@ private:
       int const code = MPI_Test(&slot.requests[slot.completed], &done, MPI_STATUS_IGNORE);
       if (code != MPI_SUCCESS) {
         mpi_error const failure{describe(slot.header.called), code};
-        fail(failure.what());
+        fail(failure.message());
         throw failure;
       }
       if (done == 0) return false;
@@ -249,7 +250,7 @@ private:
     timeout_error const failure{"mpi", "rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " waited " +
                                            std::to_string(timeout_.count()) + " ms for its peers in " +
                                            describe(slot.header.called)};
-    fail(failure.what());
+    fail(failure.message());
     throw failure;
   }
 

@@ -14,6 +14,7 @@
 #include <nccl.h>
 
 #include <syncnorm/adapters/nccl_error.hpp>
+#include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/comm/wire.hpp>
 #include <syncnorm/core/detail/cuda_check.hpp>
 
@@ -36,7 +37,7 @@ public:
   using clock = std::chrono::steady_clock;
 
   nccl_channel(ncclComm_t comm, bool owned, std::chrono::milliseconds timeout)
-      : comm_{comm}, owned_{owned}, timeout_{timeout} {
+      : comm_{comm}, owned_{owned}, timeout_{within_a_year(timeout)} {
     if (comm == nullptr) throw invalid_argument_error{"nccl_communicator: the ncclComm_t is null"};
     if (timeout <= std::chrono::milliseconds::zero())
       throw invalid_argument_error{"nccl_communicator: the timeout is not positive"};

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include <syncnorm/comm/detail/signature.hpp>
+#include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/core/error.hpp>
 
 namespace syncnorm::detail {
@@ -76,8 +77,7 @@ private:
 class thread_state {
 public:
   thread_state(int size, std::chrono::milliseconds timeout, bool spin, std::shared_ptr<thread_family> family)
-      : family_{std::move(family)}, size_{size},
-        timeout_{std::min(timeout, std::chrono::milliseconds{std::chrono::hours{24 * 365}})}, spin_{spin},
+      : family_{std::move(family)}, size_{size}, timeout_{within_a_year(timeout)}, spin_{spin},
         upcoming_(static_cast<std::size_t>(size)) {
     // Those that ranks need who are never more than one operation apart.
     constexpr std::size_t common = 3;
