@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -137,4 +138,29 @@ TEST_CASE_TEMPLATE("batch norm of one rank needs no group", T, float AND_UNSANIT
     test::case_data<T> const data{{1, 5, 4, order == test::layout::nc ? 1 : 50, test::partition::even, order}};
     for (auto const& failure : test::run_case(data, syncnorm::self_communicator{})) FAIL_CHECK(failure);
   }
+}
+
+TEST_CASE("a copy of a layer shares nothing with it") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    using layer_type = syncnorm::batch_norm<double, syncnorm::thread_communicator>;
+    constexpr std::int64_t channels = 3;
+    auto const x = test::noise_vector(static_cast<std::uint64_t>(comm.rank()), 4 * channels * 5);
+    auto const view = [](auto& values) { return syncnorm::nchw(values.data(), 4, channels, 5); };
+    std::vector<double> y(x.size()), of_copy(x.size());
+    std::optional<layer_type> layer{std::in_place, comm, channels};
+    layer->forward(view(x), view(y));
+    layer->forward(view(x), view(y));
+    layer_type copy{comm, channels + 1};
+    copy = *layer;
+    layer->forward(view(x), view(y));
+    copy.forward(view(x), view(of_copy));
+    CHECK(of_copy == y);
+    CHECK(copy.num_batches_tracked() == layer->num_batches_tracked());
+    layer_type const unused{*layer};
+    layer.reset();
+    copy.forward(view(x), view(of_copy));
+    copy.backward(view(x), view(x), view(of_copy));
+    CHECK(copy.num_batches_tracked() == 4);
+    CHECK(unused.channels() == channels);
+  });
 }

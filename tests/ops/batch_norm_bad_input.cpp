@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <limits>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +23,19 @@ constexpr syncnorm::host::serial_executor serial{};
 constexpr int world_size = 3;
 
 using layer_of_floats = syncnorm::batch_norm<float, syncnorm::thread_communicator>;
+
+/// Runs out of something at its `failing` use.
+struct failing_executor {
+  int* uses;
+  int failing;
+
+  [[nodiscard]] int concurrency() const { return 1; }
+  template <class F>
+  void for_each(std::int64_t n, F const& f) const {
+    if (++*uses == failing) throw std::runtime_error{"no threads"};
+    for (std::int64_t i = 0; i < n; ++i) f(i);
+  }
+};
 
 /// The inputs of a step, which a case spoils on one rank.
 struct step_inputs {
@@ -236,4 +250,20 @@ TEST_CASE("a peer that never comes is an error within the timeout") {
   CHECK_THROWS_AS(layer.forward(in.x_view, in.y_view), syncnorm::timeout_error);
   CHECK(layer.num_batches_tracked() == 0);
   for (float const value : layer.running_var()) CHECK(value == 1.0F);
+}
+
+TEST_CASE("what a rank's own sums throw is an error on every rank") {
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
+      int uses = 0;
+      syncnorm::batch_norm<float, syncnorm::thread_communicator, failing_executor> layer{
+          comm, 200, {.norm = {.exchange = policy}}, {&uses, comm.rank() == 1 ? 1 : 0}};
+      step_inputs good{200};
+      test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(good.x_view, good.y_view); },
+                                                           {"batch_norm forward", "rank 1", "no threads"});
+      CHECK(layer.num_batches_tracked() == 0);
+      layer.forward(good.x_view, good.y_view);
+      layer.backward(good.x_view, good.dy_view, good.dx_view);
+      CHECK(layer.num_batches_tracked() == 1);
+    });
 }

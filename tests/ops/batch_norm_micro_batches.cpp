@@ -12,6 +12,7 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
+#include <syncnorm/ops/batch_norm_group.hpp>
 
 #include <ops/micro_batches.hpp>
 #include <support/sanitized.hpp>
@@ -63,6 +64,30 @@ TEST_CASE("micro-batches in evaluation, with frozen statistics, and without runn
     }
     for (std::size_t c = 0; c < 3; ++c) CHECK(std::abs(layer.gamma_grad()[c] - gradient[c]) < 1e-12);
   }
+}
+
+TEST_CASE("a rank without micro-batches takes no part in passes by constant statistics") {
+  syncnorm::run_ranks(2, [](thread_communicator const& comm) {
+    syncnorm::batch_norm<double, thread_communicator> layer{comm, 2};
+    std::vector<double> x{1, 2, 3, 4}, y(x.size()), dx(x.size());
+    auto const view = [](auto& values) { return std::array{syncnorm::nchw(values.data(), 1, 2, 2)}; };
+    std::vector<double> const& in = x;
+    std::size_t const batches = comm.rank() == 0 ? 1 : 0;
+    auto const some = [&](auto const& views) { return std::span{views}.first(batches); };
+    auto const xs = view(in);
+    auto const ys = view(y), dxs = view(dx);
+    layer.freeze_statistics();
+    layer.forward(some(xs), some(ys));
+    CHECK(layer.saved().scope == syncnorm::statistics_scope::constant);
+    layer.backward(some(xs), some(xs), some(dxs));
+    syncnorm::batch_norm_group group{comm};
+    group.run(syncnorm::passes(layer.plan_forward(some(xs), some(ys))));
+    group.run(syncnorm::passes(layer.plan_backward(some(xs), some(xs), some(dxs))));
+    CHECK(layer.beta_grad()[1] == (batches == 1 ? 14 : 0));
+    layer.freeze_statistics(false);
+    layer.forward(some(xs), some(ys));
+    CHECK(layer.saved().mean[1] == 3.5);
+  });
 }
 
 TEST_CASE("what is wrong with a micro-batch of one rank is an error on every rank") {

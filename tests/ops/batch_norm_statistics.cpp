@@ -181,3 +181,17 @@ TEST_CASE("gradients accumulate over local backward passes and one that exchange
       CHECK(std::abs(dx[i] - static_cast<double>(gradients.dx[first + i])) < 1e-11);
   });
 }
+
+TEST_CASE("where all elements are equal and eps is 0, y is beta and x has no gradient") {
+  syncnorm::run_ranks(2, [](thread_communicator const& comm) {
+    layer_of_doubles layer{comm, layer_channels, {.norm = {.eps = 0}}};
+    layer.beta()[1] = 2;
+    std::vector<double> const x(rank_size, 7.0), dy = test::noise_vector(8, rank_size);
+    std::vector<double> y(rank_size), dx(rank_size, 1.0);
+    layer.forward(view(x), view(y));
+    CHECK(view(y)(0, 0, 0) == 0);
+    CHECK(view(y)(per_rank - 1, 1, 3) == 2);
+    layer.backward(view(x), view(dy), view(dx));
+    CHECK(std::ranges::all_of(dx, [](double value) { return value == 0; }));
+  });
+}

@@ -1,6 +1,7 @@
 #include "ops/cuda_support.hpp"
 
 #include <array>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -61,5 +62,19 @@ TEST_CASE("what is wrong with one micro-batch on a device on one rank is an erro
     CHECK(thrown([&] { layer.backward(xs, dys, ys, {}, {}, {}, on); }) ==
           "batch_norm backward: rank 1: there are 1 micro-batches of dy, expected 2 as micro-batches of x");
   });
+  test::check_no_violations();
+}
+
+TEST_CASE("a rank without micro-batches on a device adds nothing to gradients by constant statistics") {
+  layer_over<syncnorm::self_communicator> layer{{}, 2};
+  test::stream const on;
+  layer.freeze_statistics();
+  std::span<syncnorm::tensor_view<float const> const> const in;
+  std::span<syncnorm::tensor_view<float> const> const out;
+  layer.forward(in, out, {}, on);
+  layer.backward(in, in, out, {}, {}, {}, on);
+  layer.synchronize(on);
+  for (auto const gradient : {layer.gamma_grad(), layer.beta_grad()})
+    CHECK(layer_cases::get(gradient) == std::vector<float>(2, 0));
   test::check_no_violations();
 }

@@ -252,3 +252,45 @@ TEST_CASE("a peer that fails in between is an error, at finish and at its end") 
   auto abandoned = data.layer.begin_forward(data.x(), data.y());
   CHECK(data.state() == before);
 }
+
+TEST_CASE("what is wrong with a local pass of a group leaves all its layers as they were") {
+  syncnorm::run_ranks(2, [](thread_communicator const& comm) {
+    using data_type = layer_data<double, thread_communicator>;
+    data_type trained{comm, 3, exchange_policy::gather}, frozen{comm, 4, exchange_policy::gather};
+    syncnorm::batch_norm<double, thread_communicator> by_itself{comm, 2, {.track_running_stats = false}};
+    by_itself.eval();
+    frozen.layer.freeze_statistics();
+    syncnorm::batch_norm_group group{comm};
+    auto const before = trained.state();
+    std::array<double, 4> few{1, 2, 3, 4}, out{};
+    std::int64_t const samples = comm.rank() == 1 ? 1 : 2; // one value has no variance
+    auto const plan = [&](auto& values) { return syncnorm::nchw(values.data(), samples, 2, 1); };
+    std::string thrown;
+    try {
+      group.run(syncnorm::passes(trained.layer.plan_forward(trained.x(), trained.y()),
+                                 by_itself.plan_forward(plan(few), plan(out))));
+    } catch (syncnorm::invalid_argument_error const& e) {
+      thrown = e.what();
+    }
+    CHECK_MESSAGE(thrown.find("rank 1: statistics of one rank need more than 1 value per channel") != std::string::npos,
+                  thrown);
+    CHECK(trained.state() == before);
+    // All of them local: thrown where it is wrong.
+    frozen.layer.forward(frozen.x(), frozen.y());
+    trained.layer.freeze_statistics();
+    trained.layer.forward(trained.x(), trained.y());
+    auto const kept = trained.state();
+    auto const local = [&] {
+      auto dy = frozen.dy();
+      if (comm.rank() == 1) dy.data = nullptr;
+      group.run(syncnorm::passes(trained.layer.plan_backward(trained.x(), trained.dy(), trained.dx()),
+                                 frozen.layer.plan_backward(frozen.x(), dy, frozen.dx())));
+    };
+    if (comm.rank() == 1) {
+      CHECK_THROWS_AS(local(), syncnorm::invalid_argument_error);
+      CHECK(trained.state() == kept);
+    } else {
+      local();
+    }
+  });
+}

@@ -1,10 +1,17 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include <syncnorm/config.hpp>
 
 namespace syncnorm {
+
+/// inv_std = 1/√(var + eps) of a batch; 0, and hence y = beta, where all elements are equal and eps is 0.
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline double inverse_deviation(double var, double eps) {
+  double const square = var + eps;
+  return square == 0 ? 0 : 1 / std::sqrt(square);
+}
 
 /// One channel of the normalization, y = (x − center)·scale + shift, in the type of the elements' arithmetic.
 /// `center` is the mean rounded to `A`, and `shift` makes up for what the rounding lost.

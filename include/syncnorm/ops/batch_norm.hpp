@@ -85,7 +85,8 @@ public:
   }
 
   /// `forward` over x itself, of which `backward_in_place` needs no copy: it recovers x from y, up to rounding, where gamma
-  /// and the activation allow it; the other channels are kept, see `kept`. The residual has to stay until then.
+  /// and the activation allow it; the other channels are kept, see `kept`. The residual has to stay until then, and should not
+  /// be far larger than gamma, `recoverable_ratio`.
   void forward_in_place(tensor_view<T> x, batch_norm_epilogue<T> const& epilogue = {}) {
     tensor_view<T const> const from = x;
     kept_.keep(from, affine_parameters<P>{gamma_, beta_}, epilogue);
@@ -184,7 +185,8 @@ public:
   [[nodiscard]] bool is_training() const noexcept { return training_; }
 
   /// On: training, too, normalizes by the running statistics, which are constants to the gradients and stay as they are,
-  /// without a collective; for fine-tuning on small batches. The same on every rank.
+  /// without a collective; for fine-tuning on small batches. The same on every rank. A layer without running statistics
+  /// then normalizes by its own batch on this rank, as it does in evaluation.
   void freeze_statistics(bool on = true) noexcept { frozen_ = on; }
   [[nodiscard]] bool has_frozen_statistics() const noexcept { return frozen_; }
 
@@ -226,16 +228,8 @@ private:
 
   void infer(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
              std::span<batch_norm_epilogue<T> const> epilogues) {
-    if (x.size() != y.size())
-      throw invalid_argument_error{"batch_norm inference: there are " + std::to_string(y.size()) +
-                                   " micro-batches of y, expected " + std::to_string(x.size()) + " as of x"};
-    if (!epilogues.empty() && epilogues.size() != x.size())
-      throw invalid_argument_error{"batch_norm inference: there are " + std::to_string(epilogues.size()) +
-                                   " epilogues, expected " + std::to_string(x.size()) + " as micro-batches of x"};
-    for (std::size_t k = 0; k < x.size(); ++k)
-      batch_norm_inference<T, P>(exec_, x[k], y[k], {gamma_, beta_}, running_mean_, running_var_, options_.norm.eps,
-                                 saved_, options_.norm.variance,
-                                 epilogues.empty() ? batch_norm_epilogue<T>{} : epilogues[k]);
+    batch_norm_inference_batches<T, P>(exec_, x, y, {gamma_, beta_}, running_mean_, running_var_, options_.norm.eps,
+                                       saved_, options_.norm.variance, epilogues);
   }
 
   C comm_;

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
@@ -16,6 +18,7 @@
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
+#include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm {
 
@@ -54,23 +57,79 @@ batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tensor_vie
 
 namespace detail {
 
-/// Says in `check` what is wrong with the arguments of `batch_norm_inference`.
+/// What a forward pass by constant statistics reads and writes: K micro-batches.
 template <class T, class P>
-void check_inference(call_check& check, tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine,
-                     std::span<P const> mean, std::span<P const> var, double eps,
-                     batch_norm_epilogue<T> const& epilogue) {
-  auto const channels = static_cast<std::int64_t>(mean.size());
-  check.tensor(x, "x", channels);
-  check.output(y, "y", x);
-  check.channel_values(affine.gamma, "gamma", channels);
-  check.channel_values(affine.beta, "beta", channels);
-  check.require(var.size() == mean.size(),
-                [&] { return check.text("var has ", var.size(), " elements, mean has ", mean.size()); });
-  check.eps(eps);
-  pass_epilogues<T>::check_one(check, epilogue, x);
+struct inference_operands {
+  static constexpr std::string_view name = "batch_norm inference";
+
+  std::span<tensor_view<T const> const> x;
+  std::span<tensor_view<T> const> y;
+  affine_parameters<P> affine;
+  std::span<P const> mean, var;
+  double eps;
+  running_variance kind;
+  std::span<batch_norm_epilogue<T> const> epilogues{}; ///< none, or K
+
+  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const {
+    return epilogues.empty() ? batch_norm_epilogue<T>{} : epilogues[k];
+  }
+};
+
+/// Says in `check` what is wrong with them.
+template <class T, class P>
+void check_inference(call_check& check, inference_operands<T, P> const& in) {
+  auto const channels = static_cast<std::int64_t>(in.mean.size());
+  auto const batches = in.x.size();
+  check.require(in.y.size() == batches, [&] {
+    return check.text("there are ", in.y.size(), " micro-batches of y, expected ", batches, " as of x");
+  });
+  check.require(in.epilogues.empty() || in.epilogues.size() == batches, [&] {
+    return check.text("there are ", in.epilogues.size(), " epilogues, expected ", batches, " as micro-batches of x");
+  });
+  for (std::size_t k = 0; k < batches && !check.failed(); ++k) {
+    check.tensor(in.x[k], batch_name("x", k, batches), channels);
+    check.output(in.y[k], batch_name("y", k, batches), in.x[k]);
+    pass_epilogues<T>::check_one(check, in.epilogue(k), in.x[k]);
+  }
+  check.channel_values(in.affine.gamma, "gamma", channels);
+  check.channel_values(in.affine.beta, "beta", channels);
+  check.require(in.var.size() == in.mean.size(),
+                [&] { return check.text("var has ", in.var.size(), " elements, mean has ", in.mean.size()); });
+  check.eps(in.eps);
+}
+
+/// The pass, of valid operands.
+template <class T, class P, host::executor E>
+void infer(E const& exec, inference_operands<T, P> const& in, batch_norm_saved& saved) {
+  saved.scope = statistics_scope::constant;
+  saved.count = 0;
+  saved.mean.resize(in.mean.size());
+  saved.inv_std.resize(in.var.size());
+  std::ranges::transform(in.mean, saved.mean.begin(), as_double<P>);
+  std::ranges::transform(in.var, saved.inv_std.begin(), as_double<P>);
+  bool const is_deviation = in.kind == running_variance::standard_deviation;
+  for (double& value : saved.inv_std) value = 1.0 / (is_deviation ? value : std::sqrt(value + in.eps));
+  for (std::size_t k = 0; k < in.x.size(); ++k)
+    host::normalize(exec, in.x[k], in.y[k], std::span<double const>{saved.mean}, std::span<double const>{saved.inv_std},
+                    in.affine, in.epilogue(k));
 }
 
 } // namespace detail
+
+/// `batch_norm_inference` of K micro-batches, K may be zero. Epilogues: none, or one for each.
+template <class T, class P, host::executor E>
+void batch_norm_inference_batches(E const& exec, std::span<tensor_view<T const> const> x,
+                                  std::span<tensor_view<T> const> y, affine_parameters<P> affine,
+                                  std::type_identity_t<std::span<P const>> mean,
+                                  std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved,
+                                  running_variance kind = running_variance::unbiased,
+                                  std::span<batch_norm_epilogue<T> const> epilogues = {}) {
+  detail::inference_operands<T, P> const in{x, y, affine, mean, var, eps, kind, epilogues};
+  detail::call_check check;
+  detail::check_inference(check, in);
+  detail::throw_fault(in.name, check);
+  detail::infer(exec, in, saved);
+}
 
 /// Batch normalization by constant statistics, y = gamma·(x − mean)/√(var + eps) + beta: inference, and training by
 /// frozen statistics. Where `kind` says that var is the standard deviation, y = gamma·(x − mean)/var + beta. Not
@@ -82,20 +141,7 @@ void batch_norm_inference(E const& exec, std::type_identity_t<tensor_view<T cons
                           std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved,
                           running_variance kind = running_variance::unbiased,
                           batch_norm_epilogue<T> const& epilogue = {}) {
-  detail::call_check check;
-  detail::check_inference<T, P>(check, x, y, affine, mean, var, eps, epilogue);
-  detail::throw_fault("batch_norm inference", check);
-
-  saved.scope = statistics_scope::constant;
-  saved.count = 0;
-  saved.mean.resize(mean.size());
-  saved.inv_std.resize(var.size());
-  std::ranges::transform(mean, saved.mean.begin(), as_double<P>);
-  std::ranges::transform(var, saved.inv_std.begin(), as_double<P>);
-  bool const is_deviation = kind == running_variance::standard_deviation;
-  for (double& value : saved.inv_std) value = 1.0 / (is_deviation ? value : std::sqrt(value + eps));
-  host::normalize(exec, x, y, std::span<double const>{saved.mean}, std::span<double const>{saved.inv_std}, affine,
-                  epilogue);
+  batch_norm_inference_batches<T, P>(exec, {&x, 1}, {&y, 1}, affine, mean, var, eps, saved, kind, {&epilogue, 1});
 }
 
 } // namespace syncnorm

@@ -20,9 +20,9 @@ namespace syncnorm {
 ///     batch_norm_group group{comm};
 ///     group.run(passes(first.plan_forward(x, y), second.plan_forward(u, v)));
 ///
-/// All ranks pass the same layers in the same order; what is wrong with one of them on one rank is thrown on every rank, and
-/// then no layer has changed. The exchange policy is that of the first. A layer that needs no exchange, in evaluation or
-/// with frozen statistics, may be among them.
+/// All ranks pass the same layers in the same order; what is wrong with one of them on one rank is thrown on every rank, or
+/// on that one where none of them exchanges, and then no layer has changed. The exchange policy is that of the first. A
+/// layer that needs no exchange, in evaluation or with frozen statistics, may be among them.
 template <communicator C>
 class batch_norm_group {
 public:

@@ -80,39 +80,30 @@ public:
         epilogues_(in.epilogues.begin(), in.epilogues.end()), affine_{in.affine}, running_{in.running},
         options_{options}, saved_{&saved} {
     check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
-    check_.require(x_.size() == y_.size(), [&] {
-      return check_.text("there are ", y_.size(), " micro-batches of y, expected ", x_.size(), " as of x");
-    });
-    check_.require(epilogues_.empty() || epilogues_.size() == x_.size(), [&] {
-      return check_.text("there are ", epilogues_.size(), " epilogues, expected ", x_.size(), " as micro-batches of x");
-    });
-    for (std::size_t k = 0; k < x_.size() && !check_.failed(); ++k)
-      check_inference<T, P>(check_, x_[k], y_[k], affine_, running_.mean, running_.var, options_.eps, epilogue(k));
+    check_inference(check_, operands());
   }
   pass_steps& steps() override { return *this; }
 
 private:
-  static constexpr std::string_view name = "batch_norm inference";
+  using operands_type = inference_operands<T, P>;
 
   [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
   [[nodiscard]] exchange_policy policy() const override { return options_.exchange; }
   [[nodiscard]] std::int64_t channels() const override { return channels_; }
   [[nodiscard]] bool collective() const override { return false; }
-  [[nodiscard]] packet_header header() const override { return make_header<T>(name, channels_, 0, check_); }
+  [[nodiscard]] packet_header header() const override {
+    return make_header<T>(operands_type::name, channels_, 0, check_);
+  }
   void local(channel_span, std::span<double>, std::span<double>) override {}
   void accept(exchange_summary const&) override {}
   [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span) override { return {}; }
   void apply(channel_span) override {}
   void commit(channel_span, std::span<double const>, std::span<double const>) override {}
-  void run_alone() override {
-    throw_fault(name, check_);
-    for (std::size_t k = 0; k < x_.size(); ++k)
-      batch_norm_inference<T, P>(exec_, x_[k], y_[k], affine_, running_.mean, running_.var, options_.eps, *saved_,
-                                 options_.variance, epilogue(k));
-  }
+  void require_valid() const override { throw_fault(operands_type::name, check_); }
+  void run_alone() override { infer(exec_, operands(), *saved_); }
 
-  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const {
-    return epilogues_.empty() ? batch_norm_epilogue<T>{} : epilogues_[k];
+  [[nodiscard]] operands_type operands() const {
+    return {x_, y_, affine_, running_.mean, running_.var, options_.eps, options_.variance, epilogues_};
   }
 
   E exec_;
@@ -139,6 +130,12 @@ public:
 private:
   std::unique_ptr<detail::planned_pass> planned_;
 };
+
+/// Runs passes on this rank alone; none if one is wrong, which is thrown.
+inline void run_alone(std::span<batch_norm_pass const> passes) {
+  for (auto const& pass : passes) pass.steps().require_valid();
+  for (auto const& pass : passes) pass.steps().run_alone();
+}
 
 /// Describes `batch_norm_forward_batches`.
 template <class T, class P = accumulate_t<T>, host::executor E>

@@ -151,10 +151,14 @@ public:
                                                 workspace_->work(), workspace_->limits(), stream);
     auto const mean = values_of(std::span<P const>{in_.running.mean}),
                var = values_of(std::span<P const>{in_.running.var});
-    for (std::size_t k = 0; k < in_.x.size(); ++k)
-      Kernels::template normalize_constant<T>(in_.x[k], in_.y[k], values_of(in_.affine), epilogue(k), options_, mean,
-                                              var, saved_->statistics(), own.kept_state, workspace_->report(),
+    auto const normalize = [&](tensor_view<T const> const& x, tensor_view<T> const& y,
+                               batch_norm_epilogue<T> const& done) {
+      Kernels::template normalize_constant<T>(x, y, values_of(in_.affine), done, options_, mean, var,
+                                              saved_->statistics(), own.kept_state, workspace_->report(),
                                               workspace_->limits(), stream);
+    };
+    if (in_.x.empty()) normalize(workspace_->template empty<T>(), workspace_->template empty<T>(), {});
+    for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k));
   }
 
 private:

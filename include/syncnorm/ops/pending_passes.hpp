@@ -64,7 +64,7 @@ public:
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (exchanges_) exchange_.finish();
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
-      if (takes_part(steps)) steps.accept(exchange_.summary(l));
+      takes_part(steps) ? steps.accept(exchange_.summary(l)) : steps.require_valid();
     });
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       detail::channel_span const all{0, steps.channels()};
@@ -109,17 +109,11 @@ private:
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       channels += steps.channels();
       auto& header = exchange_.header(l) = steps.header();
-      auto const report = [&](char const* what) {
-        detail::set_text(header.fault, what);
-        header.count = 0;
-      };
-      if (steps.rule() != first.rule()) report("a forward and a backward pass cannot travel together");
-      if (!steps.collective()) return;
-      try {
-        steps.local({0, steps.channels()}, exchange_.own(l, 0), exchange_.own(l, 1));
-      } catch (std::exception const& e) { // the other ranks are waiting already
-        report(e.what());
-      }
+      detail::report_what_throws(header, [&] {
+        if (steps.rule() != first.rule())
+          throw invalid_argument_error{"a forward and a backward pass cannot travel together"};
+        if (steps.collective()) steps.local({0, steps.channels()}, exchange_.own(l, 0), exchange_.own(l, 1));
+      });
     });
     auto const policy = detail::resolve(first.policy(), comm, first.rule(), channels, 2, passes_.size());
     work_ = exchange_.start(comm, first.rule(), policy, true);

@@ -73,7 +73,7 @@ struct forward_statistics {
   [[nodiscard]] SYNCNORM_DEVICE summary summarize(moments<double> const& all) const {
     if (all.count == 0) return {0, 0, 0, 0};
     auto const count = static_cast<double>(all.count);
-    return {all.mean, 1 / std::sqrt(all.m2 / count + eps), all.m2, all.count};
+    return {all.mean, inverse_deviation(all.m2 / count, eps), all.m2, all.count};
   }
 
   /// Writes what a channel leaves.

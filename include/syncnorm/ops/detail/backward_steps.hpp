@@ -178,8 +178,8 @@ public:
                             part_of(std::span<double const>{saved_->inv_std}, part), sum_dy, sum_dy_xmu);
   }
 
+  void require_valid() const override { throw_fault(name, check_); }
   void run_alone() override {
-    throw_fault(name, check_);
     accept({});
     channel_span const all{0, channels_};
     std::span const sum_dy{buffers_->first}, sum_dy_xmu{buffers_->second};

@@ -51,6 +51,12 @@ public:
 
   /// `agreed`: an earlier exchange has shown already that all ranks have this number of channels.
   explicit channel_exchange(std::int64_t channels, bool agreed = false) : channels_{channels}, agreed_{agreed} {}
+  /// Copies know what the ranks have agreed on; buffers are not shared.
+  channel_exchange(channel_exchange const& other) : channel_exchange{other.channels_, other.agreed_} {}
+  channel_exchange(channel_exchange&&) noexcept = default;
+  channel_exchange& operator=(channel_exchange const& other) { return *this = channel_exchange{other}; }
+  channel_exchange& operator=(channel_exchange&&) noexcept = default;
+  ~channel_exchange() = default;
 
   [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
   /// Whether all ranks are known to have this number of channels.
@@ -81,7 +87,9 @@ private:
   template <class C, class Local, class Accept, class Consume>
   void exchange_all(C const& comm, packet_header const& own, exchange_plan& plan, bool ahead, Local const& local,
                     Accept const& accept_all, Consume const& consume) {
-    std::memcpy(parts_.front().send.data(), &own, sizeof own);
+    auto mine = own;
+    report_what_throws(mine, [&] { local(parts_.front()); });
+    std::memcpy(parts_.front().send.data(), &mine, sizeof mine);
     auto const accept = [&] {
       accept_headers();
       plan.part_channels = 1;
@@ -94,7 +102,6 @@ private:
         return;
       }
     }
-    local(parts_.front());
     for (std::size_t k = 0; k < parts_.size(); ++k) {
       auto const& part = parts_[k];
       allgather(comm, std::span<std::byte const>{part.send}, part.receive);
@@ -108,7 +115,6 @@ private:
     auto const start = [&](exchange_part const& part) {
       return allgather_async(comm, std::span<std::byte const>{part.send}, part.receive);
     };
-    local(parts_[0]);
     auto in_flight = start(parts_[0]);
     for (std::size_t k = 0; k < parts_.size(); ++k) {
       bool const more = k + 1 < parts_.size();

@@ -26,10 +26,9 @@
 
 namespace syncnorm::detail {
 
-/// inv_std = 1/√(m2/count + eps); 0 where nothing was counted.
 inline void finish_statistics(std::span<double const> m2, std::int64_t count, double eps, std::span<double> inv_std) {
   for (std::size_t c = 0; c < m2.size(); ++c)
-    inv_std[c] = count > 0 ? 1.0 / std::sqrt(m2[c] / static_cast<double>(count) + eps) : 0.0;
+    inv_std[c] = count > 0 ? inverse_deviation(m2[c] / static_cast<double>(count), eps) : 0.0;
 }
 
 /// Moves the running statistics towards `saved`. `m2` is used up.
@@ -84,6 +83,8 @@ public:
     check_.channel_values(in_.affine.beta, "beta", channels);
     check_.options(options, in_.running, channels);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
+    if (!collective())
+      check_.require(count() != 1, [] { return "statistics of one rank need more than 1 value per channel, got 1"; });
   }
 
   [[nodiscard]] call_check& check() noexcept { return check_; }
@@ -180,8 +181,8 @@ public:
       update_running_statistics(in_.running, options_, *saved_, buffers_->first);
   }
 
+  void require_valid() const override { throw_fault(name, check_); }
   void run_alone() override {
-    throw_fault(name, check_);
     accept({count(), backward_ == backward_pass::needed});
     channel_span const all{0, channels_};
     if (in_.x.size() == 1) {

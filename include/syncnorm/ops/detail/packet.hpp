@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <span>
 #include <string>
 #include <string_view>
@@ -25,6 +26,18 @@ void set_text(std::array<char, N>& field, std::string_view text) {
 template <std::size_t N>
 [[nodiscard]] std::string get_text(std::array<char, N> const& field) {
   return std::string{field.data(), ::strnlen(field.data(), N)};
+}
+
+/// Runs `local`, which computes what a rank sends. What that throws becomes the header's fault, since the other ranks are waiting
+/// already.
+template <class Local>
+void report_what_throws(packet_header& header, Local const& local) {
+  try {
+    local();
+  } catch (std::exception const& e) {
+    set_text(header.fault, e.what());
+    header.count = 0;
+  }
 }
 
 [[nodiscard]] inline std::string to_text(double value) {

@@ -15,7 +15,7 @@ namespace syncnorm::detail {
 
 /// One layer's pass in the steps between which ranks exchange. However the exchange is done, the steps are these:
 ///
-///     header, local        this rank's part of the exchange; throw nothing
+///     header, local        this rank's part of the exchange
 ///     accept               what is wrong on all ranks alike is thrown here; prepares `totals`
 ///     totals, apply        for disjoint spans of channels: where the values of all ranks go, and what is made of them
 ///     commit               for the same spans: changes what outlives the pass
@@ -41,7 +41,9 @@ public:
     local(next, first, second);
   }
   virtual void commit(channel_span part, std::span<double const> first, std::span<double const> second) = 0;
-  /// All of it on this rank alone.
+  /// Throws what is wrong on this rank.
+  virtual void require_valid() const = 0;
+  /// All of a valid pass on this rank alone.
   virtual void run_alone() = 0;
 };
 

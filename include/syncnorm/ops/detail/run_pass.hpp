@@ -19,7 +19,10 @@ namespace syncnorm::detail {
 template <class Steps, communicator C>
 void run_pass(C const& comm, Steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
               part_choice const& parts) {
-  if (size(comm) == 1 || !steps.collective()) return steps.run_alone();
+  if (size(comm) == 1 || !steps.collective()) {
+    steps.require_valid();
+    return steps.run_alone();
+  }
   channel_span const all{0, steps.channels()};
   auto own = steps.header();
   auto const policy = resolve(steps.policy(), comm, steps.rule(), steps.channels());
@@ -28,7 +31,7 @@ void run_pass(C const& comm, Steps& steps, batch_norm_workspace& workspace, exch
     if (workspace.exchange.agreed()) packets.agree();
     packets.prepare(size(comm));
     packets.header(0) = own;
-    steps.local(all, packets.own(0, 0), packets.own(0, 1));
+    report_what_throws(packets.header(0), [&] { steps.local(all, packets.own(0, 0), packets.own(0, 1)); });
     auto const work = packets.start(comm, steps.rule(), policy, false);
     packets.finish();
     workspace.exchange.agree();

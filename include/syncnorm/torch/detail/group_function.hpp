@@ -92,7 +92,7 @@ private:
     if (auto pending = begin_together(state, plans))
       pending->finish();
     else
-      for (auto const& plan : plans) plan.steps().run_alone();
+      run_alone(plans);
   }
 };
 

@@ -63,9 +63,7 @@ public:
     if (std::exchange(done_, true)) throw invalid_argument_error{"finish: this pass is finished already"};
     at::AutoGradMode const no_recording{false};
     for (auto const& pass : passes_) pass->before();
-    if (exchange_) exchange_->finish();
-    if (!exchange_)
-      for (auto const& plan : plans_) plan.steps().run_alone();
+    exchange_ ? exchange_->finish() : run_alone(plans_);
     for (auto const& pass : passes_) pass->after();
     if (anchored_ && !any([](forward_pass const& pass) { return pass.pass()->saved.backward_needed; }))
       for (auto& output : outputs_) output = output.detach();
