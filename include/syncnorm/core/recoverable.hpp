@@ -7,7 +7,8 @@
 namespace syncnorm {
 
 /// How many times |gamma| is |beta| at most where x is recovered from y. The error of (x − mean)·inv_std is that of rounding y,
-/// over |gamma|: the last bit times |beta/gamma| + |(x − mean)·inv_std|.
+/// over |gamma|: the last bit times |beta/gamma| + |(x − mean)·inv_std|. A residual is not looked at: it adds the last bit times
+/// |residual/gamma|, so that one far larger than gamma takes bits of x.
 template <class T>
 inline constexpr double recoverable_ratio = sizeof(T) == 2 ? 1 : 16;
 

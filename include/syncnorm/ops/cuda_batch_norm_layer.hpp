@@ -84,7 +84,7 @@ public:
   /// beta and the activation allow it, and keeps the other channels. The first one for as large a tensor makes room for those,
   /// and for a sixteenth of all besides, as gamma and beta move: for that it waits for the stream. Where that is not enough, it is an
   /// error on every rank, and x stays: then, and before a first pass is captured in a graph, call `reserve_in_place`.
-  /// The residual has to stay until `backward_in_place`.
+  /// The residual has to stay until `backward_in_place`, and should not be far larger than gamma, `recoverable_ratio`.
   void forward_in_place(tensor_view<T> x, batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
     tensor_view<T const> const in = x;
     run_forward({&in, 1}, {&x, 1}, {&epilogue, 1}, &kept_, stream);
