@@ -267,3 +267,18 @@ TEST_CASE("what a rank's own sums throw is an error on every rank") {
       CHECK(layer.num_batches_tracked() == 1);
     });
 }
+
+TEST_CASE("a rank without a forward pass is an error on every rank, without a workspace, too") {
+  for (std::int64_t const channels : {3, 200})
+    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+      step_inputs const good{channels};
+      syncnorm::tensor_view<float const> const x = good.x_view;
+      auto const saved = syncnorm::batch_norm_forward<float>(serial, comm, x, good.y_view);
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] {
+            syncnorm::batch_norm_backward<float const>(serial, comm, good.dy_view, x, good.dx_view, {},
+                                                       comm.rank() == 1 ? syncnorm::batch_norm_saved{} : saved);
+          },
+          {"batch_norm backward", "rank 1", "was there a forward pass?"});
+    });
+}

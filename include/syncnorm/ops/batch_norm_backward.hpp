@@ -23,7 +23,8 @@ namespace syncnorm {
 /// and beta: not needed. Collective, one allgather, whatever gradients this rank needs; unless there is one rank, the
 /// statistics are not of all ranks, or the options switch the exchange off. On an error, which every rank throws, the
 /// gradients of gamma and beta are unchanged. The epilogue, gamma and beta are those of the forward pass, and `dresidual`,
-/// `[N, C, S]` or a default view, is where the gradient of its residual goes; it may be dy, x or the residual. Throws invalid_argument_error, mismatch_error, communicator_error.
+/// `[N, C, S]` or a default view, is where the gradient of its residual goes; it may be dy, x or the residual.
+/// Throws invalid_argument_error, mismatch_error, communicator_error.
 template <class X, class P = accumulate_t<X>, host::executor E, communicator C>
 void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx, affine_parameters<P> affine,
@@ -49,7 +50,7 @@ void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
                          batch_norm_backward_options const& options = {},
                          batch_norm_epilogue<std::remove_const_t<X>> const& epilogue = {},
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual = {}) {
-  batch_norm_workspace workspace{static_cast<std::int64_t>(saved.mean.size()), true};
+  batch_norm_workspace workspace{x.channels};
   batch_norm_backward<X, P>(exec, comm, dy, x, dx, affine, saved, gradients, options, workspace, {}, epilogue,
                             dresidual);
 }

@@ -80,7 +80,7 @@ void batch_norm_double_backward(E const& exec, C const& comm, batch_norm_second_
                                 tensor_view<T> to_dy, tensor_view<T> to_x,
                                 std::type_identity_t<std::span<P>> gamma_gradient = {},
                                 batch_norm_backward_options const& options = {}) {
-  batch_norm_workspace workspace{static_cast<std::int64_t>(saved.mean.size()), true};
+  batch_norm_workspace workspace{x.channels};
   batch_norm_double_backward<T, P>(exec, comm, second, dy, x, affine, saved, to_dy, to_x, gamma_gradient, options,
                                    workspace);
 }

@@ -63,7 +63,7 @@ struct batch_norm_saved {
 
 /// Buffers of the passes of one layer, and its ranks' standing agreement on the number of channels, by which a pass
 /// after the first is one collective. Use it on every rank for the same calls. Without one, each pass makes its own,
-/// and a forward pass of more than 128 channels is two collectives.
+/// and a pass of more than 128 channels is two collectives.
 struct batch_norm_workspace {
   explicit batch_norm_workspace(std::int64_t channels, bool agreed = false)
       : exchange{channels, agreed}, packets{{channels}, 2, agreed}, double_packets{{channels}, 7, agreed} {}
