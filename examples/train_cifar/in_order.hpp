@@ -28,11 +28,13 @@ namespace train_cifar {
   return lines;
 }
 
-/// Prints a line of each rank, in rank order, whatever host the rank is on: rank 0 gathers them. Collective.
-inline void print_in_order(syncnorm::any_communicator const& comm, std::string_view line) {
-  auto const lines = gather_lines(comm, line);
-  if (syncnorm::rank(comm) != 0) return;
-  for (auto const& each : lines) std::puts(each.c_str());
+/// Prints a line of each rank, in rank order, whatever host the rank is on: rank 0 gathers them. A rank that is quiet
+/// has no line; where rank 0 is, nothing is printed. Collective.
+inline void print_in_order(syncnorm::any_communicator const& comm, std::string_view line, bool quiet) {
+  auto const lines = gather_lines(comm, quiet ? std::string_view{} : line);
+  if (quiet || syncnorm::rank(comm) != 0) return;
+  for (auto const& each : lines)
+    if (!each.empty()) std::puts(each.c_str());
   std::fflush(stdout);
 }
 

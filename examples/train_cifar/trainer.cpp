@@ -187,11 +187,11 @@ std::optional<run_result> train(syncnorm::any_communicator const& comm, membersh
                                 data_set const& data) {
   share_cores(comm);
   require_agreement(comm, opts, data);
-  if (!opts.quiet) {
-    print_in_order(comm, "rank " + std::to_string(syncnorm::rank(comm)) + " of " +
-                             std::to_string(syncnorm::size(comm)) + ": process " + std::to_string(::getpid()) + " on " +
-                             host_name() + ", " + std::to_string(at::get_num_threads()) + " thread(s)");
-  }
+  print_in_order(comm,
+                 "rank " + std::to_string(syncnorm::rank(comm)) + " of " + std::to_string(syncnorm::size(comm)) +
+                     ": process " + std::to_string(::getpid()) + " on " + host_name() + ", " +
+                     std::to_string(at::get_num_threads()) + " thread(s)",
+                 opts.quiet);
 
   trainer session{comm, opts, data};
   std::vector<double> seconds;
