@@ -9,7 +9,10 @@
 #include <vector>
 
 #include <syncnorm/comm/any.hpp>
+#include <syncnorm/comm/collectives.hpp>
 
+#include "data_set.hpp"
+#include "files.hpp"
 #include "options.hpp"
 
 namespace train_cifar {
@@ -40,6 +43,24 @@ inline void require_agreement(syncnorm::any_communicator const& comm, options co
     if (all[i] != all[i % own.size()])
       throw syncnorm::mismatch_error{"rank " + std::to_string(i / own.size()) + " and rank 0 disagree on " +
                                      named[i % own.size()].first};
+}
+
+/// Throws syncnorm::error with the text of rank 0 on every rank, unless it is empty. Collective.
+inline void throw_text_of_rank_0(syncnorm::any_communicator const& comm, std::string text) {
+  auto length = static_cast<std::int64_t>(text.size());
+  syncnorm::broadcast(comm, std::span{&length, 1}, 0);
+  if (length == 0) return;
+  text.resize(static_cast<std::size_t>(length));
+  syncnorm::broadcast(comm, std::as_writable_bytes(std::span{text}), 0);
+  throw syncnorm::error{text};
+}
+
+/// Throws on every rank where rank 0 could not write the files that the options name. Collective.
+inline void require_writable(syncnorm::any_communicator const& comm, options const& opts) {
+  std::string text;
+  if (syncnorm::rank(comm) == 0) text = obstacle_to_writing(opts.record);
+  if (syncnorm::rank(comm) == 0 && text.empty()) text = obstacle_to_writing(opts.result);
+  throw_text_of_rank_0(comm, std::move(text));
 }
 
 } // namespace train_cifar

@@ -53,10 +53,13 @@ int run(int argc, char** argv) {
   run_as_member(member, opts, [&](syncnorm::any_communicator const& comm) {
     auto const result = train(comm, member, opts, data);
     if (!result) return;
-    if (opts.result.empty())
-      print_results({&*result, 1});
-    else
+    if (opts.result.empty()) return print_results({&*result, 1});
+    try {
       write_result(opts.result, *result);
+    } catch (syncnorm::error const&) {
+      print_results({&*result, 1});
+      throw;
+    }
   });
   return 0;
 }

@@ -6,6 +6,7 @@
 
 #include <torch/torch.h>
 
+#include "agree.hpp"
 #include "exchange.hpp"
 #include "options.hpp"
 #include "record.hpp"
@@ -33,7 +34,7 @@ public:
     keep("outputs", all);
   }
 
-  /// Ends the current step.
+  /// Ends the current step; the last one that is kept writes the record.
   void end_step(gradient_bucket const& bucket, torch::nn::Module const& network) {
     if (!active()) return;
     keep("loss", torch::tensor({bucket.loss()}, torch::kDouble));
@@ -41,16 +42,27 @@ public:
     keep("parameters", flat(network.parameters()));
     keep("buffers", flat(network.buffers()));
     ++step_;
-    if (!active() && syncnorm::rank(comm_) == 0) write_record(path_, record_);
+    if (!active()) write();
   }
 
   /// Writes what there is where the run has ended before enough steps were made.
   void finish() {
-    if (active() && syncnorm::rank(comm_) == 0) write_record(path_, record_);
+    if (active()) write();
     steps_ = 0;
   }
 
 private:
+  /// Rank 0 writes; where that fails, every rank throws.
+  void write() const {
+    std::string failure;
+    try {
+      if (syncnorm::rank(comm_) == 0) write_record(path_, record_);
+    } catch (syncnorm::error const& error) {
+      failure = error.what();
+    }
+    throw_text_of_rank_0(comm_, std::move(failure));
+  }
+
   static torch::Tensor flat(std::vector<torch::Tensor> const& tensors) {
     std::vector<torch::Tensor> pieces;
     for (auto const& tensor : tensors) pieces.push_back(tensor.detach().reshape({-1}).to(torch::kDouble));

@@ -187,6 +187,7 @@ std::optional<run_result> train(syncnorm::any_communicator const& comm, membersh
                                 data_set const& data) {
   share_cores(comm);
   require_agreement(comm, opts, data);
+  require_writable(comm, opts);
   print_in_order(comm,
                  "rank " + std::to_string(syncnorm::rank(comm)) + " of " + std::to_string(syncnorm::size(comm)) +
                      ": process " + std::to_string(::getpid()) + " on " + host_name() + ", " +

@@ -7,6 +7,7 @@
 #include <doctest/doctest.h>
 
 #include "../../../examples/train_cifar/compare.hpp"
+#include "../../../examples/train_cifar/files.hpp"
 #include "../../../examples/train_cifar/measure.hpp"
 #include "../../../examples/train_cifar/membership.hpp"
 #include "../../../examples/train_cifar/random.hpp"
@@ -138,6 +139,19 @@ TEST_CASE("Records come back as they were, and differences beyond rounding are t
   CHECK_THROWS_WITH_AS((void)read_record(path), doctest::Contains("ends within entry 3"), syncnorm::error);
   write_file(path, "something else");
   CHECK_THROWS_WITH_AS((void)read_record(path), doctest::Contains("is no record"), syncnorm::error);
+}
+
+TEST_CASE("Whether a file can be written is found out without a trace") {
+  temporary_folder const folder;
+  CHECK(obstacle_to_writing("").empty());
+  CHECK(obstacle_to_writing(folder / "new").empty());
+  CHECK_FALSE(std::filesystem::exists(folder / "new"));
+  write_file(folder / "old", "something");
+  CHECK(obstacle_to_writing(folder / "old").empty());
+  CHECK(read_file(folder / "old") == "something");
+  CHECK(obstacle_to_writing(folder / "none/new") ==
+        (folder / "none/new").string() + ": cannot be written: No such file or directory");
+  CHECK(obstacle_to_writing(folder.path()) == folder.path().string() + ": cannot be written: Is a directory");
 }
 
 TEST_CASE("Results come back as they were") {
