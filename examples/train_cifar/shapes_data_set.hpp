@@ -16,6 +16,9 @@ namespace train_cifar {
 /// Goes into the name of the folder, so that nobody finds what an earlier version drew there.
 inline constexpr int drawing_version = 1;
 
+/// The files of CIFAR-10 that are learnt from.
+inline constexpr std::size_t train_files = 5;
+
 /// How many images the drawn data set has, and from which seed.
 struct shapes_options {
   std::size_t train_images = 20000;
@@ -40,6 +43,11 @@ inline void write_shapes(std::filesystem::path const& path, std::uint64_t seed, 
 /// its name at once and whole, whoever else makes it at the same time.
 inline void make_shapes(std::filesystem::path const& directory, shapes_options const& options = {}) {
   namespace fs = std::filesystem;
+  if (options.train_images < train_files || options.test_images < 1)
+    throw syncnorm::invalid_argument_error{"the drawn data set has no empty file: --train-images must be at least " +
+                                           std::to_string(train_files) + " and --test-images at least 1; they are " +
+                                           std::to_string(options.train_images) + " and " +
+                                           std::to_string(options.test_images)};
   if (fs::exists(directory)) return;
   if (directory.has_parent_path()) fs::create_directories(directory.parent_path());
   std::string unfinished = directory.string() + ".XXXXXX";
@@ -47,8 +55,8 @@ inline void make_shapes(std::filesystem::path const& directory, shapes_options c
     throw syncnorm::error{directory.string() + ": cannot be made: " + std::generic_category().message(errno)};
 
   std::size_t done = 0;
-  for (std::size_t batch = 1; batch <= 5; ++batch) {
-    std::size_t const end = options.train_images * batch / 5;
+  for (std::size_t batch = 1; batch <= train_files; ++batch) {
+    std::size_t const end = options.train_images * batch / train_files;
     write_shapes(fs::path{unfinished} / ("data_batch_" + std::to_string(batch) + ".bin"), options.seed, done,
                  end - done);
     done = end;

@@ -45,6 +45,16 @@ TEST_CASE("The drawn data set is a balanced CIFAR-10, of different images") {
   CHECK(lightest > darkest);
 }
 
+TEST_CASE("A drawn data set has at least one image in each file") {
+  temporary_folder const folder;
+  make_shapes(folder / "least", {.train_images = 5, .test_images = 1});
+  CHECK(read_data_set(folder / "least").train.size() == 5);
+  for (auto const& [train_images, test_images] : {std::pair{4u, 1u}, std::pair{5u, 0u}})
+    CHECK_THROWS_AS(make_shapes(folder / "fewer", {.train_images = train_images, .test_images = test_images}),
+                    syncnorm::invalid_argument_error);
+  CHECK_FALSE(std::filesystem::exists(folder / "fewer"));
+}
+
 TEST_CASE("The seed decides the bytes, also where several make the data set at once") {
   temporary_folder const folder;
   {
