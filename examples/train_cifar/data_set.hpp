@@ -86,6 +86,7 @@ inline void append_records(std::filesystem::path const& path, record_format cons
 /// Reads CIFAR-10 or CIFAR-100 from the published binary files in `directory`, whichever of the two is there. Throws
 /// syncnorm::error where a file is missing or damaged.
 [[nodiscard]] inline data_set read_data_set(std::filesystem::path const& directory) {
+  if (!std::filesystem::exists(directory)) throw syncnorm::error{directory.string() + ": does not exist"};
   auto const exists = [&](char const* file) { return std::filesystem::exists(directory / file); };
   bool const ten = exists("data_batch_1.bin") || exists("test_batch.bin");
   if (!ten && !exists("train.bin") && !exists("test.bin"))

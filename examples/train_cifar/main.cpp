@@ -31,8 +31,10 @@ int run(int argc, char** argv) {
   switch (request.kind) {
   case command::kind_type::help:
     return request.status;
-  case command::kind_type::compare:
-    return compare_records(read_record(request.record), read_record(request.reference)) ? 0 : 1;
+  case command::kind_type::compare: {
+    run_record const record = read_record(request.record), reference = read_record(request.reference);
+    return compare_records(record, reference) ? 0 : 1;
+  }
   case command::kind_type::table: {
     std::vector<run_result> results;
     for (auto const& path : request.results) results.push_back(read_result(path));
@@ -70,7 +72,9 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) try {
   train_cifar::end_with_starter();
-  return train_cifar::run(argc, argv);
+  int const status = train_cifar::run(argc, argv);
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) throw syncnorm::error{"standard output cannot be written"};
+  return status;
 } catch (std::exception const& failure) {
   char const* const rank = std::getenv("RANK");
   std::fprintf(stderr, "train_cifar: %s%s%s%s\n", rank != nullptr ? "rank " : "", rank != nullptr ? rank : "",

@@ -10,6 +10,8 @@
 
 #include <syncnorm/core/error.hpp>
 
+#include "files.hpp"
+
 namespace train_cifar {
 
 /// What one quantity was after one step, in full precision.
@@ -42,7 +44,7 @@ inline void write_record(std::filesystem::path const& path, run_record const& re
 }
 
 [[nodiscard]] inline run_record read_record(std::filesystem::path const& path) {
-  std::ifstream file{path, std::ios::binary};
+  std::ifstream file = open_to_read(path);
   std::string program, kind;
   run_record record;
   std::size_t entries = 0;

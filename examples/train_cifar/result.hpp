@@ -11,6 +11,8 @@
 
 #include <syncnorm/core/error.hpp>
 
+#include "files.hpp"
+
 namespace train_cifar {
 
 /// What a run ends with.
@@ -54,7 +56,7 @@ inline void write_result(std::filesystem::path const& path, run_result const& re
 }
 
 [[nodiscard]] inline run_result read_result(std::filesystem::path const& path) {
-  std::ifstream file{path};
+  std::ifstream file = open_to_read(path);
   run_result result;
   std::getline(file, result.title);
   file >> result.train_images >> result.test_images >> result.test_accuracy >> result.train_loss >>

@@ -72,6 +72,7 @@ TEST_CASE("What is missing or damaged is named with its path and byte offset") {
 
   CHECK(failure_of(folder.path()) ==
         folder.path().string() + ": holds neither data_batch_1.bin of CIFAR-10 nor train.bin of CIFAR-100");
+  CHECK(failure_of(folder / "none") == path("none") + ": does not exist");
 
   SUBCASE("a missing file") {
     write_cifar_10(folder);

@@ -139,6 +139,8 @@ TEST_CASE("Records come back as they were, and differences beyond rounding are t
   CHECK_THROWS_WITH_AS((void)read_record(path), doctest::Contains("ends within entry 3"), syncnorm::error);
   write_file(path, "something else");
   CHECK_THROWS_WITH_AS((void)read_record(path), doctest::Contains("is no record"), syncnorm::error);
+  CHECK_THROWS_WITH_AS((void)read_record(folder / "none"),
+                       doctest::Contains("none: cannot be read: No such file or directory"), syncnorm::error);
 }
 
 TEST_CASE("Whether a file can be written is found out without a trace") {
@@ -164,5 +166,6 @@ TEST_CASE("Results come back as they were") {
   CHECK(result.test_accuracy == 0.875);
   CHECK(result.epoch_seconds == 1.0 / 3);
   CHECK(result.peak_memory == 123456789);
-  CHECK_THROWS_WITH_AS((void)read_result(folder / "none"), doctest::Contains("none: is no result"), syncnorm::error);
+  CHECK_THROWS_WITH_AS((void)read_result(folder / "none"),
+                       doctest::Contains("none: cannot be read: No such file or directory"), syncnorm::error);
 }
