@@ -1,10 +1,68 @@
 #include "command_line.hpp"
 
-#include <map>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 
 namespace train_cifar {
+
+namespace {
+
+/// Says what is wrong with the text of an option; empty where nothing is.
+using text_check = std::function<std::string(std::string const&)>;
+
+/// Accepts decimal whole numbers from `least` to `most`.
+text_check whole_number(std::uint64_t least, std::uint64_t most = 1'000'000'000) {
+  return [=](std::string const& text) -> std::string {
+    std::uint64_t value = 0;
+    auto const [end, status] = std::from_chars(text.data(), text.data() + text.size(), value);
+    // CLI11 takes a leading zero for the sign of octal digits.
+    bool const octal = text.size() > 1 && text.front() == '0';
+    if (status == std::errc{} && end == text.data() + text.size() && !octal && value >= least && value <= most)
+      return "";
+    return "'" + text + "' is not a whole number from " + std::to_string(least) + " to " + std::to_string(most);
+  };
+}
+
+/// Accepts finite numbers above 0, up to `most`.
+text_check positive_number(double most = std::numeric_limits<double>::max()) {
+  return [=](std::string const& text) -> std::string {
+    char* end = nullptr;
+    double const value = std::strtod(text.c_str(), &end);
+    if (!text.empty() && *end == '\0' && value > 0 && value <= most) return "";
+    return "'" + text + "' is not a positive number" +
+           (most < std::numeric_limits<double>::max() ? " up to " + std::to_string(std::llround(most)) : "");
+  };
+}
+
+/// Adds an option whose value goes by one of a few names.
+template <class T>
+CLI::Option* add_choice(CLI::App& app, std::string const& option, T& value,
+                        std::vector<std::pair<std::string, T>> const& names, std::string const& description) {
+  auto const known = [names](std::string const& text) -> std::string {
+    std::string all;
+    for (auto const& [name, named] : names) {
+      if (name == text) return "";
+      all += (all.empty() ? "" : ", ") + name;
+    }
+    return "'" + text + "' is none of " + all;
+  };
+  auto const set = [names, &value](std::string const& text) {
+    for (auto const& [name, named] : names)
+      if (name == text) value = named;
+  };
+  return app.add_option_function<std::string>(option, set, description)->check(known);
+}
+
+} // namespace
 
 command read_command_line(int argc, char** argv) {
   command result;
@@ -15,28 +73,22 @@ command read_command_line(int argc, char** argv) {
   // What the launcher appends wins over what the user gave.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
 
-  std::map<std::string, backend_kind> const backends{
-      {"threads", backend_kind::threads}, {"gloo", backend_kind::gloo}, {"mpi", backend_kind::mpi}};
-  std::map<std::string, batch_norm_kind> const batch_norms{{"local", batch_norm_kind::local},
-                                                           {"sync", batch_norm_kind::sync}};
-  std::map<std::string, number_kind> const dtypes{{"float", number_kind::float32}, {"double", number_kind::float64}};
-  auto const choice = [](auto const& names) { return CLI::CheckedTransformer(names).description(""); };
-
   app.add_option("--data", opts.data, "folder of the published binary files; without it, drawn shapes are learnt");
   app.add_option("--data-cache", opts.data_cache,
                  "where the drawn shapes are kept (default: the folder for temporary files)");
   app.add_option("--train-images", opts.shapes.train_images, "how many shapes are drawn to learn from")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
   app.add_option("--test-images", opts.shapes.test_images, "how many shapes are drawn to test with")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
   app.add_option("--ranks", opts.ranks, "ranks to start; mpirun, or WORLD_SIZE, has precedence")
       ->capture_default_str()
-      ->check(CLI::Range(1, 1024));
+      ->check(whole_number(1, 1024));
   auto const* backend =
-      app.add_option("--backend", opts.backend, "threads, gloo or mpi: what the ranks are (default: gloo)")
-          ->transform(choice(backends));
+      add_choice(app, "--backend", opts.backend,
+                 {{"threads", backend_kind::threads}, {"gloo", backend_kind::gloo}, {"mpi", backend_kind::mpi}},
+                 "threads, gloo or mpi: what the ranks are (default: gloo)");
   app.add_option("--rendezvous", opts.rendezvous,
                  "file:PATH or redis:HOST:PORT: join, as rank RANK of WORLD_SIZE, others that were started elsewhere");
   app.add_option("--interface", opts.interface,
@@ -44,30 +96,33 @@ command read_command_line(int argc, char** argv) {
   double timeout = 60;
   app.add_option("--timeout", timeout, "seconds that a rank waits for another")
       ->capture_default_str()
-      ->check(CLI::Range(0.001, 1e6));
-  app.add_option("--batch-norm", opts.batch_norm, "local or sync: whose statistics normalize (default: sync)")
-      ->transform(choice(batch_norms));
+      ->check(positive_number(1e6));
+  add_choice(app, "--batch-norm", opts.batch_norm, {{"local", batch_norm_kind::local}, {"sync", batch_norm_kind::sync}},
+             "local or sync: whose statistics normalize (default: sync)");
   app.add_option("--batch-size", opts.batch_size, "samples of one pass, over all ranks together")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
   app.add_option("--grad-accumulation", opts.grad_accumulation,
                  "passes that make one step; batch norm's backward exchange happens in the last of them alone")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
   app.add_option("--epochs", opts.epochs, "passes over the training images")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
-  app.add_option("--steps", opts.steps, "at most so many steps an epoch")->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
+  app.add_option("--steps", opts.steps, "at most so many steps an epoch")->check(whole_number(1));
   app.add_option("--learning-rate", opts.learning_rate,
                  "the highest; it rises from a fifth of it, and falls to 0 in the end")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
-  app.add_option("--seed", opts.seed, "of the parameters and of the order of the images")->capture_default_str();
-  app.add_option("--dtype", opts.dtype, "float or double (default: float)")->transform(choice(dtypes));
+      ->check(positive_number());
+  app.add_option("--seed", opts.seed, "of the parameters and of the order of the images")
+      ->capture_default_str()
+      ->check(whole_number(0, std::numeric_limits<std::uint64_t>::max()));
+  add_choice(app, "--dtype", opts.dtype, {{"float", number_kind::float32}, {"double", number_kind::float64}},
+             "float or double (default: float)");
   app.add_option("--record", opts.record, "file for the first steps in full precision, for `compare`");
   app.add_option("--record-steps", opts.record_steps, "how many steps those are")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(whole_number(1));
   app.add_option("--result", opts.result, "file for the result, for `table`, which then prints it");
   app.add_flag("!--no-test", opts.evaluate, "do not test the network in the end");
   app.add_flag("--quiet", opts.quiet, "print the final table alone");
@@ -89,7 +144,7 @@ command read_command_line(int argc, char** argv) {
   if (compare->parsed()) result.kind = command::kind_type::compare;
   if (table->parsed()) result.kind = command::kind_type::table;
   result.backend_chosen = backend->count() > 0;
-  opts.timeout = std::chrono::milliseconds{static_cast<std::int64_t>(1000 * timeout)};
+  opts.timeout = std::chrono::milliseconds{static_cast<std::int64_t>(std::ceil(1000 * timeout))};
   return result;
 }
 
