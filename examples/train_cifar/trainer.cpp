@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -137,11 +138,20 @@ private:
       pass(samples.subspan(first, count), static_cast<double>(samples.size()));
     }
     bucket_.sum_over_ranks(comm_);
+    require_finite_loss();
     set_learning_rate();
     optimizer_.step();
     ++steps_;
     recorder_.end_step(bucket_, *network_);
     return bucket_.loss();
+  }
+
+  /// The loss is the sum over the ranks: all of them throw, or none.
+  void require_finite_loss() const {
+    if (double const loss = bucket_.loss(); !std::isfinite(loss))
+      throw syncnorm::error{"epoch " + std::to_string(steps_ / steps_per_epoch_ + 1) + ", step " +
+                            std::to_string(steps_ % steps_per_epoch_ + 1) + ": the loss is " +
+                            (std::isnan(loss) ? "not a number" : "infinite") + "; the --learning-rate may be too high"};
   }
 
   /// Adds the gradients and the loss of this rank's share of `samples`, divided by `divisor`.
@@ -184,7 +194,7 @@ private:
 } // namespace
 
 std::optional<run_result> train(syncnorm::any_communicator const& comm, membership const& member, options const& opts,
-                                data_set const& data) {
+                                data_set const& data) try {
   share_cores(comm);
   require_agreement(comm, opts, data);
   require_writable(comm, opts);
@@ -205,6 +215,9 @@ std::optional<run_result> train(syncnorm::any_communicator const& comm, membersh
   syncnorm::reduce(comm, std::span{&own_memory, 1}, std::span{&result.peak_memory, 1}, 0, syncnorm::reduce_op::max);
   if (syncnorm::rank(comm) != 0) return std::nullopt;
   return result;
+} catch (c10::Error const& failure) {
+  // what() of libtorch's errors ends with a backtrace.
+  throw syncnorm::error{failure.what_without_backtrace()};
 }
 
 } // namespace train_cifar

@@ -1,9 +1,11 @@
 // Runs the trainer as its users do: as one process, as threads, as processes over Gloo and over MPI.
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -157,23 +159,48 @@ TEST_CASE("What cannot be done is said, and fails") {
   auto const alone = run(trainer + " --backend mpi");
   CHECK(alone.status == 1);
   CHECK(alone.output.find("mpirun -n 2 train_cifar --backend mpi") != std::string::npos);
-  CHECK(run(trainer + " --batch-norm none").status != 0);
+
+  for (auto const& [option, text] : {std::pair{"--batch-norm none", "'none' is none of local, sync"},
+                                     {"--seed -1", "'-1' is not a whole number from 0 to"},
+                                     {"--learning-rate nan", "'nan' is not a positive number"}}) {
+    auto const refused = run(trainer + " " + option);
+    CHECK(refused.status != 0);
+    CHECK(refused.output.find(text) != std::string::npos);
+  }
+  CHECK(run(trainer + " compare first second").output ==
+        "train_cifar: first: cannot be read: No such file or directory\n");
+  CHECK(run(trainer + " --help >/dev/full").status == 1);
 }
 
 #if TRAIN_CIFAR_HAVE_GLOO
 TEST_CASE("Processes that other means started meet at a rendezvous, and must agree on the work") {
   temporary_folder const folder;
-  std::string const common = "--no-test --interface lo --rendezvous file:" + (folder / "store").string();
   check_success(tiny(folder, "--ranks 1 --steps 1 --no-test --quiet")); // so that the data is there
-  auto const rank = [&](int number, std::string const& options) {
-    return "RANK=" + std::to_string(number) + " WORLD_SIZE=2 " + tiny(folder, common + options);
+  int runs = 0;
+  // Both ranks fail with the text; returns what rank 0 has printed before it.
+  auto const failing = [&](std::string const& options_0, std::string const& options_1, std::string const& text) {
+    std::string const common =
+        "--no-test --interface lo --rendezvous file:" + (folder / "store").string() + std::to_string(++runs) + " ";
+    shell first{"RANK=0 WORLD_SIZE=2 " + tiny(folder, common + options_0)};
+    auto const second = run("RANK=1 WORLD_SIZE=2 " + tiny(folder, common + options_1));
+    CHECK(first.finish() == 1);
+    CHECK(second.status == 1);
+    CHECK(second.output == "train_cifar: rank 1: " + text + "\n");
+    std::string const expected = "train_cifar: rank 0: " + text + "\n";
+    CHECK(first.output.ends_with(expected));
+    return first.output.substr(0, first.output.size() - std::min(first.output.size(), expected.size()));
   };
-  shell first{rank(0, " --batch-size 8")};
-  auto const second = run(rank(1, " --batch-size 9"));
-  CHECK(first.finish() == 1);
-  CHECK(second.status == 1);
-  CHECK(first.output == "train_cifar: rank 0: rank 1 and rank 0 disagree on --batch-size\n");
-  CHECK(second.output == "train_cifar: rank 1: rank 1 and rank 0 disagree on --batch-size\n");
+  CHECK(failing("--batch-size 8", "--batch-size 9", "rank 1 and rank 0 disagree on --batch-size").empty());
+
+  std::string const path = (folder / "none/result").string();
+  CHECK(failing("--result " + path, "", path + ": cannot be written: No such file or directory").empty());
+
+  // A rank decides alone whether it is quiet.
+  std::string const work = "--batch-size 8 --learning-rate 1e30 ";
+  auto const printed =
+      failing(work, work + "--quiet", "epoch 1, step 2: the loss is not a number; the --learning-rate may be too high");
+  CHECK(printed.starts_with("rank 0 of 2: "));
+  CHECK(printed.find("rank 1") == std::string::npos);
 }
 
 TEST_CASE("A rank that dies ends the whole run, and says which") {
