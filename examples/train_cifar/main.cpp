@@ -21,7 +21,7 @@ namespace {
 std::filesystem::path data_directory(options const& opts) {
   if (!opts.data.empty()) return opts.data;
   auto const cache = opts.data_cache.empty() ? std::filesystem::temp_directory_path() : opts.data_cache;
-  auto const directory = shapes_directory(cache, opts.shapes);
+  auto directory = shapes_directory(cache, opts.shapes);
   make_shapes(directory, opts.shapes);
   return directory;
 }
