@@ -11,6 +11,7 @@
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/torch/batch_norm_group.hpp>
+#include <syncnorm/torch/micro_batches.hpp>
 
 #include <comm/counted.hpp>
 
@@ -291,6 +292,95 @@ TEST_CASE("two phases and groups: what is wrong on one rank is thrown on every r
     auto const in_place =
         message_of<syncnorm::invalid_argument_error>([&] { (void)a->begin_forward(other_x).finish(); });
     CHECK_MESSAGE(contains(in_place, "is not in place"), in_place);
+  });
+}
+
+TEST_CASE("what autograd cannot record on one rank is thrown on every rank, and changes nothing") {
+  auto const good = random({4, 3}), inference = inference_copy(good);
+  dual_tensor const dual{random({4, 3})};
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm), other = make_norm(BatchNormOptions{3}, comm);
+    auto const before = state_of(*norm);
+    auto const refused = [&](std::string const& expected, auto const& pass) {
+      auto const text = message_of<syncnorm::invalid_argument_error>(pass);
+      CHECK_MESSAGE((contains(text, "rank 1: ") && contains(text, expected)), text);
+      CHECK(same_state(before, state_of(*norm)));
+    };
+    auto const refused_everywhere = [&](std::string const& what, Tensor const& bad) {
+      auto const x = comm.rank() == 1 ? bad : good;
+      refused("the input " + what, [&] { norm->forward(x); });
+      refused("the residual " + what, [&] { norm->forward_with(good, {.residual = x}); });
+      refused("the input " + what, [&] { (void)norm->begin_forward(x).finish(); });
+      refused("the input " + what, [&] { group_forward({{other, good}, {norm, x}}); });
+      refused("micro-batch 1: the input " + what, [&] { (void)syncnorm::torch::forward_batches(norm, {good, x}); });
+    };
+    refused_everywhere("is an inference tensor", inference);
+    refused_everywhere("has a forward gradient", dual.get());
+    {
+      torch::NoGradGuard const no_recording;
+      refused("has a forward gradient", [&] { norm->forward(comm.rank() == 1 ? dual.get() : good); });
+      norm->set_in_place();
+      refused("the input is an inference tensor", [&] { norm->forward(comm.rank() == 1 ? inference : good.clone()); });
+      norm->set_in_place(false);
+    }
+    auto const weight = norm->weight;
+    if (comm.rank() == 1) {
+      c10::InferenceMode const inference_mode;
+      norm->weight = weight.detach().clone().set_requires_grad(true);
+    }
+    refused("weight is an inference tensor", [&] { norm->forward(good); });
+    norm->weight = weight;
+
+    // Gradients of outputs.
+    auto const given = [&](Tensor const& bad, bool create_graph) {
+      auto const x = good.clone().requires_grad_();
+      torch::autograd::grad({norm->forward(x)}, {x}, {comm.rank() == 1 ? bad : good}, create_graph, create_graph);
+    };
+    auto const thrown = [&](Tensor const& bad, bool create_graph) {
+      return message_of<syncnorm::invalid_argument_error>([&] { given(bad, create_graph); });
+    };
+    auto text = thrown(inference, true);
+    CHECK_MESSAGE(contains(text, "rank 1: the gradient of an output is an inference tensor"), text);
+    given(inference, false);
+    text = thrown(good.to_sparse(), false);
+    CHECK_MESSAGE(contains(text, "rank 1: the gradient of an output is Sparse, expected Strided"), text);
+    text = thrown(dual.get(), false);
+    CHECK_MESSAGE(contains(text, "rank 1: the gradient of an output has a forward gradient"), text);
+  });
+}
+
+TEST_CASE("inference tensors where nothing is recorded, or other ranks alone need gradients") {
+  auto const x = random({4, 3});
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}.affine(false), comm);
+    auto const run = [&](bool inference) {
+      auto own = comm.rank() == 0 ? x.clone().requires_grad_() : inference ? inference_copy(x + 1) : x + 1;
+      auto const y = norm->forward(own), z = norm->begin_forward(own).finish();
+      auto const u = group_forward({{norm, own}})[0], v = syncnorm::torch::forward_batches(norm, {own})[0];
+      (y.pow(3).sum() + z.pow(3).sum() + u.pow(3).sum() + v.pow(3).sum()).backward();
+      return comm.rank() == 0 ? own.grad() : y.detach();
+    };
+    CHECK(torch::equal(run(true), run(false)));
+  });
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto const make = [&] { return make_norm(BatchNormOptions{3}, comm); };
+    auto expected = make();
+    SyncBatchNorm norm{nullptr};
+    if (comm.rank() == 1) {
+      c10::InferenceMode const inference;
+      norm = make();
+    } else {
+      norm = make();
+    }
+    torch::NoGradGuard const no_recording;
+    for (auto& each : {expected, norm}) {
+      auto of = each;
+      of->forward(x);
+      (void)of->begin_forward(x).finish();
+      (void)syncnorm::torch::forward_batches(of, {x});
+    }
+    CHECK(same_state(state_of(*norm), state_of(*expected)));
+    CHECK(norm->num_batches_tracked.item<std::int64_t>() == 3);
   });
 }
 

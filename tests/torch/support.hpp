@@ -75,6 +75,27 @@ inline SyncBatchNorm make_norm(BatchNormOptions const& options, syncnorm::any_co
 
 inline Tensor random(std::vector<std::int64_t> const& shape) { return torch::randn(shape, torch::kDouble); }
 
+inline Tensor inference_copy(Tensor const& tensor) {
+  c10::InferenceMode const inference;
+  return tensor.clone();
+}
+
+/// A tensor with a forward gradient, as long as this lives.
+class dual_tensor {
+public:
+  explicit dual_tensor(Tensor const& primal)
+      : tensor_{torch::_make_dual(primal, torch::ones_like(primal), static_cast<std::int64_t>(level_))} {}
+  ~dual_tensor() { torch::autograd::forward_ad::exit_dual_level(level_); }
+  dual_tensor(dual_tensor const&) = delete;
+  dual_tensor& operator=(dual_tensor const&) = delete;
+
+  [[nodiscard]] Tensor const& get() const { return tensor_; }
+
+private:
+  std::uint64_t level_ = torch::autograd::forward_ad::enter_dual_level();
+  Tensor tensor_;
+};
+
 /// What `f` threw as an `Error`, or a text that says what else happened.
 template <class Error, class F>
 std::string message_of(F const& f) {

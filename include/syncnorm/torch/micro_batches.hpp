@@ -79,6 +79,8 @@ private:
     affine_parameters<P> affine;
     affine_gradients<P> gradients;
     at::Tensor gamma, dgamma, dbeta;
+    for (auto const& each : dy)
+      if (fault.empty()) fault = find_gradient_fault(each, create_graph);
     try {
       if (fault.empty()) {
         for (std::size_t k = 0; k < batches; ++k) {
@@ -121,7 +123,10 @@ public:
       for (auto const& input : inputs) outputs.push_back(norm_.forward(input));
       return outputs;
     }
-    auto fault = find_fault_of(inputs);
+    bool needs = SyncBatchNormImpl::requires_grad(norm_.weight) || SyncBatchNormImpl::requires_grad(norm_.bias);
+    for (auto const& input : inputs) needs = needs || SyncBatchNormImpl::requires_grad(input);
+    auto const backward = backward_of(at::GradMode::is_enabled(), needs);
+    auto fault = find_fault_of(inputs, backward == backward_pass::needed);
     auto type = at::kFloat, parameters = at::kFloat;
     if (fault.empty()) {
       type = inputs.front().scalar_type();
@@ -129,14 +134,14 @@ public:
           type_of_parameters(inputs.front(), {norm_.weight, norm_.bias, norm_.running_mean, norm_.running_var});
     }
     return with_types(type, parameters, [&]<class Types>(Types) {
-      return run<typename Types::element, typename Types::parameter>(inputs, parameters, std::move(fault));
+      return run<typename Types::element, typename Types::parameter>(inputs, parameters, backward, std::move(fault));
     });
   }
 
 private:
   static constexpr char const* in_place = "micro-batches are not normalized in place";
 
-  [[nodiscard]] std::string find_fault_of(std::vector<at::Tensor> const& inputs) const {
+  [[nodiscard]] std::string find_fault_of(std::vector<at::Tensor> const& inputs, bool recorded) const {
     // Without an output a rank would never come to the backward pass.
     if (norm_.in_place_) return in_place;
     if (inputs.empty()) return "there are no micro-batches; pass one without samples";
@@ -144,18 +149,22 @@ private:
       auto text = find_fault(inputs[k], {norm_.weight, norm_.bias}, {norm_.running_mean, norm_.running_var},
                              norm_.num_batches_tracked);
       if (text.empty() && inputs[k].scalar_type() != inputs[0].scalar_type()) text = "the input is of another type";
+      if (text.empty())
+        text =
+            find_recording_fault({{inputs[k], "the input"}, {norm_.weight, "weight"}, {norm_.bias, "bias"}}, recorded);
       if (!text.empty()) return "micro-batch " + std::to_string(k) + ": " + text;
     }
     return {};
   }
 
   template <class T, class P>
-  [[nodiscard]] std::vector<at::Tensor> run(std::vector<at::Tensor> const& inputs, at::ScalarType parameters,
-                                            std::string fault) const {
-    bool const records = at::GradMode::is_enabled();
-    bool needs = SyncBatchNormImpl::requires_grad(norm_.weight) || SyncBatchNormImpl::requires_grad(norm_.bias);
-    for (auto const& input : inputs) needs = needs || SyncBatchNormImpl::requires_grad(input);
-    needs = needs && records;
+  [[nodiscard]] std::vector<at::Tensor> run(std::vector<at::Tensor> inputs, at::ScalarType parameters,
+                                            backward_pass backward, std::string fault) const {
+    auto weight = norm_.weight, bias = norm_.bias;
+    if (fault.empty() && backward == backward_pass::possible) {
+      for (auto& input : inputs) input = savable(input);
+      weight = savable(weight), bias = savable(bias);
+    }
     auto const pass = c10::make_intrusive<recorded_pass>();
     pass->state = norm_.state_;
     pass->parameters = parameters;
@@ -177,8 +186,8 @@ private:
             ys.push_back(of.back().y_view);
             outputs.push_back(of.back().y);
           }
-          if (norm_.weight.defined()) affine.gamma = values_of<P>(gamma = norm_.weight.contiguous());
-          if (norm_.bias.defined()) affine.beta = values_of<P>(beta = norm_.bias.contiguous());
+          if (weight.defined()) affine.gamma = values_of<P>(gamma = weight.contiguous());
+          if (bias.defined()) affine.beta = values_of<P>(beta = bias.contiguous());
           running = {values_of<P>(norm_.running_mean), values_of<P>(norm_.running_var)};
           auto const& counter = norm_.num_batches_tracked;
           if (counter.defined()) tracked = counter.template item<std::int64_t>();
@@ -187,19 +196,16 @@ private:
       } catch (std::exception const& e) {
         fault = text_of(e);
       }
-      auto const backward = !records ? backward_pass::impossible
-                            : needs  ? backward_pass::needed
-                                     : backward_pass::possible;
       auto const before = tracked;
       batch_norm_forward_batches<T, P>(at_executor{}, pass->state->comm, xs, ys, affine, running, norm_.make_options(),
                                        pass->saved, pass->state->workspace, {fault, backward});
       if (pass->saved.count > 0) bump_versions({norm_.running_mean, norm_.running_var});
-      if (tracked != before) norm_.num_batches_tracked.fill_(tracked);
+      if (tracked != before) write_counter(norm_.num_batches_tracked, tracked);
     }
     c10::optional<at::Tensor> anchor;
-    if (pass->saved.backward_needed && !needs) anchor = at::zeros({0}).requires_grad_();
-    return batches_function::apply(at::TensorList{inputs}, SyncBatchNormImpl::optional(norm_.weight),
-                                   SyncBatchNormImpl::optional(norm_.bias), anchor, pass, &outputs);
+    if (pass->saved.backward_needed && backward != backward_pass::needed) anchor = at::zeros({0}).requires_grad_();
+    return batches_function::apply(at::TensorList{inputs}, SyncBatchNormImpl::optional(weight),
+                                   SyncBatchNormImpl::optional(bias), anchor, pass, &outputs);
   }
 
   SyncBatchNormImpl& norm_;

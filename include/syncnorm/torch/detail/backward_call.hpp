@@ -14,6 +14,7 @@
 #include <syncnorm/ops/batch_norm_backward.hpp>
 #include <syncnorm/ops/batch_norm_in_place.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>
@@ -90,6 +91,7 @@ public:
       : backward_call{std::move(pass), std::move(of), std::move(dy), wants}, fault_{std::move(fault)} {
     bool const twice = at::GradMode::is_enabled() && pass_->kept == nullptr;
     differentiable_ = twice && wants_.any() ? backward_pass::needed : backward_pass::impossible;
+    if (fault_.empty()) fault_ = find_gradient_fault(dy_, differentiable_ == backward_pass::needed);
     at::AutoGradMode const no_recording{false};
     epilogue_.activation = pass_->activation;
     try {

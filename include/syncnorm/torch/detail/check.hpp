@@ -1,11 +1,14 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/torch/element.hpp>
@@ -64,6 +67,43 @@ namespace syncnorm::torch::detail {
     check.require(num_batches_tracked.numel() == 1, [] { return "num_batches_tracked is not one value"; });
   }
   return check.fault();
+}
+
+/// A tensor, perhaps undefined, and what messages call it.
+struct named_tensor {
+  at::Tensor const& tensor;
+  char const* name;
+};
+
+/// What keeps autograd from recording a function of these tensors, given whether it saves them; empty: nothing.
+[[nodiscard]] inline std::string find_recording_fault(std::initializer_list<named_tensor> tensors, bool saves) {
+  for (auto const& [tensor, name] : tensors) {
+    if (!tensor.defined()) continue;
+    if (tensor._fw_grad(/*level=*/0).defined())
+      return std::string{name} + " has a forward gradient, and forward-mode differentiation is not implemented";
+    if (saves && tensor.is_inference())
+      return std::string{name} + " is an inference tensor, which autograd cannot save; pass a clone of it";
+  }
+  return {};
+}
+
+/// What is wrong with a tensor that a backward pass is given, given whether it is recorded itself.
+[[nodiscard]] inline std::string find_gradient_fault(at::Tensor const& gradient, bool recorded) {
+  if (gradient.defined() && gradient.layout() != at::kStrided)
+    return syncnorm::detail::call_check::text("the gradient of an output is ", gradient.layout(), ", expected Strided");
+  return find_recording_fault({{gradient, "the gradient of an output"}}, recorded);
+}
+
+/// `tensor`, or where that is an inference tensor a copy that autograd can save.
+[[nodiscard]] inline at::Tensor savable(at::Tensor const& tensor) {
+  return tensor.defined() && tensor.is_inference() ? tensor.clone() : tensor;
+}
+
+/// Sets the one value of `num_batches_tracked`, which may be an inference tensor.
+inline void write_counter(at::Tensor const& num_batches_tracked, std::int64_t value) {
+  std::optional<c10::InferenceMode> writing;
+  if (num_batches_tracked.is_inference()) writing.emplace();
+  num_batches_tracked.fill_(value);
 }
 
 /// Tells autograd that the tensors were written to.

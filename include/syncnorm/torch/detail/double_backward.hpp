@@ -16,6 +16,7 @@
 
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_double_backward.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/element.hpp>
@@ -126,6 +127,8 @@ private:
     auto const wants = [&](std::size_t edge) { return recorded.needs_input_grad(edge); };
     bool const wants_weight = has_weight && wants(2 * batches);
 
+    for (auto const& each : gradients)
+      if (fault.empty()) fault = find_gradient_fault(each, /*recorded=*/false);
     tensors kept, to_dy(batches), to_x(batches);
     std::vector<tensor_view<T const>> dy_views, x_views, u_views, v_views;
     std::vector<tensor_view<T>> to_dy_views(batches), to_x_views(batches);

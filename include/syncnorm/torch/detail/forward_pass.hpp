@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/types.h>
 
@@ -40,6 +41,10 @@ struct forward_inputs {
       if (tensor->defined() && tensor->requires_grad()) return true;
     return false;
   }
+  /// Has copies in place of inference tensors, none of which needs a gradient: others may, and then all are saved.
+  void make_savable() {
+    for (auto* tensor : {&input, &weight, &bias, &with.residual}) *tensor = savable(*tensor);
+  }
 };
 
 /// A forward pass of a module, to be run at once, or described for others to run in two phases, and then recorded.
@@ -65,7 +70,7 @@ public:
   void after() {
     if (in_.scope != statistics_scope::all_ranks) return;
     if (pass_->saved.count > 0) bump_versions({in_.running_mean, in_.running_var});
-    if (in_.state->batches_tracked != tracks_) tracked_.fill_(in_.state->batches_tracked);
+    if (in_.state->batches_tracked != tracks_) write_counter(tracked_, in_.state->batches_tracked);
   }
 
   [[nodiscard]] forward_inputs const& inputs() const noexcept { return in_; }
@@ -208,6 +213,13 @@ private:
   auto const& [input, with, weight, bias, mean, var, tracked, options, channels, scope, in_place, state] = in;
   if (fault.empty()) fault = find_fault(input, {weight, bias}, {mean, var}, tracked);
   if (fault.empty()) fault = find_fault(with, input);
+  if (fault.empty() && in_place && input.is_inference() && !c10::InferenceMode::is_enabled())
+    fault = "the input is an inference tensor, which is written to in place in c10::InferenceMode alone";
+  if (fault.empty())
+    fault = find_recording_fault(
+        {{input, "the input"}, {weight, "weight"}, {bias, "bias"}, {with.residual, "the residual"}},
+        backward == backward_pass::needed);
+  if (fault.empty() && backward == backward_pass::possible) in.make_savable();
   auto const type = fault.empty() ? input.scalar_type() : ::torch::kFloat;
   auto const parameters = type_of_parameters(input, {weight, bias, mean, var});
   return with_types(type, parameters, [&]<class Types>(Types) -> std::unique_ptr<forward_pass> {
