@@ -314,6 +314,74 @@ TEST_CASE("a fault of one rank is thrown on every rank, in the warm-up and after
                  "4 channels cannot be divided into 3 groups"));
 }
 
+TEST_CASE("what autograd cannot record on one rank is thrown on every rank, and changes nothing") {
+  auto const good = random({3, 2, 4}), inference = inference_copy(good);
+  dual_tensor const dual{random({3, 2, 4})};
+  for (std::int64_t const warmup : {1, 100})
+    for (int const kind : {0, 1, 2})
+      run_ranks(2, [&](thread_communicator const& comm) {
+        auto norm = prepared(SyncPowerNorm{PowerNormOptions{4}.warmup_iters(warmup), comm});
+        for (int step = 0; step < 2; ++step) train_step(norm, good);
+        norm->synchronize();
+        auto const before = state_of(*norm);
+        auto const weight = norm->weight;
+        if (kind == 2 && comm.rank() == 1) {
+          c10::InferenceMode const inference_mode;
+          norm->weight = weight.detach().clone().set_requires_grad(true);
+        }
+        auto const input = comm.rank() == 0 || kind == 2 ? good : kind == 0 ? inference : dual.get();
+        auto const text = message_of<invalid_argument_error>([&] { norm->forward(input).sum().backward(); });
+        CHECK_MESSAGE(contains(text, kind == 0   ? "rank 1: the input is an inference tensor"
+                                     : kind == 1 ? "rank 1: the input has a forward gradient"
+                                                 : "rank 1: weight is an inference tensor"),
+                      text);
+        norm->synchronize();
+        CHECK(same_state(before, state_of(*norm)));
+        norm->weight = weight;
+        train_step(norm, good);
+        CHECK(norm->iters() == 3);
+        torch::NoGradGuard const no_recording;
+        norm->forward(inference);
+        CHECK(norm->iters() == 4);
+      });
+}
+
+TEST_CASE("a module of another type on one rank is an error on every rank, and changes nothing") {
+  auto const x = torch::arange(24, torch::kFloat).view({3, 2, 4}) / 10;
+  for (std::int64_t const warmup : {1, 100})
+    run_ranks(2, [&](thread_communicator const& comm) {
+      auto norm = prepared(SyncPowerNorm{PowerNormOptions{4}.warmup_iters(warmup), comm}, torch::kFloat);
+      auto const convert = [&](torch::Dtype type) {
+        if (comm.rank() == 1) norm->to(type);
+      };
+      for (int step = 0; step < 2; ++step) train_step(norm, x);
+      norm->synchronize();
+      auto const before = state_of(*norm);
+      for (auto const type : {torch::kFloat, torch::kHalf}) {
+        convert(torch::kHalf);
+        auto const text = message_of<invalid_argument_error>(
+            [&] { norm->forward(comm.rank() == 1 ? x.to(type) : x).sum().backward(); });
+        CHECK_MESSAGE(contains(text, "rank 1: the input is of "), text);
+        convert(torch::kFloat);
+        norm->synchronize();
+      }
+      auto const y = norm->forward(x);
+      norm->synchronize();
+      auto const ema_gz = norm->ema_gz().clone();
+      norm->zero_grad();
+      convert(torch::kDouble);
+      auto const text = message_of<invalid_argument_error>([&] {
+        y.sum().backward();
+        norm->synchronize();
+      });
+      CHECK_MESSAGE(contains(text, "rank 1: running_phi is of Double, in the forward pass of Float"), text);
+      convert(torch::kFloat);
+      CHECK(torch::equal(norm->ema_gz(), ema_gz));
+      CHECK(norm->iters() == 3);
+      CHECK(error_of(norm->weight, before[0]) <= 1e-3);
+    });
+}
+
 TEST_CASE("a second moment that is no number is an error, and changes nothing") {
   for (std::int64_t const warmup : {1, 100})
     run_ranks(2, [&](thread_communicator const& comm) {

@@ -17,6 +17,7 @@
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/ops/power_norm_forward.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/power_norm_check.hpp>
 #include <syncnorm/torch/detail/power_norm_function.hpp>
 #include <syncnorm/torch/detail/registry.hpp>
@@ -88,6 +89,7 @@ public:
     if (fault.empty())
       fault = detail::find_power_norm_fault(input, this->is_training() ? pad_mask : ::torch::Tensor{}, {weight, bias},
                                             {shared_->running_phi, shared_->ema_gz});
+    if (fault.empty()) fault = find_recording_fault(input, at::GradMode::is_enabled());
     // With a fault it is the state's type that counts: the exchanges that went before were of it.
     auto const type = fault.empty() ? input.scalar_type() : shared_->running_phi.scalar_type();
     return type == ::torch::kDouble ? run<double>(input, pad_mask, std::move(fault))
@@ -202,6 +204,13 @@ private:
     if (iters.scalar_type() != ::torch::kLong) iters.set_data(iters.to(::torch::kLong));
   }
 
+  /// What keeps autograd from recording a pass over `input`, which in training it does whatever needs a gradient.
+  [[nodiscard]] std::string find_recording_fault(::torch::Tensor const& input, bool records) const {
+    bool needs = this->is_training();
+    for (auto const* tensor : {&input, &weight, &bias}) needs = needs || (tensor->defined() && tensor->requires_grad());
+    return detail::find_recording_fault({{input, "the input"}, {weight, "weight"}, {bias, "bias"}}, records && needs);
+  }
+
   template <class T>
   ::torch::Tensor run(::torch::Tensor const& input, ::torch::Tensor const& pad_mask, std::string fault) {
     bool const training = this->is_training(), records = at::GradMode::is_enabled();
@@ -228,7 +237,7 @@ private:
         fault = detail::text_of(e);
       }
       compute(of_input, affine, mask, *pass, {fault, records});
-      if (pass->saved.pass->faulty) substitute(input, of_input);
+      if (pass->saved.pass->faulty) substitute(input, of_input, records);
     }
     // Even a rank that needs no gradient has its part in ema_gz.
     c10::optional<at::Tensor> anchor;
@@ -254,11 +263,11 @@ private:
   }
 
   /// What a pass gives whose fault the other ranks do not know of yet, and hence this one must not throw: no numbers. Where
-  /// the input is such that there is no output like it, waits for the others and throws.
+  /// the input is such that there is no output like it, or none that is recorded, waits for the others and throws.
   template <class T>
-  void substitute(::torch::Tensor const& input, detail::operands<T>& of_input) {
+  void substitute(::torch::Tensor const& input, detail::operands<T>& of_input, bool records) {
     bool const possible = input.defined() && input.layout() == at::kStrided && input.device().is_cpu() &&
-                          input.is_floating_point() && input.dim() >= 2;
+                          input.is_floating_point() && input.dim() >= 2 && find_recording_fault(input, records).empty();
     if (!possible) shared_->workspace<T>().finish_forward();
     of_input.y = at::full_like(detail::channels_second(input), std::numeric_limits<double>::quiet_NaN());
   }

@@ -6,6 +6,7 @@
 #include <iterator>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -17,6 +18,7 @@
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/ops/power_norm_backward.hpp>
 #include <syncnorm/ops/power_norm_state.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/function.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/executor.hpp>
@@ -37,9 +39,13 @@ public:
   /// The tensors of the state, of the module's element type but for `iters`, which is one 64-bit integer.
   at::Tensor running_phi, ema_gz, iters;
 
+  /// What a pass over elements of `T` sees of the state: of tensors of another type, nothing, which is its fault.
   template <class T>
   [[nodiscard]] power_norm_state<T> state() const {
-    return {values_of<T>(running_phi), values_of<T>(ema_gz), iters.data_ptr<std::int64_t>()};
+    auto const values = [](at::Tensor const& tensor) {
+      return tensor.scalar_type() == c10::CppTypeToScalarType<T>::value ? values_of<T>(tensor) : std::span<T>{};
+    };
+    return {values(running_phi), values(ema_gz), iters.data_ptr<std::int64_t>()};
   }
 
   template <class T>
@@ -162,6 +168,10 @@ private:
     affine_parameters<T> affine;
     affine_gradients<T> gradients;
     at::Tensor gamma, dx, dgamma, dbeta;
+    auto const type = c10::CppTypeToScalarType<T>::value, now = pass.shared->running_phi.scalar_type();
+    if (fault.empty() && now != type)
+      fault = syncnorm::detail::call_check::text("running_phi is of ", now, ", in the forward pass of ", type);
+    if (fault.empty()) fault = find_gradient_fault(dy, /*recorded=*/false);
     try {
       if (fault.empty()) {
         of_x = make_operands<T>(x);
