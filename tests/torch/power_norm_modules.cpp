@@ -254,6 +254,11 @@ TEST_CASE("a converted model is the same model over the ranks, and reverting res
       message_of<invalid_argument_error>([&] { convert_sync_powernorm(typed.ptr(), syncnorm::self_communicator{}); });
   CHECK_MESSAGE(contains(text, "cannot replace 0.norm: "), text);
   CHECK(typed->ptr(1)->as<PowerNorm>() != nullptr);
+  nn::Sequential sequence{PowerNorm{3}};
+  sequence = convert_sync_powernorm(sequence, syncnorm::self_communicator{});
+  CHECK(sequence->ptr(0)->as<SyncPowerNorm>() != nullptr);
+  sequence = revert_sync_powernorm(sequence);
+  CHECK(sequence->ptr(0)->as<PowerNorm>() != nullptr);
   CHECK_THROWS_AS(convert_sync_powernorm(nullptr, syncnorm::self_communicator{}), invalid_argument_error);
   CHECK_THROWS_AS(revert_sync_powernorm(nullptr), invalid_argument_error);
   run_ranks(2, [](thread_communicator const& comm) {

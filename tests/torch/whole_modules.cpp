@@ -182,6 +182,36 @@ TEST_CASE("a batch norm itself is returned converted and reverted") {
   CHECK(revert_sync_batchnorm(one.ptr())->as<nn::BatchNorm1d>() != nullptr);
 }
 
+TEST_CASE("a model is converted and reverted as what holds it") {
+  syncnorm::self_communicator const comm;
+  nn::Sequential sequence{nn::BatchNorm2d{3}};
+  sequence = convert_sync_batchnorm(sequence, comm);
+  CHECK(sequence->ptr(0)->as<SyncBatchNorm>() != nullptr);
+  sequence = revert_sync_batchnorm(sequence);
+  CHECK(sequence->ptr(0)->as<nn::BatchNorm2d>() != nullptr);
+  Net net;
+  net = convert_sync_batchnorm(net, comm);
+  CHECK(net->body->ptr(1)->as<SyncBatchNorm>() != nullptr);
+  net = revert_sync_batchnorm(net);
+  CHECK(net->body->ptr(1)->as<nn::BatchNorm2d>() != nullptr);
+  auto shared = std::make_shared<NetImpl>();
+  shared = convert_sync_batchnorm(shared, comm);
+  CHECK(shared->body->ptr(1)->as<SyncBatchNorm>() != nullptr);
+  shared = revert_sync_batchnorm(shared);
+  std::shared_ptr<nn::Module> any = shared;
+  any = convert_sync_batchnorm(any, comm);
+  CHECK(any == shared);
+  SyncBatchNorm norm{2};
+  CHECK(convert_sync_batchnorm(norm, comm).ptr() == norm.ptr());
+
+  // Whose type does not say that it is a batch norm.
+  std::shared_ptr<nn::Cloneable<nn::BatchNorm2dImpl>> const hidden = nn::BatchNorm2d{2}.ptr();
+  auto const text = message_of<syncnorm::invalid_argument_error>([&] { convert_sync_batchnorm(hidden, comm); });
+  CHECK_MESSAGE(contains(text, "convert_sync_batchnorm: the module itself would be replaced"), text);
+  CHECK_THROWS_AS(convert_sync_batchnorm(nn::Sequential{nullptr}, comm), syncnorm::invalid_argument_error);
+  CHECK_THROWS_AS(revert_sync_batchnorm(nn::Sequential{nullptr}), syncnorm::invalid_argument_error);
+}
+
 TEST_CASE("what cannot be replaced is named before anything has changed") {
   nn::Sequential model{Typed{}, nn::BatchNorm2d{3}, Typed{}};
   auto const kinds = kinds_of(*model);

@@ -95,6 +95,20 @@ inline std::shared_ptr<::torch::nn::Module> convert_sync_batchnorm(std::shared_p
   return module;
 }
 
+/// The same of a module that is held by its type, which is returned.
+template <
+    detail::lasting_root<::torch::nn::BatchNorm1dImpl, ::torch::nn::BatchNorm2dImpl, ::torch::nn::BatchNorm3dImpl> Impl>
+std::shared_ptr<Impl> convert_sync_batchnorm(std::shared_ptr<Impl> const& module, any_communicator const& comm) {
+  return detail::same_root(module, convert_sync_batchnorm(detail::module_ptr{module}, comm), "convert_sync_batchnorm");
+}
+template <detail::module_holder Holder>
+Holder convert_sync_batchnorm(Holder const& module, any_communicator const& comm) {
+  static_assert(detail::lasting_root<typename Holder::ContainedType, ::torch::nn::BatchNorm1dImpl,
+                                     ::torch::nn::BatchNorm2dImpl, ::torch::nn::BatchNorm3dImpl>,
+                "convert_sync_batchnorm: a batch norm itself is replaced by a module of another type; pass its ptr()");
+  return convert_sync_batchnorm(detail::held_by(module), comm);
+}
+
 /// The reverse: puts a BatchNorm1d, 2d or 3d in the place of every SyncBatchNorm in `module`, as it was before the
 /// conversion, and otherwise by its `revert_dimension`; returns `module`, or what replaces it where it is a SyncBatchNorm
 /// itself. A SyncBatchNorm that a member holds by its type stays, with a communicator of its own rank alone, which is as
@@ -106,6 +120,19 @@ inline std::shared_ptr<::torch::nn::Module> revert_sync_batchnorm(std::shared_pt
   replacer.replace([](::torch::nn::Module& norm) { return detail::make_local(*norm.as<SyncBatchNormImpl>()); });
   for (auto const& fixed : replacer.fixed()) fixed->as<SyncBatchNormImpl>()->set_communicator(self_communicator{});
   return module;
+}
+
+/// The same of a module that is held by its type, which is returned.
+template <detail::lasting_root<SyncBatchNormImpl> Impl>
+std::shared_ptr<Impl> revert_sync_batchnorm(std::shared_ptr<Impl> const& module) {
+  return detail::same_root(module, revert_sync_batchnorm(detail::module_ptr{module}), "revert_sync_batchnorm");
+}
+template <detail::module_holder Holder>
+Holder revert_sync_batchnorm(Holder const& module) {
+  static_assert(
+      detail::lasting_root<typename Holder::ContainedType, SyncBatchNormImpl>,
+      "revert_sync_batchnorm: a SyncBatchNorm itself is replaced by a module of another type; pass its ptr()");
+  return revert_sync_batchnorm(detail::held_by(module));
 }
 
 } // namespace syncnorm::torch

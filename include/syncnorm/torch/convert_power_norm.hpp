@@ -55,6 +55,18 @@ inline std::shared_ptr<::torch::nn::Module> convert_sync_powernorm(std::shared_p
   return module;
 }
 
+/// The same of a module that is held by its type, which is returned.
+template <detail::lasting_root<PowerNormImpl> Impl>
+std::shared_ptr<Impl> convert_sync_powernorm(std::shared_ptr<Impl> const& module, any_communicator const& comm) {
+  return detail::same_root(module, convert_sync_powernorm(detail::module_ptr{module}, comm), "convert_sync_powernorm");
+}
+template <detail::module_holder Holder>
+Holder convert_sync_powernorm(Holder const& module, any_communicator const& comm) {
+  static_assert(detail::lasting_root<typename Holder::ContainedType, PowerNormImpl>,
+                "convert_sync_powernorm: a PowerNorm itself is replaced by a module of another type; pass its ptr()");
+  return convert_sync_powernorm(detail::held_by(module), comm);
+}
+
 /// The reverse: puts a PowerNorm in the place of every SyncPowerNorm in `module`; returns `module`, or what replaces it where
 /// it is a SyncPowerNorm itself. One that a member holds by its type stays, with a communicator of its own rank alone, which
 /// is as local. The tensors are the same.
@@ -66,6 +78,19 @@ inline std::shared_ptr<::torch::nn::Module> revert_sync_powernorm(std::shared_pt
       [](::torch::nn::Module& norm) { return detail::make_power_norm<PowerNormImpl>(*norm.as<SyncPowerNormImpl>()); });
   for (auto const& fixed : replacer.fixed()) fixed->as<SyncPowerNormImpl>()->set_communicator(self_communicator{});
   return module;
+}
+
+/// The same of a module that is held by its type, which is returned.
+template <detail::lasting_root<SyncPowerNormImpl> Impl>
+std::shared_ptr<Impl> revert_sync_powernorm(std::shared_ptr<Impl> const& module) {
+  return detail::same_root(module, revert_sync_powernorm(detail::module_ptr{module}), "revert_sync_powernorm");
+}
+template <detail::module_holder Holder>
+Holder revert_sync_powernorm(Holder const& module) {
+  static_assert(
+      detail::lasting_root<typename Holder::ContainedType, SyncPowerNormImpl>,
+      "revert_sync_powernorm: a SyncPowerNorm itself is replaced by a module of another type; pass its ptr()");
+  return revert_sync_powernorm(detail::held_by(module));
 }
 
 } // namespace syncnorm::torch

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <functional>
 #include <memory>
 #include <set>
@@ -13,6 +14,9 @@
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm::torch::detail {
 
@@ -27,6 +31,30 @@ struct replacement {
 template <class Impl>
 [[nodiscard]] replacement make_replacement(std::shared_ptr<Impl> const& module) {
   return {::torch::nn::AnyModule{module}, module};
+}
+
+/// A module that is itself none of those that are replaced, by its type, and hence keeps its type.
+template <class Impl, class... Replaced>
+concept lasting_root = std::derived_from<Impl, ::torch::nn::Module> && !std::same_as<Impl, ::torch::nn::Module> &&
+                       !(std::derived_from<Impl, Replaced> || ...);
+
+/// What TORCH_MODULE defines.
+template <class T>
+concept module_holder = ::torch::detail::is_module_holder<T>::value;
+
+/// `root`, which `result` has to be.
+template <class Impl>
+[[nodiscard]] std::shared_ptr<Impl> same_root(std::shared_ptr<Impl> const& root, module_ptr const& result,
+                                              std::string const& conversion) {
+  if (root == result) return root;
+  throw invalid_argument_error{conversion + ": the module itself would be replaced by one of another type; pass it as "
+                                            "std::shared_ptr<torch::nn::Module>"};
+}
+
+template <module_holder Holder>
+[[nodiscard]] std::shared_ptr<typename Holder::ContainedType> held_by(Holder const& holder) {
+  if (holder.is_empty()) return nullptr;
+  return holder.ptr();
 }
 
 /// Finds modules in a tree, and the places that hold them, and puts others in their places.
