@@ -299,6 +299,10 @@ TEST_CASE("a clone has the same state and nothing in common with its original") 
     CHECK(copy->num_batches_tracked.item<std::int64_t>() == 2);
     CHECK(torch::equal(y, norm->forward(x)));
     CHECK(same_state(state_of(*norm), state_of(*copy)));
+    CHECK(copy->backward_exchange());
+    norm->set_backward_exchange(false);
+    CHECK_FALSE(std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone())->backward_exchange());
+    CHECK(copy->backward_exchange());
   });
 }
 

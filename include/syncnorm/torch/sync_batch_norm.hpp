@@ -49,7 +49,7 @@ public:
 
   void reset() override {
     // A clone shares nothing with its original, the buffers of the exchange least of all.
-    state_ = make_state(state_->comm);
+    renew_state(state_->comm);
     auto const channels = options.num_features() > 0 ? options.num_features() : 0;
     auto const parameter = [&](char const* name, bool exists) {
       return register_parameter(name, exists ? ::torch::empty({channels}) : ::torch::Tensor{}, exists);
@@ -117,11 +117,7 @@ public:
   [[nodiscard]] any_communicator const& communicator() const noexcept { return state_->comm; }
 
   /// The communicator of the passes to come. Passes that are recorded keep theirs. The same on every rank.
-  void set_communicator(any_communicator comm) {
-    bool const exchange = state_->exchange_backward;
-    state_ = make_state(std::move(comm));
-    state_->exchange_backward = exchange;
-  }
+  void set_communicator(any_communicator comm) { renew_state(std::move(comm)); }
 
   /// Off: backward passes are local, as if the other ranks' gradients were zero; for the steps of a gradient
   /// accumulation but the last. It is the setting at the time of the backward pass that counts. The same on every rank.
@@ -163,6 +159,13 @@ private:
   [[nodiscard]] std::shared_ptr<detail::exchange_state> make_state(any_communicator comm) const {
     return std::make_shared<detail::exchange_state>(
         detail::exchange_state{std::move(comm), batch_norm_workspace{options.num_features()}});
+  }
+
+  /// Leaves what is shared so far to others, but for the setting.
+  void renew_state(any_communicator comm) {
+    bool const exchange = state_->exchange_backward;
+    state_ = make_state(std::move(comm));
+    state_->exchange_backward = exchange;
   }
 
   [[nodiscard]] batch_norm_options make_options() const {
