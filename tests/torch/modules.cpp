@@ -361,11 +361,39 @@ TEST_CASE("a fault of one rank is thrown on every rank, and changes nothing") {
       norm->forward(good);
       CHECK(norm->num_batches_tracked.item<std::int64_t>() == round + 1);
     }
+    for (bool const mean : {true, false}) {
+      auto& lacking = mean ? norm->running_mean : norm->running_var;
+      auto const kept = lacking;
+      if (comm.rank() == 1) lacking = Tensor{};
+      auto const text = message_of<invalid_argument_error>([&] { norm->forward(good); });
+      CHECK_MESSAGE(contains(text, "rank 1: only one of running_mean and running_var is given"), text);
+      lacking = kept;
+    }
     // In evaluation there is nobody to tell.
     norm->eval();
     auto const here = message_of<invalid_argument_error>([&] { norm->forward(random({3})); });
     CHECK_MESSAGE(contains(here, "dimensions"), here);
   });
+}
+
+TEST_CASE("inputs and gradients that are marked as zeros are zeros") {
+  auto const x = random({4, 3, 2, 2});
+  auto const marked = torch::_efficientzerotensor(x.sizes(), x.options());
+  REQUIRE(marked._is_zerotensor());
+  auto const zeros = torch::zeros_like(x);
+  for (auto const format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast})
+    run_ranks(2, [&](thread_communicator const& comm) {
+      auto const run = [&](Tensor const& zero) {
+        auto norm = make_norm(BatchNormOptions{3}, comm);
+        auto const own = x.contiguous(format).detach().requires_grad_();
+        norm->forward(own).backward(comm.rank() == 0 ? zero : x);
+        auto const y = norm->forward(comm.rank() == 0 ? zero : x);
+        y.backward(x);
+        return std::vector{own.grad(), y.detach(), norm->weight.grad(), norm->running_var};
+      };
+      auto const got = run(marked), expected = run(zeros);
+      for (std::size_t i = 0; i < got.size(); ++i) CHECK(torch::equal(got[i], expected[i]));
+    });
 }
 
 TEST_CASE("ranks that disagree all hear of it") {

@@ -59,6 +59,8 @@ namespace syncnorm::torch::detail {
   of_channels(parameters[1], "bias");
   of_channels(running[0], "running_mean");
   of_channels(running[1], "running_var");
+  check.require(running[0].defined() == running[1].defined(),
+                [] { return "only one of running_mean and running_var is given"; });
   for (auto const& tensor : running)
     check.require(!tensor.defined() || tensor.is_contiguous(),
                   [] { return "running_mean or running_var is not contiguous"; });

@@ -39,6 +39,11 @@ template <class T>
   return view;
 }
 
+/// `tensor` with its values in memory, as they are: where they are marked as negated or as zeros, a copy.
+[[nodiscard]] inline at::Tensor in_memory(at::Tensor const& tensor) {
+  return tensor._is_zerotensor() ? at::zeros(tensor.sizes(), tensor.options()) : tensor.resolve_neg();
+}
+
 /// The tensors of a pass: what is read, and what is written, of the same extents and memory format.
 template <class T>
 struct operands {
@@ -60,7 +65,7 @@ template <class T>
     made.y_view = *y_view;
     return made;
   };
-  auto const x = input.resolve_neg();
+  auto const x = in_memory(input);
   if (auto made = attempt(x)) return *made;
   return *attempt(x.contiguous(x.suggest_memory_format()));
 }
@@ -69,8 +74,9 @@ template <class T>
 template <class T>
 [[nodiscard]] operands<T> make_operands_in_place(at::Tensor const& input) {
   operands<T> made{input, input, {}, {}, spatial_order(input)};
-  auto const view = view_of<T>(input, made.order);
-  if (!view || input.is_neg())
+  bool const marked = input.is_neg() || input._is_zerotensor();
+  auto const view = marked ? std::nullopt : view_of<T>(input, made.order);
+  if (!view)
     throw invalid_argument_error{"the strides of the input allow no pass in place; it takes a contiguous copy"};
   made.x_view = made.y_view = *view;
   return made;
@@ -80,10 +86,10 @@ template <class T>
 /// differently, since no kernel is fast over both.
 template <class T>
 [[nodiscard]] tensor_view<T const> make_companion(at::Tensor& other, operands<T> const& like) {
+  other = in_memory(other);
   auto const view = view_of<T const>(other, like.order);
   auto const& y = like.y_view;
-  if (view && !other.is_neg() && ((view->stride_s == 1 && y.stride_s == 1) || (view->stride_c == 1 && y.stride_c == 1)))
-    return *view;
+  if (view && ((view->stride_s == 1 && y.stride_s == 1) || (view->stride_c == 1 && y.stride_c == 1))) return *view;
   other = at::empty_like(like.y).copy_(other);
   return *view_of<T const>(other, like.order);
 }
