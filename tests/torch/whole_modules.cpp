@@ -221,6 +221,20 @@ TEST_CASE("what cannot be replaced is named before anything has changed") {
   CHECK(kinds_of(*model) == kinds);
 }
 
+TEST_CASE("what a BatchNorm could not do is not reverted") {
+  nn::Sequential model{SyncBatchNorm{3}, SyncBatchNorm{3}};
+  auto const kinds = kinds_of(*model);
+  auto& norm = *model->ptr(1)->as<SyncBatchNorm>();
+  norm.freeze_statistics();
+  auto text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(model); });
+  CHECK_MESSAGE(contains(text, "has frozen statistics"), text);
+  norm.freeze_statistics(false);
+  norm.set_running_variance(syncnorm::running_variance::standard_deviation);
+  text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(model); });
+  CHECK_MESSAGE(contains(text, "keeps running standard deviations"), text);
+  CHECK(kinds_of(*model) == kinds);
+}
+
 TEST_CASE("SyncBatchNorms that a model has already get the communicator, and lose it again") {
   syncnorm::run_ranks(3, [](syncnorm::thread_communicator const& comm) {
     SyncTyped const typed;

@@ -56,6 +56,9 @@ template <class Impl>
   if (norm.running_variance_kind() == running_variance::standard_deviation)
     throw invalid_argument_error{"revert_sync_batchnorm: a module keeps running standard deviations, which "
                                  "torch::nn::BatchNorm would take for variances"};
+  if (norm.has_frozen_statistics())
+    throw invalid_argument_error{"revert_sync_batchnorm: a module has frozen statistics, which torch::nn::BatchNorm "
+                                 "would update in training; freeze_statistics(false) comes before"};
   switch (norm.revert_dimension()) {
   case 1:
     return make_local_as<::torch::nn::BatchNorm1dImpl>(norm);
@@ -70,7 +73,7 @@ template <class Impl>
 
 /// Puts a SyncBatchNorm over `comm` in the place of every torch::nn::BatchNorm1d, 2d and 3d in `module`, and gives
 /// `comm` to every SyncBatchNorm there is; returns `module`, or what replaces it where it is a batch norm itself. Not
-/// collective, but for the same model on every rank.
+/// collective, but for the same model on every rank. Of a class derived from a batch norm, what it overrides is lost.
 ///
 /// The new modules have the very tensors of the old ones, so that optimizers made before go on. What holds a module by
 /// its type, in C++, cannot hold another: only the elements of Sequential, ModuleList and ModuleDict are replaced.
@@ -112,7 +115,8 @@ Holder convert_sync_batchnorm(Holder const& module, any_communicator const& comm
 /// The reverse: puts a BatchNorm1d, 2d or 3d in the place of every SyncBatchNorm in `module`, as it was before the
 /// conversion, and otherwise by its `revert_dimension`; returns `module`, or what replaces it where it is a SyncBatchNorm
 /// itself. A SyncBatchNorm that a member holds by its type stays, with a communicator of its own rank alone, which is as
-/// local. The tensors are the same.
+/// local. The tensors are the same. Throws invalid_argument_error, and has changed nothing then, where a BatchNorm could
+/// not do as the module: with frozen statistics, or a running standard deviation.
 inline std::shared_ptr<::torch::nn::Module> revert_sync_batchnorm(std::shared_ptr<::torch::nn::Module> const& module) {
   if (module == nullptr) throw invalid_argument_error{"revert_sync_batchnorm: the module is null"};
   if (auto const* norm = module->as<SyncBatchNormImpl>()) return detail::make_local(*norm).module;
