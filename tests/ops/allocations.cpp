@@ -115,7 +115,7 @@ int of_double_backward(int ranks, extents const& of, bool masked,
   });
 }
 
-/// In place, and then over two micro-batches.
+/// In place, and then over two micro-batches, without epilogues and with them.
 int of_other_modes(int ranks, extents const& of) {
   return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
     return [&t, of, in_place = layer_type{comm, of.channels}, batches = layer_type{comm, of.channels}]() mutable {
@@ -131,6 +131,15 @@ int of_other_modes(int ranks, extents const& of) {
       auto const y = halves(t.view(t.y)), dx = halves(t.view(t.dx));
       batches.forward(x, y);
       batches.backward(x, dy, dx);
+      auto const whole = t.counts();
+      auto const mask = [&](std::int64_t first, std::int64_t length) {
+        return syncnorm::mask_of(whole.data + first * whole.stride_n, length, whole.spatial);
+      };
+      auto const relu = syncnorm::activation::relu();
+      std::array<syncnorm::batch_norm_epilogue<float>, 2> const epilogues{
+          {{.activation = relu, .mask = mask(0, 1)}, {.activation = relu, .mask = mask(1, of.samples - 1)}}};
+      batches.forward(x, y, epilogues);
+      batches.backward(x, dy, dx, {}, epilogues);
     };
   });
 }

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <span>
-#include <vector>
 
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
@@ -19,7 +21,8 @@ public:
   using given = std::span<batch_norm_epilogue<T> const>;
 
   /// None, or one for each of `x`. Says in `check` what is wrong.
-  pass_epilogues(call_check& check, given epilogues, std::span<tensor_view<T const> const> x) {
+  pass_epilogues(call_check& check, given epilogues, std::span<tensor_view<T const> const> x)
+      : more_{static_cast<std::int64_t>(epilogues.size())} {
     auto const batches = x.size();
     check.require(epilogues.empty() || epilogues.size() == batches, [&] {
       return check.text("there are ", epilogues.size(), " epilogues, expected ", batches, " as micro-batches of x");
@@ -28,11 +31,15 @@ public:
       check_one(check, epilogues[k], x[k], k, batches);
     if (check.failed() || epilogues.empty()) return;
     first_ = epilogues[0];
-    more_.assign(epilogues.begin() + 1, epilogues.end());
+    for (; count_ + 1 < epilogues.size(); ++count_) more_.data()[count_] = epilogues[count_ + 1];
   }
+  /// Gives the masks back.
+  ~pass_epilogues() { std::fill_n(more_.data(), count_, host::prepared_epilogue<T>{}); }
+  pass_epilogues(pass_epilogues const&) = delete;
+  pass_epilogues& operator=(pass_epilogues const&) = delete;
 
   [[nodiscard]] host::prepared_epilogue<T> const& operator[](std::size_t k) const {
-    return k == 0 || more_.empty() ? first_ : more_[k - 1];
+    return k == 0 || count_ == 0 ? first_ : more_.data()[k - 1];
   }
 
   static void check_one(call_check& check, batch_norm_epilogue<T> const& epilogue, tensor_view<T const> const& x,
@@ -42,7 +49,8 @@ public:
 
 private:
   host::prepared_epilogue<T> first_;
-  std::vector<host::prepared_epilogue<T>> more_;
+  host::detail::scratch_lease<host::prepared_epilogue<T>> more_;
+  std::size_t count_ = 0; ///< of `more_`
 };
 
 } // namespace syncnorm::detail
