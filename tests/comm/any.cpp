@@ -19,14 +19,6 @@ static_assert(syncnorm::async_communicator<any_communicator>);
 static_assert(syncnorm::splits<any_communicator> && syncnorm::aborts<any_communicator>);
 static_assert(!std::is_convertible_v<int, any_communicator>);
 
-/// Passes assign the handle of one exchange to that of another.
-struct unassignable_work {
-  unassignable_work(unassignable_work&&) = default;
-  bool test() { return true; }
-  void wait() {}
-};
-static_assert(!syncnorm::async_work<unassignable_work>);
-
 TEST_CASE("any_communicator keeps the contract") {
   contract::check_contract(any_communicator{});
   for (int const ranks : {2, 3, 7})

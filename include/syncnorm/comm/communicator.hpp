@@ -69,7 +69,7 @@ concept communicator = requires(C const& c) {
 /// The handle of an operation in flight: `test()` polls, `wait()` blocks; both rethrow what failed. After completion
 /// both return at once. Destruction waits, and discards an error.
 template <class W>
-concept async_work = std::movable<W> && !std::copy_constructible<W> && requires(W & w) {
+concept async_work = std::move_constructible<W> && !std::copy_constructible<W> && requires(W & w) {
   { w.test() } -> std::same_as<bool>;
   { w.wait() } -> std::same_as<void>;
 };

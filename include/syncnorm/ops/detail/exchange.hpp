@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -115,15 +116,15 @@ private:
     auto const start = [&](exchange_part const& part) {
       return allgather_async(comm, std::span<std::byte const>{part.send}, part.receive);
     };
-    auto in_flight = start(parts_[0]);
+    std::optional in_flight{start(parts_[0])};
     for (std::size_t k = 0; k < parts_.size(); ++k) {
       bool const more = k + 1 < parts_.size();
       if (more && ahead) local(parts_[k + 1]);
-      in_flight.wait();
+      in_flight->wait();
       if (k == 0) accept();
-      if (more && ahead) in_flight = start(parts_[k + 1]);
+      if (more && ahead) in_flight.emplace(start(parts_[k + 1]));
       consume(parts_[k], more && !ahead ? &parts_[k + 1] : nullptr);
-      if (more && !ahead) in_flight = start(parts_[k + 1]);
+      if (more && !ahead) in_flight.emplace(start(parts_[k + 1]));
     }
   }
 
