@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <mutex>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -36,6 +37,12 @@ public:
   using Base::Base;
   using Base::wait;
 
+  /// Gloo's file store keeps a list of what was set, which ranks that are threads would change at the same time.
+  void set(std::string const& key, std::vector<char> const& data) override {
+    std::lock_guard const lock{setting_};
+    Base::set(key, data);
+  }
+
   void wait(std::vector<std::string> const& keys, std::chrono::milliseconds const& timeout) override {
     auto const deadline = std::chrono::steady_clock::now() + timeout;
     for (auto pause = std::chrono::milliseconds{1}; !this->check(keys); pause = std::chrono::milliseconds{10}) {
@@ -44,6 +51,9 @@ public:
       std::this_thread::sleep_for(pause);
     }
   }
+
+private:
+  std::mutex setting_;
 };
 
 } // namespace syncnorm::detail
