@@ -83,14 +83,11 @@ void check_inference(call_check& check, inference_operands<T, P> const& in) {
   check.require(in.y.size() == batches, [&] {
     return check.text("there are ", in.y.size(), " micro-batches of y, expected ", batches, " as of x");
   });
-  check.require(in.epilogues.empty() || in.epilogues.size() == batches, [&] {
-    return check.text("there are ", in.epilogues.size(), " epilogues, expected ", batches, " as micro-batches of x");
-  });
   for (std::size_t k = 0; k < batches && !check.failed(); ++k) {
     check.tensor(in.x[k], batch_name("x", k, batches), channels);
     check.output(in.y[k], batch_name("y", k, batches), in.x[k]);
-    pass_epilogues<T>::check_one(check, in.epilogue(k), in.x[k]);
   }
+  pass_epilogues<T>::validate(check, in.epilogues, in.x);
   check.channel_values(in.affine.gamma, "gamma", channels);
   check.channel_values(in.affine.beta, "beta", channels);
   check.require(in.var.size() == in.mean.size(),

@@ -149,7 +149,7 @@ public:
   void send_bulk(gloo_slot& slot, int phase, int to, std::span<std::byte const> from) {
     auto* const data = const_cast<std::byte*>(from.data()); // Gloo's buffers serve both directions; this one is read
     auto* const buffer = add_bulk(slot, {data, from.size()});
-    buffer->send(to, slot_tag(slot, phase), 0, from.size());
+    send_to(slot, *buffer, to, phase, from.size());
     slot.bulk_sends.push_back({buffer, to, gloo_transfer::kind::send});
     send_signal(slot, phase, to);
   }
@@ -248,12 +248,15 @@ private:
   }
 
   void send_own(gloo_slot& slot, int to, int phase, std::size_t bytes) {
+    send_to(slot, *slot.own, to, phase, bytes);
+    ++slot.unconfirmed;
+  }
+  void send_to(gloo_slot const& slot, gloo_buffer& buffer, int to, int phase, std::size_t bytes) {
     try {
-      slot.own->send(to, slot_tag(slot, phase), 0, bytes);
+      buffer.send(to, slot_tag(slot, phase), 0, bytes);
     } catch (std::exception const& failure) {
       lose(slot, to, failure);
     }
-    ++slot.unconfirmed;
   }
   static void confirm_sends(gloo_slot& slot, std::chrono::milliseconds timeout) {
     for (; slot.unconfirmed > 0; --slot.unconfirmed) slot.own->waitSend(timeout);

@@ -69,7 +69,7 @@ public:
     auto const code = batching_ ? start(comm) : await(comm, start(comm));
     if (code == ncclSuccess || (batching_ && code == ncclInProgress)) return;
     nccl_error const failure{name, code, comm};
-    fail(failure.what());
+    fail(failure.message());
     throw failure;
   }
 
@@ -90,7 +90,7 @@ public:
     if (thrown) std::rethrow_exception(thrown);
     if (code == ncclSuccess) return;
     nccl_error const failure{"ncclGroupEnd", code, comm};
-    fail(failure.what());
+    fail(failure.message());
     throw failure;
   }
 
@@ -101,7 +101,7 @@ public:
     require(ncclCommGetAsyncError(comm, &code), "ncclCommGetAsyncError", comm);
     if (code == ncclSuccess || code == ncclInProgress) return;
     nccl_error const failure{"on the device or of a peer", code, comm};
-    fail(failure.what());
+    fail(failure.message());
     throw failure;
   }
 
@@ -125,7 +125,7 @@ public:
         timeout_error const failure{"nccl", "rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
                                                 " waited " + std::to_string(timeout_.count()) +
                                                 " ms for the stream; a peer may not have come"};
-        abort(failure.what());
+        abort(failure.message());
         throw failure;
       }
       if (polls < 1000)
@@ -169,7 +169,7 @@ private:
       if (clock::now() >= deadline) {
         timeout_error const failure{"nccl",
                                     "a call was still in progress after " + std::to_string(timeout_.count()) + " ms"};
-        fail(failure.what());
+        fail(failure.message());
         throw failure;
       }
       std::this_thread::yield();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/epilogue_in_blocks.hpp>
@@ -26,6 +27,7 @@
 
 namespace syncnorm::detail {
 
+/// inv_std = 1/√(m2/count + eps) of every channel; 0 where nothing was counted.
 inline void finish_statistics(std::span<double const> m2, std::int64_t count, double eps, std::span<double> inv_std) {
   for (std::size_t c = 0; c < m2.size(); ++c)
     inv_std[c] = count > 0 ? inverse_deviation(m2[c] / static_cast<double>(count), eps) : 0.0;

@@ -23,12 +23,7 @@ public:
   /// None, or one for each of `x`. Says in `check` what is wrong.
   pass_epilogues(call_check& check, given epilogues, std::span<tensor_view<T const> const> x)
       : more_{static_cast<std::int64_t>(epilogues.size())} {
-    auto const batches = x.size();
-    check.require(epilogues.empty() || epilogues.size() == batches, [&] {
-      return check.text("there are ", epilogues.size(), " epilogues, expected ", batches, " as micro-batches of x");
-    });
-    for (std::size_t k = 0; k < epilogues.size() && !check.failed(); ++k)
-      check_one(check, epilogues[k], x[k], k, batches);
+    validate(check, epilogues, x);
     if (check.failed() || epilogues.empty()) return;
     first_ = epilogues[0];
     for (; count_ + 1 < epilogues.size(); ++count_) more_.data()[count_] = epilogues[count_ + 1];
@@ -42,9 +37,14 @@ public:
     return k == 0 || count_ == 0 ? first_ : more_.data()[k - 1];
   }
 
-  static void check_one(call_check& check, batch_norm_epilogue<T> const& epilogue, tensor_view<T const> const& x,
-                        std::size_t k = 0, std::size_t batches = 1) {
-    check.epilogue(epilogue, x, batch_name{"the residual", k, batches}, batch_name{"the mask", k, batches});
+  /// Says in `check` what is wrong with them.
+  static void validate(call_check& check, given epilogues, std::span<tensor_view<T const> const> x) {
+    auto const batches = x.size();
+    check.require(epilogues.empty() || epilogues.size() == batches, [&] {
+      return check.text("there are ", epilogues.size(), " epilogues, expected ", batches, " as micro-batches of x");
+    });
+    for (std::size_t k = 0; k < epilogues.size() && !check.failed(); ++k)
+      check.epilogue(epilogues[k], x[k], batch_name{"the residual", k, batches}, batch_name{"the mask", k, batches});
   }
 
 private:
