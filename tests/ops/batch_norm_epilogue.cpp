@@ -184,6 +184,13 @@ TEST_CASE("what is wrong with an epilogue on one rank is thrown on every rank, a
         layer.eval();
         auto const inference = message([&] { layer.forward(view, view, epilogue); });
         CHECK_MESSAGE(inference.find(text.substr(8)) != std::string::npos, inference);
+        std::array<syncnorm::tensor_view<double const>, 2> const x{view, view};
+        std::array const to{view, view};
+        std::array const epilogues{batch_norm_epilogue<double>{}, epilogue};
+        auto const of_batches = message([&] { layer.forward(x, to, epilogues); });
+        CHECK_MESSAGE(of_batches.find(std::isnan(epilogue.activation.negative_slope) ? "is nan" : "[1]") !=
+                          std::string::npos,
+                      of_batches);
       }
     });
   }
