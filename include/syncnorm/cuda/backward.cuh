@@ -90,7 +90,7 @@ void backward_alone(tensor_view<T const> dy, tensor_view<T const> x, tensor_view
   detail::backward_statistics const statistics{own_packet(packet), packet, saved, affine, gradients, report};
   syncnorm::detail::require_cuda(detail::launch_backward_on_chip<Architectures>(
                                      dy_view, x_view, detail::device_view(dx), detail::device_view(dresidual),
-                                     epilogue_view, statistics, header, packet, stream),
+                                     epilogue_view, statistics, header, packet, limits, stream),
                                  "backward_alone");
 }
 

@@ -110,7 +110,7 @@ void forward_alone(tensor_view<T const> x, tensor_view<T> y, affine_values const
                                                     layout.pass_ticket, packet.kept_state);
     syncnorm::detail::require_cuda(detail::launch_forward_on_chip<Architectures>(
                                        detail::device_view(x), detail::device_view(y),
-                                       detail::device_epilogue(epilogue), statistics, header, packet, stream),
+                                       detail::device_epilogue(epilogue), statistics, header, packet, limits, stream),
                                    "forward_alone");
     return;
   }

@@ -23,6 +23,9 @@ struct fused_arguments {
   outgoing_packet packet; ///< its memory serves the report of a failure
 };
 
+/// Bytes of static shared memory of a fused kernel at most.
+inline constexpr int fused_static_bytes = 2048;
+
 /// Bytes of dynamic shared memory by which a channel stays on the chip.
 template <class Sums>
 [[nodiscard]] constexpr std::int64_t fused_bytes(geometry const& cut) {
@@ -67,6 +70,7 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
     typename reducer::storage sums;
     map_storage<Map, axis::positions> coefficients;
   };
+  static_assert(sizeof(storage) <= fused_static_bytes);
   auto const& statistics = a.map.statistics;
   std::int64_t const channel = static_cast<std::int64_t>(hw.block());
   auto& shared = hw.template shared<storage>();

@@ -87,12 +87,16 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(fused_th
 }
 
 template <class Architectures, class Sums, class Map>
-cudaError_t launch_fused(fused_arguments<Sums, Map> const& a, cudaStream_t stream) {
+cudaError_t launch_fused(fused_arguments<Sums, Map> const& a, device_limits const& limits, cudaStream_t stream) {
   auto* const kernel = &fused_global<Sums, Map, Architectures>;
   auto const bytes = static_cast<int>(fused_bytes<Sums>(a.cut));
-  auto const code =
-      cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (code != cudaSuccess) return code;
+  // The limit is the kernel's, not the launch's: were it not always the same, a smaller launch by another thread, or after one
+  // in the same graph, would make the larger one fail.
+  if (bytes > 48 * 1024 - fused_static_bytes) {
+    auto const code = cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel),
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize, most_on_chip(limits));
+    if (code != cudaSuccess) return code;
+  }
   return launch<fused_arguments<Sums, Map>>(kernel, a.cut.groups, a.cut.threads, a, static_cast<std::size_t>(bytes),
                                             stream);
 }

@@ -37,11 +37,11 @@ template <class Architectures, class T>
 cudaError_t launch_backward_on_chip(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx,
                                     tensor_view<T> dresidual, batch_norm_epilogue<T> const& epilogue,
                                     backward_statistics const& statistics, packet_header const& header,
-                                    packet_place const& packet, cudaStream_t stream) {
+                                    packet_place const& packet, device_limits const& limits, cudaStream_t stream) {
   auto const run = [&]<bool Epilogue>(std::bool_constant<Epilogue>) {
     auto const sums = make_backward_sums<T, Epilogue>(dy, x, statistics.affine, epilogue, statistics.saved);
     auto const op = make_gradient<T, Epilogue>(dy, x, dx, dresidual, epilogue, statistics);
-    return launch_fused<Architectures>(make_fused(sums, op, header, packet, fused_threads), stream);
+    return launch_fused<Architectures>(make_fused(sums, op, header, packet, fused_threads), limits, stream);
   };
   return epilogue.does_something() ? run(std::true_type{}) : run(std::false_type{});
 }

@@ -29,10 +29,10 @@ cudaError_t launch_normalize(tensor_view<T const> x, tensor_view<T> y, batch_nor
 template <class Architectures, class T>
 cudaError_t launch_forward_on_chip(tensor_view<T const> x, tensor_view<T> y, batch_norm_epilogue<T> const& epilogue,
                                    forward_statistics const& statistics, packet_header const& header,
-                                   packet_place const& packet, cudaStream_t stream) {
+                                   packet_place const& packet, device_limits const& limits, cudaStream_t stream) {
   moments_op<T> const sums{x, epilogue.mask};
   auto const run = [&](auto const& op) {
-    return launch_fused<Architectures>(make_fused(sums, op, header, packet, fused_threads), stream);
+    return launch_fused<Architectures>(make_fused(sums, op, header, packet, fused_threads), limits, stream);
   };
   return epilogue.does_something() ? run(make_normalize<T, true>(x, y, epilogue, statistics))
                                    : run(make_normalize<T, false>(x, y, epilogue, statistics));

@@ -206,6 +206,11 @@ template <class Sums, class Map>
   return {cut_tensor(sums.lead(), threads, 0, 1, 1), sums, map, make_outgoing(header, packet, saved_count_of(sums))};
 }
 
+/// Bytes of dynamic shared memory that a fused kernel may have.
+[[nodiscard]] constexpr int most_on_chip(device_limits const& limits) {
+  return limits.shared_per_block - fused_static_bytes;
+}
+
 /// Whether a pass of one rank is better done by channels that stay on the chip: they lie along positions, they fit, and there
 /// are enough of them to keep half of the multiprocessors busy, or they are so short that a launch is most of the time.
 template <class Sums>
@@ -213,7 +218,7 @@ template <class Sums>
   auto const& lead = sums.lead();
   if (axis_of(lead) != axis::positions || lead.size() == 0) return false;
   auto const bytes = fused_bytes<Sums>(cut_tensor(lead, threads, 0, 1, 1));
-  return bytes <= limits.shared_per_block - 2048 && (2 * lead.channels >= limits.multiprocessors || bytes <= 16 * 1024);
+  return bytes <= most_on_chip(limits) && (2 * lead.channels >= limits.multiprocessors || bytes <= 16 * 1024);
 }
 
 } // namespace syncnorm::cuda::detail
