@@ -24,6 +24,8 @@ public:
       require_cuda(cudaMemcpy(as<std::byte>() + done, pattern.data(), std::min(pattern.size(), bytes - done),
                               cudaMemcpyHostToDevice),
                    "cudaMemcpy");
+    require_cuda(cudaDeviceSynchronize(),
+                 "cudaDeviceSynchronize"); // the benchmarks' stream does not wait for these copies
   }
   device_array(device_array&& other) noexcept : data_{other.data_}, bytes_{other.bytes_} { other.data_ = nullptr; }
   device_array& operator=(device_array&&) = delete;

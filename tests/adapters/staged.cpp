@@ -35,12 +35,17 @@ struct busy_host {
 };
 
 /// One allgather of two numbers on a stream of its own.
-void gather(staged_threads const& comm) {
-  test::device_buffer<float> const in{{1, 2}}, out{2 * static_cast<std::size_t>(comm.size())};
-  test::stream const on;
-  syncnorm::allgather(comm, in.span(), out.span(), on);
-  on.wait();
-}
+struct gather_of_two {
+  test::device_buffer<float> in{{1, 2}}, out;
+  test::stream on{};
+
+  explicit gather_of_two(staged_threads const& comm) : out{2 * static_cast<std::size_t>(comm.size())} {}
+  void operator()(staged_threads const& comm) const {
+    syncnorm::allgather(comm, in.span(), out.span(), on);
+    on.wait();
+  }
+};
+void gather(staged_threads const& comm) { gather_of_two{comm}(comm); }
 
 } // namespace
 
@@ -103,6 +108,7 @@ TEST_CASE("a failure of CUDA on one rank is an error on all") {
     CAPTURE(function);
     syncnorm::run_ranks(3, [&](auto const& threads) {
       staged_threads const comm{threads};
+      gather_of_two const step{comm};
       threads.barrier();
       if (comm.rank() == 1) fake_cuda::fail_next(function, cudaErrorIllegalAddress);
       threads.barrier();
@@ -110,13 +116,13 @@ TEST_CASE("a failure of CUDA on one rank is an error on all") {
       bool failed = false;
       for (int i = 0; i < 2 && !failed; ++i) {
         try {
-          gather(comm);
+          step(comm);
         } catch (syncnorm::error const&) {
           failed = true;
         }
       }
       CHECK(failed);
-      CHECK_THROWS_AS(gather(comm), syncnorm::communicator_error);
+      CHECK_THROWS_AS(step(comm), syncnorm::communicator_error);
     });
     fake_cuda::reset();
   }

@@ -26,6 +26,12 @@ private:
   cudaStream_t stream_ = nullptr;
 };
 
+/// cudaMemcpy from the host, done on return, for streams that do not wait for the default one.
+inline void copy_to_device(void* to, void const* from, std::size_t bytes) {
+  syncnorm::detail::require_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "put");
+  syncnorm::detail::require_cuda(cudaStreamSynchronize(nullptr), "put");
+}
+
 /// An array in device memory.
 template <class T>
 class device_buffer {
@@ -44,9 +50,7 @@ public:
   [[nodiscard]] std::span<T> span() const { return {data_, size_}; }
 
   void put(std::vector<T> const& values) const {
-    if (size_ > 0)
-      syncnorm::detail::require_cuda(cudaMemcpy(data_, values.data(), size_ * sizeof(T), cudaMemcpyHostToDevice),
-                                     "put");
+    if (size_ > 0) copy_to_device(data_, values.data(), size_ * sizeof(T));
   }
   [[nodiscard]] std::vector<T> get() const {
     std::vector<T> values(size_);

@@ -103,10 +103,32 @@ runtime& state() {
 
 thread_local int current_device = 0;
 thread_local CUstream_st* capturing_stream = nullptr;
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t remembered(cudaError_t code) {
+  if (code != cudaSuccess) last_error = code;
+  return code;
+}
 
 CUstream_st& at(cudaStream_t stream) {
-  static CUstream_st null_stream{0};
-  return stream == nullptr ? null_stream : *stream;
+  static CUstream_st null_stream{0}, per_thread{0};
+  return stream == nullptr ? null_stream : stream == cudaStreamPerThread ? per_thread : *stream;
+}
+
+/// What cudaMemset and cudaMemcpy to the device have still to do when they return, as streams see it that do not wait for the
+/// default one: it is done when somebody waits for that.
+std::vector<std::function<void()>>& unfinished() {
+  static std::vector<std::function<void()>> all;
+  return all;
+}
+void leave_unfinished(std::function<void()> work) {
+  std::lock_guard const lock{state().mutex};
+  unfinished().push_back(std::move(work));
+}
+void finish_default_stream() {
+  at(nullptr).drain();
+  std::lock_guard const lock{state().mutex};
+  for (auto const& work : std::exchange(unfinished(), {})) work();
 }
 
 using fake_cuda::enter;
@@ -116,7 +138,7 @@ cudaError_t enter_outside_of_capture(char const* function) {
   if (auto const code = enter(function); code != cudaSuccess) return code;
   if (capturing_stream == nullptr) return cudaSuccess;
   capturing_stream->capture_failed = true;
-  return cudaErrorStreamCaptureUnsupported;
+  return remembered(cudaErrorStreamCaptureUnsupported);
 }
 
 cudaError_t allocate(char const* function, void** pointer, std::size_t bytes, cudaMemoryType type) {
@@ -133,6 +155,7 @@ cudaError_t allocate(char const* function, void** pointer, std::size_t bytes, cu
 cudaError_t release(char const* function, void* pointer) {
   if (auto const code = enter_outside_of_capture(function); code != cudaSuccess) return code;
   if (pointer == nullptr) return cudaSuccess;
+  finish_default_stream();
   auto& all = state();
   std::lock_guard const lock{all.mutex};
   if (all.memory.erase(static_cast<char*>(pointer)) == 0) return cudaErrorInvalidValue;
@@ -152,7 +175,7 @@ cudaError_t enter(char const* function) {
   if (found == all.failures.end()) return cudaSuccess;
   auto const code = found->second;
   all.failures.erase(found);
-  return code;
+  return std::string{function}.starts_with("cuda") ? remembered(code) : code;
 }
 int calls(std::string const& function) {
   std::lock_guard const lock{state().mutex};
@@ -244,15 +267,21 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t
   if (auto const code = enter("cudaMemsetAsync"); code != cudaSuccess) return code;
   return fake_cuda::enqueue(stream, [=] { std::memset(to, value, bytes); });
 }
-cudaError_t cudaMemcpy(void* to, void const* from, std::size_t bytes, cudaMemcpyKind) {
+cudaError_t cudaMemcpy(void* to, void const* from, std::size_t bytes, cudaMemcpyKind kind) {
   if (auto const code = enter_outside_of_capture("cudaMemcpy"); code != cudaSuccess) return code;
-  at(nullptr).drain();
+  auto const* const first = static_cast<char const*>(from);
+  if (kind == cudaMemcpyHostToDevice) {
+    leave_unfinished(
+        [to, taken = std::vector<char>(first, first + bytes)] { std::memcpy(to, taken.data(), taken.size()); });
+    return cudaSuccess;
+  }
+  finish_default_stream();
   std::memmove(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
   if (auto const code = enter_outside_of_capture("cudaMemset"); code != cudaSuccess) return code;
-  std::memset(to, value, bytes);
+  leave_unfinished([=] { std::memset(to, value, bytes); });
   return cudaSuccess;
 }
 
@@ -268,11 +297,12 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   if (auto const code = enter_outside_of_capture("cudaStreamSynchronize"); code != cudaSuccess) return code;
   at(stream).drain();
+  if (stream == nullptr) finish_default_stream();
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (auto const code = enter_outside_of_capture("cudaStreamQuery"); code != cudaSuccess) return code;
-  return at(stream).idle() ? cudaSuccess : cudaErrorNotReady;
+  return remembered(at(stream).idle() ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status = at(stream).captured || at(stream).captured_by != nullptr ? cudaStreamCaptureStatusActive
@@ -370,7 +400,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (auto const code = enter_outside_of_capture("cudaEventQuery"); code != cudaSuccess) return code;
   std::lock_guard const lock{event->latest->mutex};
-  return event->latest->completed == event->latest->recorded ? cudaSuccess : cudaErrorNotReady;
+  return remembered(event->latest->completed == event->latest->recorded ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (auto const code = enter_outside_of_capture("cudaEventSynchronize"); code != cudaSuccess) return code;
@@ -412,8 +442,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   return enter("cudaDeviceGetAttribute");
 }
 
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+cudaError_t cudaPeekAtLastError() { return last_error; }
 char const* cudaGetErrorString(cudaError_t code) {
   return code == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing" : "fake error";
 }

@@ -18,7 +18,7 @@ namespace layer_cases {
 template <class P>
 void put(std::span<P> to, std::vector<long double> const& values) {
   std::vector<P> const all(values.begin(), values.end());
-  syncnorm::detail::require_cuda(cudaMemcpy(to.data(), all.data(), to.size_bytes(), cudaMemcpyHostToDevice), "put");
+  test::copy_to_device(to.data(), all.data(), to.size_bytes());
 }
 
 enum class dx_over : std::uint8_t { neither, y, dy };

@@ -249,8 +249,7 @@ private:
   static void fill_with_one(std::span<P> values) {
     if (values.empty()) return;
     std::vector<P> const ones(values.size(), from_double<P>(1));
-    syncnorm::detail::require_cuda(cudaMemcpy(values.data(), ones.data(), values.size_bytes(), cudaMemcpyHostToDevice),
-                                   "cudaMemcpy");
+    detail::copy_to_device(values.data(), ones.data(), values.size_bytes());
   }
 
   [[nodiscard]] detail::forward_operands<T, P> forward_operands(std::span<tensor_view<T const> const> x,

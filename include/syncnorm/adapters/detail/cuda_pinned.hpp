@@ -15,13 +15,15 @@ public:
   pinned_buffer() = default;
   pinned_buffer(pinned_buffer const&) = delete;
   pinned_buffer& operator=(pinned_buffer const&) = delete;
-  ~pinned_buffer() { cudaFreeHost(data_); }
+  ~pinned_buffer() {
+    if (data_ != nullptr) cudaFreeHost(data_);
+  }
 
   /// `n` elements whose values are unspecified. What was held before must not be in use.
   template <class T>
   [[nodiscard]] std::span<T> hold(std::size_t n) {
     if (auto const needed = n * sizeof(T); needed > capacity_) {
-      require_cuda(cudaFreeHost(data_), "cudaFreeHost");
+      if (data_ != nullptr) require_cuda(cudaFreeHost(data_), "cudaFreeHost");
       data_ = nullptr;
       capacity_ = 0;
       require_cuda(cudaHostAlloc(&data_, needed, cudaHostAllocPortable), "cudaHostAlloc");

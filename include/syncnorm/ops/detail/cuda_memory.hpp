@@ -9,17 +9,24 @@
 
 namespace syncnorm::cuda::detail {
 
+/// cudaMemcpy from the host, done on return: cudaMemcpy and cudaMemset may return earlier, which streams that do not wait for
+/// the default one would notice.
+inline void copy_to_device(void* to, void const* from, std::size_t bytes) {
+  using syncnorm::detail::require_cuda;
+  require_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, cudaStreamPerThread), "cudaMemcpyAsync");
+  require_cuda(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
+}
+
 /// Device memory, zeroed, that belongs to the device that was current at its making.
 class device_memory {
 public:
   device_memory() = default;
-  explicit device_memory(std::size_t bytes) {
+  explicit device_memory(std::size_t bytes) : device_memory{} { // so that the destructor runs where this throws
+    using syncnorm::detail::require_cuda;
     if (bytes == 0) return;
-    syncnorm::detail::require_cuda(cudaMalloc(&data_, bytes), "cudaMalloc");
-    if (auto const code = cudaMemset(data_, 0, bytes); code != cudaSuccess) {
-      cudaFree(data_);
-      syncnorm::detail::require_cuda(code, "cudaMemset");
-    }
+    require_cuda(cudaMalloc(&data_, bytes), "cudaMalloc");
+    require_cuda(cudaMemsetAsync(data_, 0, bytes, cudaStreamPerThread), "cudaMemsetAsync");
+    require_cuda(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
   }
   device_memory(device_memory&& other) noexcept : data_{std::exchange(other.data_, nullptr)} {}
   device_memory& operator=(device_memory&& other) noexcept {
@@ -47,7 +54,9 @@ public:
     std::swap(data_, other.data_);
     return *this;
   }
-  ~mapped_memory() { cudaFreeHost(data_); }
+  ~mapped_memory() {
+    if (data_ != nullptr) cudaFreeHost(data_);
+  }
 
   [[nodiscard]] std::byte* host() const noexcept { return static_cast<std::byte*>(data_); }
   [[nodiscard]] std::byte* device() const {
