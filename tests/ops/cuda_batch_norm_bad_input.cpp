@@ -230,6 +230,8 @@ TEST_CASE("another device than that of the layer, and a device that fails") {
         }).find("on a device ranks only gather") != std::string::npos);
   fake_cuda::fail_next("cudaMalloc", cudaErrorMemoryAllocation);
   CHECK_THROWS_AS((layer_over<syncnorm::self_communicator>{{}, 3}), syncnorm::cuda_error);
+  CHECK(cudaGetLastError() == cudaSuccess); // it was thrown
+  fake_cuda::fail_next("cudaStreamGetDevice", cudaErrorCallRequiresNewerDriver);
   step.forward(layer, on);
   layer.synchronize(on);
 }

@@ -71,6 +71,7 @@ TEST_CASE("a pass in two phases waits for nothing, and the exchange for what was
     auto of_a = a.begin_forward(on);
     on.wait();
     CHECK_FALSE(of_a.ready());
+    CHECK(cudaGetLastError() == cudaSuccess); // that the exchange is not done is no error
     auto of_b = b.begin_forward(on);
     of_a.finish(on), of_b.finish(on);
     CHECK(of_b.ready());

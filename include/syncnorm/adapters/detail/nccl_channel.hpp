@@ -115,6 +115,7 @@ public:
         abort(cudaGetErrorString(code));
         require_cuda(code, "cudaStreamQuery");
       }
+      forget_last_error(); // that it is not ready
       try {
         check();
       } catch (nccl_error const&) {

@@ -8,9 +8,13 @@
 
 namespace syncnorm::detail {
 
+/// Takes what is dealt with here, or is no error, from where cudaGetLastError would show it to whoever asks next.
+inline void forget_last_error() { (void)cudaGetLastError(); }
+
 /// Throws cuda_error where `code` is a failure of `call`.
 inline void require_cuda(cudaError_t code, char const* call, source_location where = source_location::current()) {
   if (code == cudaSuccess) return;
+  forget_last_error();
   throw cuda_error{std::string{call} + ": " + cudaGetErrorString(code) + " (" + cudaGetErrorName(code) + ")",
                    static_cast<int>(code), where};
 }

@@ -30,7 +30,13 @@ public:
             [&] { return text("the current device is ", current, ", the memory of the layer is on ", device_); });
 #if CUDART_VERSION >= 12080
     int of_stream = device_;
-    if (stream != nullptr) call(cudaStreamGetDevice(stream, &of_stream), "cudaStreamGetDevice");
+    if (stream != nullptr) {
+      auto const code = cudaStreamGetDevice(stream, &of_stream);
+      if (code == cudaErrorCallRequiresNewerDriver) // than there need be for the rest
+        syncnorm::detail::forget_last_error();
+      else
+        call(code, "cudaStreamGetDevice");
+    }
     require(of_stream == device_,
             [&] { return text("the stream is of device ", of_stream, ", the memory of the layer is on ", device_); });
 #endif
@@ -89,6 +95,7 @@ public:
   }
 
   void call(cudaError_t code, char const* name) {
+    if (code != cudaSuccess) syncnorm::detail::forget_last_error();
     require(code == cudaSuccess, [&] { return text(name, ": ", cudaGetErrorString(code)); });
   }
 

@@ -38,7 +38,10 @@ public:
   /// Whether what was run is done.
   [[nodiscard]] bool is_done() const {
     auto const code = cudaEventQuery(done_);
-    if (code != cudaErrorNotReady) syncnorm::detail::require_cuda(code, "cudaEventQuery");
+    if (code == cudaErrorNotReady)
+      syncnorm::detail::forget_last_error();
+    else
+      syncnorm::detail::require_cuda(code, "cudaEventQuery");
     return code == cudaSuccess;
   }
 
