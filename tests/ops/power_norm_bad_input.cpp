@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -152,6 +153,18 @@ void check_spoiled_backward(std::function<void(step_inputs&)> const& spoil, std:
       });
 }
 
+/// Is out of threads while `*fails` says so.
+struct executor_at_times {
+  bool const* fails;
+
+  [[nodiscard]] int concurrency() const { return 1; }
+  template <class F>
+  void for_each(std::int64_t n, F const& f) const {
+    if (*fails) throw std::runtime_error{"no threads"};
+    for (std::int64_t i = 0; i < n; ++i) f(i);
+  }
+};
+
 } // namespace
 
 TEST_CASE("what is wrong with a forward pass on one rank is an error on every rank") {
@@ -191,6 +204,33 @@ TEST_CASE("what is wrong with a backward pass on one rank is an error on every r
   check_spoiled_backward([](step_inputs& in) { in.x_view.spatial = 4; }, {"x has 4 samples of 4"});
   check_spoiled_backward([](step_inputs& in) { in.dy_view(1, 2, 3) = inf; }, {"ema_gz of channel 2 would become"},
                          false);
+}
+
+TEST_CASE("what a rank's own sums of a power norm throw is an error on every rank") {
+  for (std::int64_t const warmup : {0, 100})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      bool fails = false;
+      syncnorm::power_norm<float, syncnorm::thread_communicator, executor_at_times> layer{
+          comm, 4, {.norm = {.warmup_iters = warmup}}, {&fails}};
+      step_inputs in{4};
+      auto const forward = [&] { layer.forward(in.x_view, in.y_view); };
+      auto const backward = [&] { layer.backward(in.x_view, in.dy_view, in.dx_view), layer.synchronize(); };
+      forward(), backward();
+      std::vector<float> const ema_gz(layer.ema_gz().begin(), layer.ema_gz().end());
+      std::vector<float> const gradient(layer.gamma_grad().begin(), layer.gamma_grad().end());
+      fails = comm.rank() == 1;
+      test::check_throws<syncnorm::invalid_argument_error>([&] { forward(), backward(); },
+                                                           {"power_norm forward: rank 1: no threads"});
+      fails = false;
+      forward();
+      fails = comm.rank() == 1;
+      test::check_throws<syncnorm::invalid_argument_error>(backward, {"power_norm backward: rank 1: no threads"});
+      CHECK(std::ranges::equal(layer.ema_gz(), ema_gz));
+      if (fails) CHECK(std::ranges::equal(layer.gamma_grad(), gradient));
+      fails = false;
+      forward(), backward();
+      CHECK(layer.iters() == 3);
+    });
 }
 
 TEST_CASE("a single rank throws at once, in the warm-up and after it") {

@@ -91,7 +91,7 @@ void power_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
   auto header = detail::make_power_norm_header<T>(name, channels, options, check);
   auto pass = saved.pass != nullptr ? saved.pass : workspace.make_pass();
   header.step = pass->step;
-  if (!check.failed()) {
+  detail::run_or_report(comm, header, [&] {
     auto const mask = own(*pass);
     header.count = host::count_positions(x.samples, x.spatial, mask);
     for (std::size_t c = 0; c < sums.size(); ++c) {
@@ -99,9 +99,10 @@ void power_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
       sums[c] =
           pass->inv_z[c] * (factors.weight[c] * factors.sum_dy_u[c] - factors.share[c] * pass->inv_z[c] * squares);
     }
-  }
+  });
+  bool const faulty = header.fault[0] != '\0';
   workspace.start_backward(comm, header, options, state, pass);
-  if (!check.failed()) factors.add_to(gradients, *pass);
+  if (!faulty) factors.add_to(gradients, *pass);
 }
 
 } // namespace syncnorm

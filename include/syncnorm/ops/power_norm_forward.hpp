@@ -97,8 +97,7 @@ void power_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
   own.step = pass->step;
   own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
   own.records = caller.records ? 1 : 0;
-  pass->faulty = check.failed();
-  if (!check.failed()) {
+  auto const compute = [&] {
     pass->samples = x.samples;
     pass->spatial = x.spatial;
     own.count = host::count_positions(x.samples, x.spatial, mask);
@@ -112,7 +111,9 @@ void power_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
       host::power_forward<T, P>(exec, x, y, mask, scaling, pass->inv_z, affine, pass->counted, pass->masked);
     }
     std::ranges::copy(pass->counted, own_sums.begin());
-  }
+  };
+  detail::run_or_report(comm, own, compute);
+  pass->faulty = own.fault[0] != '\0';
   workspace.start_forward(comm, own, options, state, pass, /*may_overlap=*/!by_batch);
   if (by_batch) host::power_normalize<T, P>(exec, x, y, scaling, pass->inv_z, affine);
 }

@@ -30,8 +30,8 @@ template <std::size_t N>
 
 /// Runs `local`, which computes what a rank sends. What that throws becomes the header's fault, since the other ranks are waiting
 /// already.
-template <class Local>
-void report_what_throws(packet_header& header, Local const& local) {
+template <class Header, class Local>
+void report_what_throws(Header& header, Local const& local) {
   try {
     local();
   } catch (std::exception const& e) {

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
@@ -47,6 +48,14 @@ template <class T>
   own.groups = options.groups;
   own.corrected = options.recursion == power_norm_recursion::corrected ? 1 : 0;
   return own;
+}
+
+/// Runs `local`, which computes what this rank sends, unless the header tells of a fault already. What that throws becomes the
+/// header's fault, if there are other ranks to be told.
+template <communicator C, class Local>
+void run_or_report(C const& comm, power_norm_header& own, Local const& local) {
+  if (own.fault[0] != '\0') return;
+  size(comm) == 1 ? local() : report_what_throws(own, local);
 }
 
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.
