@@ -160,7 +160,7 @@ struct executor_at_times {
   [[nodiscard]] int concurrency() const { return 1; }
   template <class F>
   void for_each(std::int64_t n, F const& f) const {
-    if (*fails) throw std::runtime_error{"no threads"};
+    if (*fails) throw std::runtime_error{""};
     for (std::int64_t i = 0; i < n; ++i) f(i);
   }
 };
@@ -219,12 +219,13 @@ TEST_CASE("what a rank's own sums of a power norm throw is an error on every ran
       std::vector<float> const ema_gz(layer.ema_gz().begin(), layer.ema_gz().end());
       std::vector<float> const gradient(layer.gamma_grad().begin(), layer.gamma_grad().end());
       fails = comm.rank() == 1;
-      test::check_throws<syncnorm::invalid_argument_error>([&] { forward(), backward(); },
-                                                           {"power_norm forward: rank 1: no threads"});
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] { forward(), backward(); }, {"power_norm forward: rank 1: an exception without a message"});
       fails = false;
       forward();
       fails = comm.rank() == 1;
-      test::check_throws<syncnorm::invalid_argument_error>(backward, {"power_norm backward: rank 1: no threads"});
+      test::check_throws<syncnorm::invalid_argument_error>(
+          backward, {"power_norm backward: rank 1: an exception without a message"});
       CHECK(std::ranges::equal(layer.ema_gz(), ema_gz));
       if (fails) CHECK(std::ranges::equal(layer.gamma_grad(), gradient));
       fails = false;

@@ -173,7 +173,7 @@ private:
 inline mpi_communicator mpi_communicator::duplicate(MPI_Comm comm, std::chrono::milliseconds timeout) {
   auto const original = make_channel(comm, false, timeout);
   detail::mpi_collectives::work work{original, original->open({})};
-  MPI_Comm copy = MPI_COMM_NULL;
+  MPI_Comm& copy = work.slot().made; // MPI may write to it after a timeout, too
   original->start(work.slot(), "MPI_Comm_idup",
                   [&](MPI_Request* request) { return MPI_Comm_idup(comm, &copy, request); });
   work.wait();

@@ -58,6 +58,7 @@ struct mpi_slot {
   std::vector<MPI_Request> requests;
   std::size_t completed = 0; // of requests
   std::chrono::steady_clock::time_point deadline;
+  MPI_Comm made = MPI_COMM_NULL; // what a duplication is to give
   int ranks = 0;
   int rank = 0;
   step finish = nullptr;

@@ -32,11 +32,16 @@ template <std::size_t N>
 /// already.
 template <class Header, class Local>
 void report_what_throws(Header& header, Local const& local) {
+  auto const report = [&](std::string_view text) {
+    set_text(header.fault, text.empty() ? "an exception without a message" : text);
+    header.count = 0;
+  };
   try {
     local();
   } catch (std::exception const& e) {
-    set_text(header.fault, e.what());
-    header.count = 0;
+    report(e.what());
+  } catch (...) {
+    report({});
   }
 }
 
