@@ -11,8 +11,7 @@ add_library(syncnorm_syncnorm INTERFACE)
 add_library(syncnorm::syncnorm ALIAS syncnorm_syncnorm)
 set_target_properties(syncnorm_syncnorm PROPERTIES EXPORT_NAME syncnorm)
 target_compile_features(syncnorm_syncnorm INTERFACE cxx_std_20)
-target_include_directories(syncnorm_syncnorm INTERFACE
-  "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:include>")
+target_include_directories(syncnorm_syncnorm INTERFACE "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>")
 target_link_libraries(syncnorm_syncnorm INTERFACE Threads::Threads)
 
 set(syncnorm_summary "syncnorm ${PROJECT_VERSION}:\n  syncnorm  found (C++20, threads)")

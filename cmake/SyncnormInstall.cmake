@@ -8,7 +8,8 @@ set(package_directory "${CMAKE_INSTALL_DATADIR}/cmake/syncnorm")
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
   FILES_MATCHING PATTERN "*.hpp" PATTERN "*.cuh")
 foreach(component IN ITEMS syncnorm ${SYNCNORM_COMPONENTS})
-  install(TARGETS syncnorm_${component} EXPORT syncnorm-${component}-targets)
+  install(TARGETS syncnorm_${component} EXPORT syncnorm-${component}-targets
+    INCLUDES DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
   install(EXPORT syncnorm-${component}-targets NAMESPACE syncnorm:: DESTINATION "${package_directory}")
 endforeach()
 
