@@ -85,3 +85,41 @@ TEST_CASE("The last piece of tensors beyond 2^31 elements ends with their last e
     if (!rows) CHECK(count == items * std::min<std::int64_t>(x.channels, cut.lanes * 4));
   }
 }
+
+TEST_CASE("Packs are whole throughout where each of them is") {
+  int whole = 0, broken = 0;
+  auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y, mask_view const& mask) {
+    gpu::normalize_op<float, true> op;
+    op.x = x, op.y = y, op.mask = mask;
+    bool const rows = gpu::axis_of(x) == axis::positions;
+    std::int64_t const along = rows ? x.spatial : x.channels, across = rows ? x.channels : x.spatial;
+    bool each = along % 4 == 0;
+    for (std::int64_t n = 0; n < x.samples; ++n)
+      for (std::int64_t i = 0; i < across; ++i)
+        for (std::int64_t first = 0; first < along; first += 4)
+          each = each && (rows ? op.whole<axis::positions>({n, first, i, {0, 4}})
+                               : op.whole<axis::channels>({n, i, first, {0, 4}}));
+    CHECK(gpu::is_whole_throughout(op) == each);
+    CHECK(gpu::cut_for_map(op, 256, limits).whole == each);
+    ++(each ? whole : broken);
+  };
+  auto* const to = const_cast<float*>(far) + (1 << 20);
+  auto const* const bytes = reinterpret_cast<std::uint8_t const*>(far + (1 << 21));
+  for (std::int64_t const n : {1, 2})
+    for (std::int64_t const c : {1, 3, 4, 8})
+      for (std::int64_t const s : {1, 3, 4, 8})
+        for (bool const last : {false, true}) {
+          auto const x = last ? nhwc(far, n, c, s) : nchw(far, n, c, s);
+          auto const y = last ? nhwc(to, n, c, s) : nchw(to, n, c, s);
+          check(x, y, {});
+          check(x, last ? nchw(to, n, c, s) : nhwc(to, n, c, s), {});
+          for (std::int64_t const apart : {1, 4}) {
+            auto shifted = y, sparse_samples = y, sparse_rows = y;
+            shifted.data += apart, sparse_samples.stride_n += apart;
+            (last ? sparse_rows.stride_s : sparse_rows.stride_c) += apart;
+            for (auto const& each : {shifted, sparse_samples, sparse_rows}) check(x, each, {});
+            check(x, y, mask_of(bytes + apart, n, s));
+          }
+        }
+  CHECK((whole > 50 && broken > 50));
+}

@@ -11,6 +11,7 @@ namespace syncnorm::cuda::detail {
 /// Whether the next packs of a thread are all there, and each one access.
 template <int Unroll, axis Axis, class Op, class T>
 [[nodiscard]] SYNCNORM_DEVICE bool all_whole(Op const& op, walk<Axis, T> items) {
+  if (items.all_whole()) return items.inside(Unroll);
   bool whole = true;
   SYNCNORM_UNROLL
   for (int u = 0; u < Unroll; ++u) {
@@ -42,7 +43,7 @@ struct batch {
   SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T>& items) {
     SYNCNORM_UNROLL
     for (int u = 0; u < Unroll; ++u) {
-      spot const at = items.here();
+      spot const at = items.template here<Whole>();
       bits[u] = counted<Axis, T, Whole>(hw, op.mask, at);
       if constexpr (sums_all<Op>) present[u] = counted<Axis, T, Whole>(hw, mask_view{}, at);
       op.template load<Axis, Whole>(hw, at, in[u]);

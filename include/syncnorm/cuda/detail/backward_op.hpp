@@ -85,9 +85,9 @@ struct gradient_op {
   backward_statistics statistics{};
   cached use = cached::normally;
 
-  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   template <axis Axis>
-  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
     return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) &&
            (residual.data == nullptr || is_whole<Axis>(residual, at)) &&
            (dx.data == nullptr || is_whole<Axis>(dx, at)) &&

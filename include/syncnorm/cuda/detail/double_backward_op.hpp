@@ -94,9 +94,9 @@ struct double_gradient_op {
   double_backward_statistics statistics{};
   cached use = cached::normally;
 
-  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   template <axis Axis>
-  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
     return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) && (u.data == nullptr || is_whole<Axis>(u, at)) &&
            (to_dy.data == nullptr || is_whole<Axis>(to_dy, at)) && (to_x.data == nullptr || is_whole<Axis>(to_x, at)) &&
            (residual.data == nullptr || is_whole<Axis>(residual, at)) && (v.data == nullptr || is_whole<Axis>(v, at)) &&

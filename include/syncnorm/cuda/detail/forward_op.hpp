@@ -129,9 +129,9 @@ struct normalize_op {
   forward_statistics statistics{};
   cached use = cached::normally;
 
-  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   template <axis Axis>
-  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
     return is_whole<Axis>(x, at) && is_whole<Axis>(y, at) &&
            (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
   }

@@ -130,13 +130,13 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   A k[1][Map::coefficients];
   SYNCNORM_UNROLL
   for (int i = 0; i < Map::coefficients; ++i) k[0][i] = hw.load(&shared.coefficients.k[i][0]);
-  while (items.inside()) {
+  auto const put = [&]<bool Whole>(std::bool_constant<Whole>) {
     map_batch<Map, axis::positions, 1> one;
     kept.get(hw, items.item(), one.in[0]);
-    spot const at = items.here();
-    a.map.template load_rest<axis::positions, false>(hw, at, one.in[0]);
-    one.template store<false, true>(hw, a.map, items, k);
-  }
+    a.map.template load_rest<axis::positions, Whole>(hw, items.template here<Whole>(), one.in[0]);
+    one.template store<Whole, true>(hw, a.map, items, k);
+  };
+  while (items.inside()) a.cut.whole ? put(std::true_type{}) : put(std::false_type{});
 }
 
 } // namespace syncnorm::cuda::detail

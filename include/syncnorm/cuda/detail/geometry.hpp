@@ -23,7 +23,8 @@ struct geometry {
   std::int64_t step_outer = 0, step_inner = 1; ///< by what the items of a thread are apart, of samples and within one
   std::uint32_t pieces = 1, groups = 0;
   int lanes = 1;
-  int threads = 64; ///< of a block
+  int threads = 64;   ///< of a block
+  bool whole = false; ///< every pack is there in full, and one access of each tensor
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t items() const { return samples * inner; }
 };
@@ -35,12 +36,12 @@ struct spot {
 };
 
 template <class T>
-[[nodiscard]] SYNCNORM_DEVICE inline T* address(tensor_view<T> const& t, spot const& at) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline T* address(tensor_view<T> const& t, spot const& at) {
   return t.data + (at.sample * t.stride_n + at.channel * t.stride_c + at.position * t.stride_s);
 }
 
 template <axis Axis, class T>
-[[nodiscard]] SYNCNORM_DEVICE inline std::int64_t step_of(tensor_view<T> const& t) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline std::int64_t step_of(tensor_view<T> const& t) {
   return Axis == axis::positions ? t.stride_s : t.stride_c;
 }
 
@@ -65,18 +66,25 @@ public:
   }
 
   [[nodiscard]] SYNCNORM_DEVICE bool inside() const { return item_ < end_; }
+  /// Whether the next `n` items are inside.
+  [[nodiscard]] SYNCNORM_DEVICE bool inside(int n) const {
+    return item_ + static_cast<std::int64_t>(n - 1) * stride_ < end_;
+  }
+  /// Whether every pack of the launch is whole, which is not looked at along channels: there are no registers left for it.
+  [[nodiscard]] SYNCNORM_DEVICE bool all_whole() const { return Axis == axis::positions && cut_.whole; }
   /// The channel of element 0 of every pack of this thread.
   [[nodiscard]] SYNCNORM_DEVICE std::int64_t channel() const { return channel_; }
   /// The number of the item in its group.
   [[nodiscard]] SYNCNORM_DEVICE std::int64_t item() const { return item_; }
 
-  /// The item's pack, which is empty outside.
+  /// The item's pack, which is empty outside. `Whole`: it is inside, and there in full.
+  template <bool Whole = false>
   [[nodiscard]] SYNCNORM_DEVICE spot here() const {
     spot at{outer_, inner_, channel_, {0, 0}};
-    if (!inside()) return at;
+    if (!(Whole && Axis == axis::positions) && !inside()) return at;
     if constexpr (Axis == axis::positions) {
       at.position *= pack_length<T>;
-      if (lead_.stride_s == 1) {
+      if (!cut_.whole && lead_.stride_s == 1) {
         T const* const row = lead_.data + (outer_ * lead_.stride_n + channel_ * lead_.stride_c);
         at.position -= static_cast<std::int64_t>((reinterpret_cast<std::uintptr_t>(row) & 15) / sizeof(T));
       }
@@ -111,17 +119,17 @@ private:
 
 /// Whether a pack of `t` is one access.
 template <axis Axis, class T>
-[[nodiscard]] SYNCNORM_DEVICE inline bool is_whole(tensor_view<T> const& t, spot const& at) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_whole(tensor_view<T> const& t, spot const& at) {
   return step_of<Axis>(t) == 1 && is_aligned(address(t, at));
 }
 
-[[nodiscard]] SYNCNORM_DEVICE inline std::uint8_t const* address(mask_view const& mask, spot const& at) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline std::uint8_t const* address(mask_view const& mask, spot const& at) {
   return mask.data + (at.sample * mask.stride_n + at.position * mask.stride_s);
 }
 
 /// Whether the mask of a pack of `T`, if there is one, is one access.
 template <axis Axis, class T>
-[[nodiscard]] SYNCNORM_DEVICE inline bool is_whole_mask(mask_view const& mask, spot const& at) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_whole_mask(mask_view const& mask, spot const& at) {
   if (mask.data == nullptr || Axis == axis::channels) return true;
   return mask.stride_s == 1 && reinterpret_cast<std::uintptr_t>(address(mask, at)) % pack_length<T> == 0;
 }

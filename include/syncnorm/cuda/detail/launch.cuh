@@ -77,11 +77,11 @@ cudaError_t launch_map(map_arguments<Op> const& a, cudaStream_t stream) {
   return launch<map_arguments<Op>>(kernel, a.cut.groups * a.cut.pieces, a.cut.threads, a, 0, stream);
 }
 
-/// Two blocks or more to a multiprocessor, so that one reads while another writes.
-inline constexpr int fused_threads = 256;
+/// Several blocks to a multiprocessor, as shared memory allows, so that one reads while another writes.
+inline constexpr int fused_threads = 256, fused_resident = 3;
 
 template <class Sums, class Map, class Architectures>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(fused_threads)
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(fused_threads, fused_resident)
     fused_global(__grid_constant__ fused_arguments<Sums, Map> const a) {
   fused_kernel<Sums, Map, fused_threads>(hardware{}, a);
 }

@@ -71,7 +71,7 @@ struct map_batch {
   SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T> items) {
     SYNCNORM_UNROLL
     for (int u = 0; u < Unroll; ++u) {
-      op.template load<Axis, Whole>(hw, items.here(), in[u]);
+      op.template load<Axis, Whole>(hw, items.template here<Whole>(), in[u]);
       items.advance();
     }
   }
@@ -80,7 +80,7 @@ struct map_batch {
   SYNCNORM_DEVICE void store(Hw const& hw, Op const& op, walk<Axis, T>& items, A const (&k)[sets][Op::coefficients]) {
     SYNCNORM_UNROLL
     for (int u = 0; u < Unroll; ++u) {
-      spot const at = items.here();
+      spot const at = items.template here<Whole>();
       unsigned const bits = op.mask.data == nullptr ? ~0u : counted<Axis, T, Whole>(hw, op.mask, at);
       pack<T> out[Op::outputs];
       SYNCNORM_UNROLL

@@ -16,7 +16,7 @@ struct alignas(16) pack {
 };
 
 template <class T>
-[[nodiscard]] SYNCNORM_DEVICE inline bool is_aligned(T const* at) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_aligned(T const* at) {
   return (reinterpret_cast<std::uintptr_t>(at) & 15) == 0;
 }
 

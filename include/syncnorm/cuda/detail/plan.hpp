@@ -59,6 +59,22 @@ template <class T>
   return cut;
 }
 
+/// Whether every pack of `op` is there in full, and one access of each tensor.
+template <class Op>
+[[nodiscard]] bool is_whole_throughout(Op const& op) {
+  auto const& lead = op.lead();
+  constexpr int length = pack_length<typename Op::element_type>;
+  bool const rows = axis_of(lead) == axis::positions;
+  if (lead.size() == 0 || (rows ? lead.spatial : lead.channels) % length != 0) return false;
+  // Addresses are linear in sample, position and channel.
+  std::int64_t const other = (rows ? lead.channels : lead.spatial) > 1 ? 1 : 0;
+  spot const first{0, 0, 0, {0, length}}, next_sample{lead.samples > 1 ? 1 : 0, 0, 0, {0, length}},
+      next_row{0, rows ? 0 : other, rows ? other : 0, {0, length}};
+  for (auto const& at : {first, next_sample, next_row})
+    if (!(rows ? op.template whole<axis::positions>(at) : op.template whole<axis::channels>(at))) return false;
+  return true;
+}
+
 /// Pieces of a group of a reduction at most, whose parts the last block puts together, and blocks of one that a multiprocessor
 /// holds at most.
 inline constexpr std::int64_t most_pieces = 256, most_resident = 6;
@@ -76,13 +92,17 @@ template <class Op>
 template <class Op>
 [[nodiscard]] geometry cut_for_reduction(Op const& op, int threads, device_limits const& limits) {
   std::int64_t const wave = wave_of(op, limits);
-  return cut_tensor(op.lead(), threads, axis_of(op.lead()) == axis::channels ? wave : 4 * wave, 16, most_pieces);
+  auto cut = cut_tensor(op.lead(), threads, axis_of(op.lead()) == axis::channels ? wave : 4 * wave, 16, most_pieces);
+  cut.whole = is_whole_throughout(op);
+  return cut;
 }
 
 /// Blocks of a map do not wait for each other. 8 packs a thread: 32 KB for each tensor.
 template <class Op>
 [[nodiscard]] geometry cut_for_map(Op const& op, int threads, device_limits const& limits) {
-  return cut_tensor(op.lead(), threads, 8 * wave_of(op, limits), 8, std::int64_t{1} << 20);
+  auto cut = cut_tensor(op.lead(), threads, 8 * wave_of(op, limits), 8, std::int64_t{1} << 20);
+  cut.whole = is_whole_throughout(op);
+  return cut;
 }
 
 /// Where in a workspace a launch of C channels finds what is its own.

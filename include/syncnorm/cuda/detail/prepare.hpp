@@ -203,7 +203,9 @@ template <class T>
 template <class Sums, class Map>
 [[nodiscard]] fused_arguments<Sums, Map> make_fused(Sums const& sums, Map const& map, packet_header const& header,
                                                     packet_place const& packet, int threads) {
-  return {cut_tensor(sums.lead(), threads, 0, 1, 1), sums, map, make_outgoing(header, packet, saved_count_of(sums))};
+  auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
+  cut.whole = is_whole_throughout(sums) && is_whole_throughout(map);
+  return {cut, sums, map, make_outgoing(header, packet, saved_count_of(sums))};
 }
 
 /// Bytes of dynamic shared memory that a fused kernel may have.

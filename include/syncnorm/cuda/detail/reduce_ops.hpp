@@ -79,9 +79,9 @@ struct moments_op {
     A pivot, first, second;
   };
 
-  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   template <axis Axis>
-  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
     return is_whole<Axis>(x, at) && is_whole_mask<Axis, T>(mask, at);
   }
   template <class Hw>
@@ -182,9 +182,9 @@ struct backward_sums_op : added_parts<2> {
     A first, second;
   };
 
-  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   template <axis Axis>
-  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
     return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) &&
            (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
   }
@@ -264,9 +264,9 @@ struct double_backward_sums_op : added_parts<5> {
     A of[sums];
   };
 
-  [[nodiscard]] SYNCNORM_DEVICE tensor_view<T const> const& lead() const { return x; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   template <axis Axis>
-  [[nodiscard]] SYNCNORM_DEVICE bool whole(spot const& at) const {
+  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
     return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) && (u.data == nullptr || is_whole<Axis>(u, at)) &&
            (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
   }
