@@ -162,6 +162,11 @@ TEST_CASE("what cannot be made a communicator, and calls that fail") {
     nccl_communicator const borrowed{raw};
     CHECK_THROWS_AS((void)syncnorm::split(borrowed, -1), syncnorm::invalid_argument_error);
     gather_of_two gather{1};
+    cudaGraph_t graph = nullptr;
+    REQUIRE(cudaStreamBeginCapture(gather.on, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK_THROWS_AS(borrowed.synchronize(gather.on), syncnorm::cuda_error);
+    CHECK(cudaStreamEndCapture(gather.on, &graph) == cudaErrorStreamCaptureInvalidated);
+    gather(borrowed); // the capture has failed, and the communicator has not
     fake_cuda::fail_next("ncclAllGather", cudaErrorUnknown);
     CHECK_THROWS_WITH_AS(gather(borrowed), doctest::Contains("nccl: ncclAllGather"), syncnorm::nccl_error);
     CHECK_THROWS_AS(gather(borrowed), syncnorm::nccl_error);

@@ -112,7 +112,8 @@ public:
       auto const code = cudaStreamQuery(stream);
       if (code == cudaSuccess) return check();
       if (code != cudaErrorNotReady) {
-        abort(cudaGetErrorString(code));
+        bool const captures = code == cudaErrorStreamCaptureUnsupported || code == cudaErrorStreamCaptureImplicit;
+        if (!captures) abort(cudaGetErrorString(code));
         require_cuda(code, "cudaStreamQuery");
       }
       forget_last_error(); // that it is not ready
