@@ -45,13 +45,16 @@ private:
 class mapped_memory {
 public:
   mapped_memory() = default;
-  explicit mapped_memory(std::size_t bytes) {
-    syncnorm::detail::require_cuda(cudaHostAlloc(&data_, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
-                                   "cudaHostAlloc");
+  explicit mapped_memory(std::size_t bytes) : mapped_memory{} { // as above
+    using syncnorm::detail::require_cuda;
+    require_cuda(cudaHostAlloc(&data_, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    require_cuda(cudaHostGetDevicePointer(&device_, data_, 0), "cudaHostGetDevicePointer");
   }
-  mapped_memory(mapped_memory&& other) noexcept : data_{std::exchange(other.data_, nullptr)} {}
+  mapped_memory(mapped_memory&& other) noexcept
+      : data_{std::exchange(other.data_, nullptr)}, device_{std::exchange(other.device_, nullptr)} {}
   mapped_memory& operator=(mapped_memory&& other) noexcept {
     std::swap(data_, other.data_);
+    std::swap(device_, other.device_);
     return *this;
   }
   ~mapped_memory() {
@@ -59,14 +62,11 @@ public:
   }
 
   [[nodiscard]] std::byte* host() const noexcept { return static_cast<std::byte*>(data_); }
-  [[nodiscard]] std::byte* device() const {
-    void* at = nullptr;
-    syncnorm::detail::require_cuda(cudaHostGetDevicePointer(&at, data_, 0), "cudaHostGetDevicePointer");
-    return static_cast<std::byte*>(at);
-  }
+  /// As the device that was current at its making sees it.
+  [[nodiscard]] std::byte* device() const noexcept { return static_cast<std::byte*>(device_); }
 
 private:
-  void* data_ = nullptr;
+  void *data_ = nullptr, *device_ = nullptr;
 };
 
 /// Cuts memory into arrays, each aligned to 256 bytes. With no memory it counts the bytes.
