@@ -12,6 +12,11 @@ namespace test {
 namespace gpu = syncnorm::cuda;
 
 template <class T>
+void kernels_of<T>::load_kernels() {
+  gpu::load_kernels<T>();
+}
+
+template <class T>
 void kernels_of<T>::local_moments(in x, syncnorm::mask_view mask, header const& own, gpu::packet_place const& packet,
                                   gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::local_moments<T>(x, mask, own, packet, work, limits, stream);

@@ -20,6 +20,7 @@ struct kernels_of {
   using epilogue = syncnorm::batch_norm_epilogue<T>;
   using header = syncnorm::detail::packet_header;
 
+  static void load_kernels();
   static void local_moments(in x, syncnorm::mask_view mask, header const& own,
                             syncnorm::cuda::packet_place const& packet, syncnorm::cuda::workspace const& work,
                             syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
@@ -81,6 +82,10 @@ struct kernels_of {
 
 /// The kernels of a layer, of any element type for which `kernels_of` is instantiated.
 struct compiled_kernels {
+  template <class T>
+  static void load_kernels() {
+    kernels_of<T>::load_kernels();
+  }
   template <class T, class... Arguments>
   static void local_moments(Arguments const&... arguments) {
     kernels_of<T>::local_moments(arguments...);

@@ -27,6 +27,11 @@ struct simt_kernels {
   static constexpr int threads = 64;
 
   template <class T>
+  static void load_kernels() {
+    (void)fake_cuda::enter("load_kernels");
+  }
+
+  template <class T>
   static void local_moments(syncnorm::tensor_view<T const> x, syncnorm::mask_view mask,
                             syncnorm::detail::packet_header const& header, gpu::packet_place const& packet,
                             gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {

@@ -51,10 +51,12 @@ TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the 
   };
   std::array<std::unique_ptr<rank>, 2> ranks;
   for (std::size_t r = 0; r < 2; ++r) ranks[r] = std::make_unique<rank>(raw[r]);
+  fake_cuda::reset();
   {
     std::jthread const other{[&] { ranks[1]->layer.prepare(ranks[1]->on); }};
     ranks[0]->layer.prepare(ranks[0]->on);
   }
+  CHECK(fake_cuda::calls("load_kernels") == 2); // lest a first launch wait for the device
   fake_cuda::reset();
   for (int step = 0; step < 3; ++step)
     for (auto const& each : ranks) { // one thread for both: neither waits for the other

@@ -16,6 +16,7 @@
 #include <syncnorm/cuda/forward.cuh>
 #include <syncnorm/cuda/group.cuh>
 #include <syncnorm/cuda/in_place.cuh>
+#include <syncnorm/cuda/load.cuh>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_group.hpp>
@@ -27,6 +28,10 @@ namespace syncnorm::cuda {
 /// The kernels of cuda/, compiled for the architectures of `Architectures`.
 template <class Architectures = detail::architectures>
 struct gpu_kernels {
+  template <class T>
+  static void load_kernels() {
+    cuda::load_kernels<T, Architectures>();
+  }
   template <class T, class... Arguments>
   static void local_moments(Arguments const&... arguments) {
     cuda::local_moments<T, Architectures>(arguments...);

@@ -33,7 +33,7 @@ namespace syncnorm::cuda {
 /// A pass enqueues its kernels, and with several ranks one allgather, on the stream; it allocates nothing and does not wait
 /// for the device, so it can be captured in a graph and replayed, given that the communicator's collectives can be. Before
 /// the first pass, ranks agree on channels and options once: `prepare`, which waits for the stream, or the first forward pass.
-/// Use one stream at a time.
+/// Without `prepare`, CUDA may load a kernel at its first launch, and then that waits for the device. Use one stream at a time.
 ///
 /// Errors. With one rank, and for passes that exchange nothing, what is wrong is thrown at once. With several, the rank whose
 /// fault it is joins the exchange, no rank writes anything in this pass, and every rank throws the same, naming the rank, from
@@ -48,8 +48,10 @@ public:
   explicit basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {})
       : basic_batch_norm{std::move(comm), channels, options, current_limits()} {}
 
-  /// Lets the ranks agree. Collective, waits for the stream; not for a stream that is being captured.
+  /// Loads the kernels of forward and backward passes, and lets the ranks agree. Collective, waits for the stream; not for a stream
+  /// that is being captured.
   void prepare(cudaStream_t stream) {
+    Kernels::template load_kernels<T>();
     if (syncnorm::size(comm_) == 1 || workspace_.agreed()) return;
     detail::require_capturable(comm_, "batch_norm preparation", false, stream);
     detail::device_check check{workspace_.device()};
