@@ -90,6 +90,30 @@ TEST_CASE("one rank on a GPU agrees with the oracle, in every element type") {
   }
 }
 
+TEST_CASE("passes on the chip of different sizes are replayed from one graph") {
+  // 64 KB a channel, for which a kernel needs leave, and then 1 KB of the same kernel.
+  using layer_cases::device_tensor;
+  test::stream const on;
+  layer_over<float, syncnorm::self_communicator> large{{}, 200}, small{{}, 200};
+  device_tensor<float> x{test::layout::nchw, 16, 200, 1024}, y{test::layout::nchw, 16, 200, 1024};
+  device_tensor<float> u{test::layout::nchw, 16, 200, 16}, v{test::layout::nchw, 16, 200, 16};
+  for (auto* const each : {&x, &u}) {
+    std::vector<long double> values(static_cast<std::size_t>(each->view.size()));
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = test::noise(1, i);
+    each->put(values, 0);
+  }
+  auto const step = [&](cudaStream_t stream) {
+    large.forward(x.view, y.view, stream);
+    small.forward(u.view, v.view, stream);
+  };
+  test::run_on(on, false, step);
+  auto const of_large = y.get(), of_small = v.get();
+  for (auto* const each : {&y, &v}) each->put(std::vector<long double>(static_cast<std::size_t>(each->view.size())), 0);
+  test::run_on(on, true, step, 2);
+  CHECK((y.get() == of_large));
+  CHECK((v.get() == of_small));
+}
+
 TEST_CASE("ranks on one GPU agree with the oracle") {
   for (int const ranks : {2, 3, 4})
     over_threads(ranks, [](auto const& comm) { check_cases<float>(comm, false, 1e-5); });
