@@ -7,6 +7,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -266,6 +267,10 @@ private:
   template <class Run>
   static void enqueue(std::uint32_t blocks, cudaStream_t stream, Run const& run, std::size_t dynamic_shared = 0) {
     fake_cuda::enter("kernel");
+    int current = 0;
+    cudaGetDevice(&current);
+    syncnorm::detail::require_cuda(
+        fake_cuda::device_of(stream) == current ? cudaSuccess : cudaErrorInvalidResourceHandle, "kernel");
     fake_cuda::enqueue(stream, [blocks, run, dynamic_shared] {
       simt::machine machine;
       fake_cuda::for_each_allocation([&](void* data, std::size_t bytes) {

@@ -162,6 +162,33 @@ TEST_CASE("ranks that differ in options or channels all get the error of the hos
   });
 }
 
+TEST_CASE("another current device than that of the layer on one rank is an error on every rank") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3};
+    test::stream const on;
+    step_memory step;
+    step.forward(layer, on);
+    step.backward(layer, on);
+    layer.synchronize(on);
+    if (comm.rank() == 1) cudaSetDevice(1);
+    for (bool const in_two_phases : {false, true})
+      CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+              if (in_two_phases)
+                layer.begin_forward(step.x.view, step.y.view, {}, on).finish(on);
+              else
+                step.forward(layer, on);
+              layer.synchronize(on);
+            }) == "batch_norm forward: rank 1: the current device is 1, the memory of the layer is on 0");
+    int current = -1;
+    cudaGetDevice(&current);
+    CHECK(current == comm.rank());
+    cudaSetDevice(0);
+    step.forward(layer, on);
+    layer.synchronize(on);
+  });
+  test::check_no_violations();
+}
+
 TEST_CASE("one value per channel over all ranks is too few") {
   std::string const message = "batch_norm forward: training needs more than 1 value per channel over all ranks, got 1";
   test::over_nccl(2, [&](auto const& comm) {

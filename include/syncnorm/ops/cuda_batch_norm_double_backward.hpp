@@ -62,6 +62,7 @@ void double_backward(C const& comm, batch_norm_second_order<T, P> const& second,
     syncnorm::detail::throw_fault(pass, check);
   else
     require_capturable(comm, pass, workspace.agreed(), stream);
+  device_scope const there{workspace.device()};
   if (workspace.double_own().empty()) {
     if (is_capturing(stream))
       throw invalid_argument_error{std::string{pass} +

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -118,6 +119,8 @@ public:
     else
       syncnorm::detail::require_cuda(buffers_->side().join(stream), "cudaStreamWaitEvent");
     bool const together = buffers_ != nullptr && passes_.size() > 1;
+    std::optional<detail::device_scope> there;
+    if (buffers_ != nullptr) there.emplace(passes_.front().steps().workspace().device());
     if (together) passes_[0].steps().agree_on_group(buffers_->headers(), report_->on_device(), stream);
     for (std::size_t l = 0; l < passes_.size(); ++l) {
       auto& steps = passes_[l].steps();
@@ -168,6 +171,7 @@ private:
     if (exchanges) detail::require_capturable(comm, passes_.front().steps().name(), agreed, stream_);
     for (auto const& pass : passes_) pass.steps().check(!exchanges || !pass.steps().collective(), stream_);
     if (!exchanges) return;
+    detail::device_scope const there{passes_.front().steps().workspace().device()};
 
     std::vector<syncnorm::detail::packet_header> headers;
     auto const& first = passes_.front().steps();

@@ -103,6 +103,23 @@ private:
   int device_;
 };
 
+/// Makes `device` the current one as long as it lives.
+class device_scope {
+public:
+  explicit device_scope(int device) : device_{device} {
+    syncnorm::detail::require_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) syncnorm::detail::require_cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  device_scope(device_scope const&) = delete;
+  device_scope& operator=(device_scope const&) = delete;
+  ~device_scope() {
+    if (before_ != device_) cudaSetDevice(before_);
+  }
+
+private:
+  int device_, before_ = 0;
+};
+
 [[nodiscard]] inline bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   syncnorm::detail::require_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");

@@ -82,6 +82,7 @@ void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
     throw_fault(pass);
     pass.run_alone(stream);
   } else {
+    device_scope const there{workspace.device()}; // the others are waiting, even if another is current
     auto const& header = pass.header();
     if (!workspace.agreed()) workspace.agree(comm, header, stream);
     packet_place const own{workspace.own().data()};
