@@ -10,7 +10,7 @@ TEST_CASE_TEMPLATE("normalize coefficients are gamma (x - mean) inv_std + beta",
   double const mean = 0.1, inv_std = 1.7, gamma = -2.3, beta = 0.4;
   auto const k = make_normalize_coefficients<A>(mean, inv_std, gamma, beta);
   for (double const x : {-3.0, 0.0, 0.25, 7.0}) {
-    double const y = static_cast<double>((static_cast<A>(x) - k.center) * k.scale + k.shift);
+    auto const y = static_cast<double>((static_cast<A>(x) - k.center) * k.scale + k.shift);
     CHECK(y == doctest::Approx(gamma * (x - mean) * inv_std + beta).epsilon(sizeof(A) == 4 ? 1e-6 : 1e-14));
   }
 }
@@ -19,7 +19,7 @@ TEST_CASE("what the mean loses in float is in the shift") {
   double const mean = 10000.0003, inv_std = 100;
   auto const k = make_normalize_coefficients<float>(mean, inv_std, 1, 0);
   CHECK(static_cast<double>(k.center) != mean);
-  double const y = static_cast<double>((10000.0f - k.center) * k.scale + k.shift);
+  auto const y = static_cast<double>((10000.0f - k.center) * k.scale + k.shift);
   CHECK(y == doctest::Approx((10000.0 - mean) * inv_std).epsilon(1e-5));
 }
 
@@ -29,7 +29,7 @@ TEST_CASE_TEMPLATE("backward coefficients are the gradient of the input", A, flo
   auto const k = make_backward_coefficients<A>(mean, inv_std, gamma, sum_dy, sum_dy_xmu, n);
   for (double const x : {-3.0, 0.25, 7.0})
     for (double const dy : {-1.0, 0.5}) {
-      double const got =
+      auto const got =
           static_cast<double>(static_cast<A>(dy) * k.dy_scale + ((static_cast<A>(x) - k.center) * k.x_scale + k.shift));
       double const expected = gamma * inv_std * (dy - sum_dy / 12 - (x - mean) * inv_std * inv_std * sum_dy_xmu / 12);
       CHECK(got == doctest::Approx(expected).epsilon(sizeof(A) == 4 ? 1e-6 : 1e-14));

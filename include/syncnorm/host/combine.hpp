@@ -41,9 +41,10 @@ struct combine_op {
   }
 
   template <class V>
-  static V apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k) {
+  [[gnu::always_inline]] static V apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k) {
     V sum = (in[Inputs - 1] - k[Inputs]) * k[Inputs - 1] + k[Inputs + 1];
-    for (std::size_t j = Inputs - 1; j-- > 0;) sum = in[j] * k[j] + sum;
+#pragma GCC unroll 8
+    for (std::size_t j = 1; j < Inputs; ++j) sum = in[Inputs - 1 - j] * k[Inputs - 1 - j] + sum;
     return sum;
   }
 };

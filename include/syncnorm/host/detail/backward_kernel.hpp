@@ -84,12 +84,13 @@ private:
     std::int64_t dy_stride, x_stride;
     A center;
 
-    [[nodiscard]] std::array<vector_t<A, native_lanes<A>>, 2> at(std::int64_t row, std::int64_t i) const {
+    [[nodiscard, gnu::always_inline]] std::array<vector_t<A, native_lanes<A>>, 2> at(std::int64_t row,
+                                                                                     std::int64_t i) const {
       constexpr int lanes = native_lanes<A>;
       auto const g = load<lanes>(dy + row * dy_stride + i);
       return {g, g * (load<lanes>(x + row * x_stride + i) - splat<A, lanes>(center))};
     }
-    void prefetch(std::int64_t row, std::int64_t i) const {
+    [[gnu::always_inline]] void prefetch(std::int64_t row, std::int64_t i) const {
       prefetch_rows(dy + row * dy_stride, i);
       prefetch_rows(x + row * x_stride, i);
     }
@@ -132,6 +133,7 @@ private:
           T const* const g = dy_row + s * dy_step + c;
           T const* const from = x_row + s * x_step + c;
           auto const i = static_cast<std::size_t>(slot);
+#pragma GCC unroll 4
           for (int r = 0; L > 1 && r < 4; ++r) {
             prefetch<L>(g, (ahead + r) * dy_step);
             prefetch<L>(from, (ahead + r) * x_step);

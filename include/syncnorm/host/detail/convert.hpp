@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -14,7 +16,7 @@ template <int Lanes>
 using bits16 = vector_t<std::uint16_t, Lanes>;
 
 template <class To, class From>
-[[nodiscard]] inline To reinterpret(From const& from) {
+[[nodiscard, gnu::always_inline]] inline To reinterpret(From const& from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof to);
@@ -22,7 +24,7 @@ template <class To, class From>
 }
 
 template <int Lanes>
-[[nodiscard]] inline vector_t<float, Lanes> widen_binary16(bits16<Lanes> const& bits) {
+[[nodiscard, gnu::always_inline]] inline vector_t<float, Lanes> widen_binary16(bits16<Lanes> const& bits) {
 #if defined(__AVX512F__)
   // The forms with a mask: of the plain ones GCC 12 says that they use what is uninitialized.
   if constexpr (Lanes == 16)
@@ -47,7 +49,7 @@ template <int Lanes>
 }
 
 template <int Lanes>
-[[nodiscard]] inline bits16<Lanes> narrow_binary16(vector_t<float, Lanes> const& v) {
+[[nodiscard, gnu::always_inline]] inline bits16<Lanes> narrow_binary16(vector_t<float, Lanes> const& v) {
 #if defined(__AVX512F__)
   if constexpr (Lanes == 16)
     return reinterpret<bits16<16>>(_mm512_maskz_cvtps_ph(0xffff, reinterpret<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
@@ -78,10 +80,14 @@ template <int Lanes>
 /// The words `source(i)` of `v` for i < 32, as far as `Kept` has a bit for them, and else 0; by bytes where that is one step
 /// instead of two.
 template <__mmask32 Kept, class Source>
-[[nodiscard]] inline __m512i permute_words(__m512i v, Source const& source) {
+[[nodiscard, gnu::always_inline]] inline __m512i permute_words(__m512i v, Source) {
 #if defined(__AVX512VBMI__)
-  vector_t<std::uint8_t, 64> bytes;
-  for (int i = 0; i < 64; ++i) bytes[i] = static_cast<std::uint8_t>(2 * source(i / 2) + i % 2);
+  alignas(64) static constexpr auto bytes = [] {
+    std::array<std::uint8_t, 64> all{};
+    for (int i = 0; i < 64; ++i)
+      all[static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(2 * Source{}(i / 2) + i % 2);
+    return all;
+  }();
   constexpr __mmask64 kept = [] {
     __mmask64 both = 0;
     for (int i = 0; i < 32; ++i) both |= (Kept >> i & 1 ? __mmask64{3} : 0) << (2 * i);
@@ -89,20 +95,24 @@ template <__mmask32 Kept, class Source>
   }();
   return _mm512_maskz_permutexvar_epi8(kept, reinterpret<__m512i>(bytes), v);
 #else
-  vector_t<std::uint16_t, 32> words;
-  for (int i = 0; i < 32; ++i) words[i] = static_cast<std::uint16_t>(source(i));
+  alignas(64) static constexpr auto words = [] {
+    std::array<std::uint16_t, 32> all{};
+    for (int i = 0; i < 32; ++i) all[static_cast<std::size_t>(i)] = static_cast<std::uint16_t>(Source{}(i));
+    return all;
+  }();
   return _mm512_maskz_permutexvar_epi16(Kept, reinterpret<__m512i>(words), v);
 #endif
 }
 
 /// Floats rounded to bfloat16, which is the upper half of each; what is no number may become one.
-[[nodiscard]] inline __m512i round_to_bfloat16(__m512i v) {
+[[nodiscard, gnu::always_inline]] inline __m512i round_to_bfloat16(__m512i v) {
   auto const odd = _mm512_test_epi32_mask(v, _mm512_set1_epi32(0x10000));
   return _mm512_mask_add_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(0x7fff)), odd, v, _mm512_set1_epi32(0x8000));
 }
 
 /// Two vectors one after the other, in fewer steps than each by itself.
-[[nodiscard]] inline bits16<32> narrow_two_bfloat16(vector_t<float, 16> const& v0, vector_t<float, 16> const& v1) {
+[[nodiscard, gnu::always_inline]] inline bits16<32> narrow_two_bfloat16(vector_t<float, 16> const& v0,
+                                                                        vector_t<float, 16> const& v1) {
   auto const all0 = reinterpret<__m512i>(v0), all1 = reinterpret<__m512i>(v1);
   auto const real0 = reinterpret<__m512>(v0), real1 = reinterpret<__m512>(v1);
   auto rounded0 = round_to_bfloat16(all0), rounded1 = round_to_bfloat16(all1);
@@ -119,9 +129,8 @@ template <__mmask32 Kept, class Source>
 #endif
 
 template <int Lanes>
-[[nodiscard]] inline vector_t<float, Lanes> widen_bfloat16(bits16<Lanes> const& bits) {
+[[nodiscard, gnu::always_inline]] inline vector_t<float, Lanes> widen_bfloat16(bits16<Lanes> const& bits) {
 #if defined(__AVX512BW__)
-  // Each word to the upper half of its own 32 bits, in one step.
   // Each word to the upper half of its own 32 bits, in one step.
   if constexpr (Lanes == 16)
     return reinterpret<vector_t<float, 16>>(
@@ -139,7 +148,7 @@ template <int Lanes>
 }
 
 template <int Lanes>
-[[nodiscard]] inline bits16<Lanes> narrow_bfloat16(vector_t<float, Lanes> const& v) {
+[[nodiscard, gnu::always_inline]] inline bits16<Lanes> narrow_bfloat16(vector_t<float, Lanes> const& v) {
   using wide = vector_t<std::uint32_t, Lanes>;
   wide const all = reinterpret<wide>(v), rounded = all + 0x7fffu + (all >> 16 & 1u);
 #if defined(__AVX512F__)
@@ -163,7 +172,7 @@ template <int Lanes>
 
 /// One element.
 template <element_format Format>
-[[nodiscard]] inline float widen(std::uint16_t bits) {
+[[nodiscard, gnu::always_inline]] inline float widen(std::uint16_t bits) {
 #if defined(__F16C__)
   if constexpr (Format == element_format::binary16) return _cvtsh_ss(bits);
 #endif
@@ -172,7 +181,7 @@ template <element_format Format>
 }
 
 template <element_format Format>
-[[nodiscard]] inline std::uint16_t narrow(float value) {
+[[nodiscard, gnu::always_inline]] inline std::uint16_t narrow(float value) {
 #if defined(__F16C__)
   if constexpr (Format == element_format::binary16)
     return static_cast<std::uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
@@ -182,7 +191,7 @@ template <element_format Format>
 }
 
 template <element_format Format, int Lanes>
-[[nodiscard]] inline vector_t<float, Lanes> widen(bits16<Lanes> const& bits) {
+[[nodiscard, gnu::always_inline]] inline vector_t<float, Lanes> widen(bits16<Lanes> const& bits) {
   if constexpr (Lanes == 1) {
     return widen<Format>(bits);
   } else if constexpr (Format == element_format::binary16) {
@@ -202,7 +211,7 @@ inline constexpr bool narrows_two =
 #endif
 
 template <element_format Format, int Lanes>
-[[nodiscard]] inline bits16<Lanes> narrow(vector_t<float, Lanes> const& v) {
+[[nodiscard, gnu::always_inline]] inline bits16<Lanes> narrow(vector_t<float, Lanes> const& v) {
   if constexpr (Lanes == 1) {
     return narrow<Format>(v);
   } else if constexpr (Format == element_format::binary16) {

@@ -71,6 +71,8 @@ private:
     std::size_t waiting = 0;
     std::int64_t const ahead = positions_ahead<T>(2 * of.x.channels, rows_at_once);
     auto const flush = [&] {
+      bool const residual = has_residual_;
+      auto const slope = of_.slope;
       slots.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot), from = static_cast<std::size_t>(c);
         vector const center = load<L>(&of.center[from]), scale = load<L>(&of.scale[from]);
@@ -80,11 +82,11 @@ private:
           auto const& at = positions[r];
           prefetch<L>(at.dy + c, ahead * of.dy.stride_s);
           prefetch<L>(at.x + c, ahead * of.x.stride_s);
-          if (has_residual_) prefetch<L>(at.residual + c, ahead * of.residual.stride_s);
+          if (residual) prefetch<L>(at.residual + c, ahead * of.residual.stride_s);
           vector const d = load<L>(at.x + c) - center;
           vector v = d * scale + shift;
-          if (has_residual_) v += load<L>(at.residual + c);
-          vector const g = activation_gradient(v, load<L>(at.dy + c), of_.slope);
+          if (residual) v += load<L>(at.residual + c);
+          vector const g = activation_gradient(v, load<L>(at.dy + c), slope);
           a += g;
           b += g * d;
         }

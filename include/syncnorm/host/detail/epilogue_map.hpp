@@ -69,12 +69,7 @@ public:
       run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, channels), 1,
                                                 std::max<std::int64_t>(1, in_[0].spatial));
     period_ = channels * run_positions_;
-    for (std::int64_t c = 0; c < channels; c += fold) {
-      auto const values = op(c / fold);
-      for (std::size_t j = 0; j < coefficients; ++j)
-        for (std::int64_t i = c; i < period_; i += channels)
-          std::fill_n(table + static_cast<std::int64_t>(j) * period_ + i, fold, values[j]);
-    }
+    fill_coefficients(table, op, channels, fold, period_);
   }
 
   [[nodiscard]] boxes tasks() const {
@@ -133,13 +128,14 @@ private:
       if (mask != nullptr) mask += position;
     }
     template <int L>
-    auto get(std::int64_t) const {
+    [[gnu::always_inline]] auto get(std::int64_t) const {
       std::array<vector_t<A, L>, coefficients> v;
+#pragma GCC unroll 8
       for (std::size_t j = 0; j < coefficients; ++j) v[j] = splat<A, L>(values[j]);
       return v;
     }
     template <int L>
-    auto counted(std::int64_t i) const {
+    [[gnu::always_inline]] auto counted(std::int64_t i) const {
       alignas(64) static constexpr auto ones = [] {
         std::array<std::uint8_t, 64> all{};
         all.fill(1);
@@ -164,13 +160,14 @@ private:
     A counts; ///< 1 or 0
 
     template <int L>
-    auto get(std::int64_t i) const {
+    [[gnu::always_inline]] auto get(std::int64_t i) const {
       std::array<vector_t<A, L>, coefficients> v;
+#pragma GCC unroll 8
       for (std::size_t j = 0; j < coefficients; ++j) v[j] = load<L>(table + static_cast<std::int64_t>(j) * step + i);
       return v;
     }
     template <int L>
-    auto counted(std::int64_t) const {
+    [[gnu::always_inline]] auto counted(std::int64_t) const {
       return splat<A, L>(counts) > vector_t<A, L>{};
     }
     template <int L>
@@ -197,18 +194,22 @@ private:
   }
 
   template <int L, class K>
-  [[nodiscard]] static results<L> compute(Op const& op, pointers const& from, std::int64_t i, K const& k) {
+  [[nodiscard, gnu::always_inline]] static results<L> compute(Op const& op, pointers const& from, std::int64_t i,
+                                                              K const& k) {
     std::array<vector_t<A, L>, inputs> v;
+#pragma GCC unroll 8
     for (std::size_t j = 0; j < inputs; ++j) v[j] = load<L>(from[j] + i);
     return op.apply(v, k.template get<L>(i), k.template counted<L>(i));
   }
   template <int L, class K>
-  [[nodiscard]] results<L> compute(pointers const& from, std::int64_t i, K const& k) const {
+  [[nodiscard, gnu::always_inline]] results<L> compute(pointers const& from, std::int64_t i, K const& k) const {
     return compute<L>(op_, from, i, k);
   }
 
   template <int L>
-  static void put(targets const& to, std::int64_t i, results<L> const& v, std::array<bool, outputs> const& streams) {
+  [[gnu::always_inline]] static void put(targets const& to, std::int64_t i, results<L> const& v,
+                                         std::array<bool, outputs> const& streams) {
+#pragma GCC unroll 8
     for (std::size_t j = 0; j < outputs; ++j)
       if (streams[j]) {
         stream<L>(to[j] + i, v[j]);
@@ -219,8 +220,9 @@ private:
 
   /// Two vectors one after the other.
   template <int L>
-  static void put_two(targets const& to, std::int64_t i, results<L> const& v0, results<L> const& v1,
-                      std::array<bool, outputs> const& streams) {
+  [[gnu::always_inline]] static void put_two(targets const& to, std::int64_t i, results<L> const& v0,
+                                             results<L> const& v1, std::array<bool, outputs> const& streams) {
+#pragma GCC unroll 8
     for (std::size_t j = 0; j < outputs; ++j)
       if (streams[j]) {
         stream_two<L>(to[j] + i, v0[j], v1[j]);
@@ -300,6 +302,7 @@ private:
     auto const streams = given_streams;
     for (; i + 2 * L <= n; i += 2 * L) {
       if (fetch)
+#pragma GCC unroll 8
         for (std::size_t j = 0; j < inputs; ++j) prefetch<2 * L, 2>(from[j], i + further[j]);
       auto const v0 = compute<L>(op, from, i, k), v1 = compute<L>(op, from, i + L, k);
       put_two<L>(to, i, v0, v1, streams);

@@ -12,7 +12,7 @@ namespace syncnorm::host::detail {
 
 /// f(v) of an activation of negative slope `slope`. 0 takes all that is negative to 0, infinity, too.
 template <class V, class A>
-[[nodiscard]] inline V activate(V const& v, A slope) {
+[[nodiscard, gnu::always_inline]] inline V activate(V const& v, A slope) {
   V const zero{};
   V const factor = slope - zero;
   return v < zero ? (factor != zero ? v * factor : zero) : v;
@@ -20,7 +20,7 @@ template <class V, class A>
 
 /// dy·f′(v).
 template <class V, class A>
-[[nodiscard]] inline V activation_gradient(V const& v, V const& dy, A slope) {
+[[nodiscard, gnu::always_inline]] inline V activation_gradient(V const& v, V const& dy, A slope) {
   V const zero{};
   V const factor = slope - zero;
   return v > zero ? dy : dy * factor;
@@ -42,8 +42,8 @@ struct epilogue_op {
   }
 
   template <class V, class Lanes>
-  std::array<V, outputs> apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k,
-                               Lanes const& counted) const {
+  [[gnu::always_inline]] std::array<V, outputs>
+  apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k, Lanes const& counted) const {
     V v = (in[0] - k[0]) * k[1] + k[2];
     if constexpr (Residual) v += in[1];
     return {counted ? activate(v, slope) : V{}};
@@ -75,8 +75,8 @@ struct epilogue_gradient_op {
   }
 
   template <class V, class Lanes>
-  std::array<V, outputs> apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k,
-                               Lanes const& counted) const {
+  [[gnu::always_inline]] std::array<V, outputs>
+  apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k, Lanes const& counted) const {
     V const zero{};
     V const d = in[1] - k[1];
     V v = d * k[4] + k[5];

@@ -132,7 +132,7 @@ private:
 
     /// What vector `i` of contiguous elements adds.
     template <int L>
-    [[nodiscard]] sums<L> at(std::int64_t i) const {
+    [[nodiscard, gnu::always_inline]] sums<L> at(std::int64_t i) const {
       using vector = vector_t<A, L>;
       vector const d = load<L>(x + i) - splat<A, L>(center);
       vector v = d * splat<A, L>(scale) + splat<A, L>(shift);

@@ -51,6 +51,34 @@ private:
   std::int64_t samples_, channels_, spatial_, n_ = 0, c_ = 0, s_ = 0, count_ = 0;
 };
 
+/// Coefficient j of lane i at table[j·period + i]. Those of a channel, `op(channel)`, stand for `fold` lanes, and those of
+/// all `lanes` are repeated up to `period`.
+template <class A, class Op>
+void fill_coefficients(A* table, Op const& op, std::int64_t lanes, std::int64_t fold, std::int64_t period) {
+  constexpr int L = native_lanes<A>;
+  for (std::int64_t lane = 0; lane < lanes; lane += fold) {
+    auto const values = op(lane / fold);
+    for (std::size_t j = 0; j < Op::coefficients; ++j) {
+      A* const of = table + static_cast<std::int64_t>(j) * period;
+      if (fold == 1) {
+        of[lane] = values[j];
+        continue;
+      }
+      // A vector may go on into the lanes of the next channels, which come later.
+      for (std::int64_t i = lane; i < lane + fold; i += L) {
+        if (i + L <= lanes)
+          store<L>(of + i, splat<A, L>(values[j]));
+        else
+          std::fill_n(of + i, lane + fold - i, values[j]);
+      }
+    }
+  }
+  for (std::size_t j = 0; j < Op::coefficients; ++j) {
+    A* const of = table + static_cast<std::int64_t>(j) * period;
+    for (std::int64_t i = lanes; i < period; i *= 2) std::copy_n(of, std::min(i, period - i), of + i);
+  }
+}
+
 /// From one row to another, and to another position.
 struct row_distance {
   std::int64_t channels, samples, positions;
@@ -99,7 +127,7 @@ public:
       run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, channels), 1,
                                                 std::max<std::int64_t>(1, out_.spatial));
     period_ = channels * run_positions_;
-    fill_table(op, channels, fold);
+    fill_coefficients(table, op, channels, fold, period_);
   }
 
   [[nodiscard]] boxes tasks() const {
@@ -133,26 +161,6 @@ public:
   }
 
 private:
-  /// Each channel's coefficients stand for `fold` lanes, and all of it is repeated for each position of a run.
-  void fill_table(Op const& op, std::int64_t lanes, std::int64_t fold) {
-    auto const at = [&](std::size_t j, std::int64_t i) -> A& {
-      return table_[static_cast<std::int64_t>(j) * period_ + i];
-    };
-    if (fold == 1) {
-      for (std::int64_t c = 0; c < lanes; ++c) {
-        auto const values = op(c);
-        for (std::size_t j = 0; j < coefficients; ++j) at(j, c) = values[j];
-      }
-    } else {
-      for (std::int64_t c = 0, lane = 0; lane < lanes; ++c, lane += fold) {
-        auto const values = op(c);
-        for (std::size_t j = 0; j < coefficients; ++j) std::fill_n(&at(j, lane), fold, values[j]);
-      }
-    }
-    for (std::size_t j = 0; j < coefficients; ++j)
-      for (std::int64_t i = lanes; i < period_; i += lanes) std::copy_n(&at(j, 0), lanes, &at(j, i));
-  }
-
   template <bool Stream, int Fetch>
   void run_box(boxes::box const& box, std::int64_t channels_ahead) const {
     std::array<std::int64_t, inputs> further{};
@@ -190,7 +198,7 @@ private:
       }
     }
     template <int L>
-    auto const& get(std::int64_t) const {
+    [[gnu::always_inline]] auto const& get(std::int64_t) const {
       if constexpr (L == 1) {
         return single;
       } else {
@@ -205,8 +213,9 @@ private:
     std::int64_t step;
 
     template <int L>
-    auto get(std::int64_t i) const {
+    [[gnu::always_inline]] auto get(std::int64_t i) const {
       std::array<vector_t<A, L>, coefficients> v;
+#pragma GCC unroll 8
       for (std::size_t j = 0; j < coefficients; ++j) v[j] = load<L>(table + static_cast<std::int64_t>(j) * step + i);
       return v;
     }
@@ -219,14 +228,15 @@ private:
   }
 
   template <int L, class K>
-  static vector_t<A, L> compute(pointers const& from, std::int64_t i, K const& k) {
+  [[gnu::always_inline]] static vector_t<A, L> compute(pointers const& from, std::int64_t i, K const& k) {
     std::array<vector_t<A, L>, inputs> v;
+#pragma GCC unroll 8
     for (std::size_t j = 0; j < inputs; ++j) v[j] = load<L>(from[j] + i);
     return Op::apply(v, k.template get<L>(i));
   }
 
   template <bool Stream, int L>
-  static void put(T* to, vector_t<A, L> const& v) {
+  [[gnu::always_inline]] static void put(T* to, vector_t<A, L> const& v) {
     if constexpr (Stream) {
       stream<L>(to, v);
     } else {
@@ -235,7 +245,7 @@ private:
   }
 
   template <bool Stream, int L>
-  static void put_two(T* to, vector_t<A, L> const& v0, vector_t<A, L> const& v1) {
+  [[gnu::always_inline]] static void put_two(T* to, vector_t<A, L> const& v0, vector_t<A, L> const& v1) {
     if constexpr (Stream) {
       stream_two<L>(to, v0, v1);
     } else {
@@ -244,7 +254,9 @@ private:
   }
 
   template <int Level, int L>
-  static void fetch(pointers const& from, std::int64_t i, std::array<std::int64_t, inputs> const& further) {
+  [[gnu::always_inline]] static void fetch(pointers const& from, std::int64_t i,
+                                           std::array<std::int64_t, inputs> const& further) {
+#pragma GCC unroll 8
     for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, Level>(from[j], i + further[j]);
   }
 

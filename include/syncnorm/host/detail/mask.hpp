@@ -14,7 +14,7 @@ namespace syncnorm::host::detail {
 
 /// Which lanes of a vector of `A` count, as the result of a comparison.
 template <class A, int Lanes>
-[[nodiscard]] inline auto counted_lanes(std::uint8_t const* mask) {
+[[nodiscard, gnu::always_inline]] inline auto counted_lanes(std::uint8_t const* mask) {
   if constexpr (Lanes == 1) {
     return *mask != 0;
   } else {

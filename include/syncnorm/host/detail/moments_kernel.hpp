@@ -67,12 +67,13 @@ private:
     std::int64_t stride;
     A pivot;
 
-    [[nodiscard]] std::array<vector_t<A, native_lanes<A>>, 2> at(std::int64_t row, std::int64_t i) const {
+    [[nodiscard, gnu::always_inline]] std::array<vector_t<A, native_lanes<A>>, 2> at(std::int64_t row,
+                                                                                     std::int64_t i) const {
       constexpr int lanes = native_lanes<A>;
       auto const d = load<lanes>(x + row * stride + i) - splat<A, lanes>(pivot);
       return {d, d * d};
     }
-    void prefetch(std::int64_t row, std::int64_t i) const { prefetch_rows(x + row * stride, i); }
+    [[gnu::always_inline]] void prefetch(std::int64_t row, std::int64_t i) const { prefetch_rows(x + row * stride, i); }
   };
 
   /// Rows of few vectors: those of a channel one after the other.
@@ -115,6 +116,7 @@ private:
           T const* const from = row + s * step + c;
           auto const i = static_cast<std::size_t>(slot);
           if constexpr (L > 1)
+#pragma GCC unroll 4
             for (int r = 0; r < 4; ++r) prefetch<L>(from, ahead + r * step);
           vector const p = load<L>(&pivots[i]);
           vector const d0 = load<L>(from) - p, d1 = load<L>(from + step) - p;

@@ -16,7 +16,7 @@ inline constexpr std::int64_t short_row_pilot = 16;
 
 /// Asks for a vector of elements that is read some rows later.
 template <class T>
-inline void prefetch_rows(T const* x, std::int64_t i) {
+[[gnu::always_inline]] inline void prefetch_rows(T const* x, std::int64_t i) {
   constexpr auto bytes = static_cast<std::int64_t>(sizeof(T));
   prefetch<native_lanes<accumulate_t<T>>>(x, i + lookahead_bytes / bytes);
 }
@@ -53,9 +53,14 @@ public:
   }
 
 private:
-  static void add(pair& to, pair const& more) {
+  [[gnu::always_inline]] static void add(pair& to, pair const& more) {
     to[0] += more[0];
     to[1] += more[1];
+  }
+
+  [[gnu::always_inline]] void take(pair& to, std::int64_t row, std::int64_t i) const {
+    terms_.prefetch(row, i);
+    add(to, terms_.at(row, i));
   }
 
   [[nodiscard]] std::array<A, 2> vectors(std::int64_t begin, std::int64_t end, std::int64_t n) const {
@@ -63,20 +68,16 @@ private:
     pair s0{}, s1{}, s2{}, s3{};
     auto const rest = static_cast<int>(n % L);
     for (std::int64_t row = begin; row < end; ++row) {
-      auto const take = [&](pair& to, std::int64_t i) {
-        terms_.prefetch(row, i);
-        add(to, terms_.at(row, i));
-      };
       std::int64_t i = 0;
       for (; i + 4 * L <= n; i += 4 * L) {
-        take(s0, i);
-        take(s1, i + L);
-        take(s2, i + 2 * L);
-        take(s3, i + 3 * L);
+        take(s0, row, i);
+        take(s1, row, i + L);
+        take(s2, row, i + 2 * L);
+        take(s3, row, i + 3 * L);
       }
-      if (i + L <= n) take(s0, i);
-      if (i + 2 * L <= n) take(s1, i + L);
-      if (i + 3 * L <= n) take(s2, i + 2 * L);
+      if (i + L <= n) take(s0, row, i);
+      if (i + 2 * L <= n) take(s1, row, i + L);
+      if (i + 3 * L <= n) take(s2, row, i + 2 * L);
       if (rest == 0) continue;
       auto const last = terms_.at(row, n - L);
       add(s3, {keep_last<A, L>(last[0], rest), keep_last<A, L>(last[1], rest)});

@@ -14,7 +14,7 @@
 namespace syncnorm::host::detail {
 
 template <class A, int Lanes>
-[[nodiscard]] inline vector_t<A, Lanes> splat(A value) {
+[[nodiscard, gnu::always_inline]] inline vector_t<A, Lanes> splat(A value) {
   if constexpr (Lanes == 1) {
     return value;
   } else {
@@ -24,7 +24,7 @@ template <class A, int Lanes>
 
 /// The elements at `from`, converted to the type of their arithmetic. Any alignment that `T` has.
 template <int Lanes, class T>
-[[nodiscard]] inline vector_t<accumulate_t<T>, Lanes> load(T const* from) {
+[[nodiscard, gnu::always_inline]] inline vector_t<accumulate_t<T>, Lanes> load(T const* from) {
   using A = accumulate_t<T>;
   vector_t<A, Lanes> v;
   if constexpr (format_of<T> != element_format::other) {
@@ -50,7 +50,7 @@ inline constexpr bool packs = std::is_same_v<accumulate_t<T>, T> || format_of<T>
 /// `v` as a vector of the bits of elements.
 template <class T, int Lanes>
 requires packs<T>
-[[nodiscard]] inline auto pack(vector_t<accumulate_t<T>, Lanes> const& v) {
+[[nodiscard, gnu::always_inline]] inline auto pack(vector_t<accumulate_t<T>, Lanes> const& v) {
   if constexpr (format_of<T> != element_format::other) {
     return narrow<format_of<T>, Lanes>(v);
   } else {
@@ -59,7 +59,7 @@ requires packs<T>
 }
 
 template <int Lanes, class T>
-inline void store(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
+[[gnu::always_inline]] inline void store(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
   if constexpr (packs<T>) {
     auto const packed = pack<T, Lanes>(v);
     static_assert(sizeof packed == Lanes * sizeof(T));
@@ -82,7 +82,7 @@ inline constexpr bool can_stream =
 
 /// A store of `bits` that bypasses the cache, if there is one of their size.
 template <class Bits>
-inline void stream_bits(void* to, Bits const& bits) {
+[[gnu::always_inline]] inline void stream_bits(void* to, Bits const& bits) {
   constexpr std::size_t bytes = sizeof bits;
 #if defined(__x86_64__) && defined(__SSE2__)
   if constexpr (bytes == 4) {
@@ -114,7 +114,7 @@ inline void stream_bits(void* to, Bits const& bits) {
 /// A store that bypasses the cache. Full vectors must be aligned to their size; `stream_fence` must follow before the
 /// writing thread tells another of the data.
 template <int Lanes, class T>
-inline void stream(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
+[[gnu::always_inline]] inline void stream(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
   if constexpr (can_stream<T>)
     stream_bits(to, pack<T, Lanes>(v));
   else
@@ -127,15 +127,15 @@ inline constexpr int stream_lanes = simd_bytes / static_cast<int>(sizeof(T));
 
 /// The lanes of `a` and then those of `b`, in registers.
 template <class Vector, std::size_t... I>
-[[nodiscard]] inline auto join(Vector const& a, Vector const& b, std::index_sequence<I...>) {
+[[nodiscard, gnu::always_inline]] inline auto join(Vector const& a, Vector const& b, std::index_sequence<I...>) {
   return __builtin_shufflevector(a, b, I...);
 }
 
 /// The bits of two vectors one after the other.
 template <class T, int Lanes>
 requires packs<T>
-[[nodiscard]] inline auto pack_two(vector_t<accumulate_t<T>, Lanes> const& v0,
-                                   vector_t<accumulate_t<T>, Lanes> const& v1) {
+[[nodiscard, gnu::always_inline]] inline auto pack_two(vector_t<accumulate_t<T>, Lanes> const& v0,
+                                                       vector_t<accumulate_t<T>, Lanes> const& v1) {
 #if defined(__AVX512BW__)
   if constexpr (narrows_two<format_of<T>, Lanes>)
     return narrow_two_bfloat16(v0, v1);
@@ -146,7 +146,8 @@ requires packs<T>
 
 /// Two vectors one after the other: as one, where they fill a register together. Aligned to that.
 template <int Lanes, class T>
-inline void stream_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0, vector_t<accumulate_t<T>, Lanes> const& v1) {
+[[gnu::always_inline]] inline void stream_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0,
+                                              vector_t<accumulate_t<T>, Lanes> const& v1) {
   if constexpr (can_stream<T> && stream_lanes<T> == 2 * Lanes) {
     stream_bits(to, pack_two<T, Lanes>(v0, v1));
   } else {
@@ -157,7 +158,8 @@ inline void stream_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0, vector
 
 /// The same through the cache, of any alignment.
 template <int Lanes, class T>
-inline void store_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0, vector_t<accumulate_t<T>, Lanes> const& v1) {
+[[gnu::always_inline]] inline void store_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0,
+                                             vector_t<accumulate_t<T>, Lanes> const& v1) {
   if constexpr (narrows_two<format_of<T>, Lanes>) {
     auto const packed = pack_two<T, Lanes>(v0, v1);
     std::memcpy(static_cast<void*>(to), &packed, sizeof packed);
@@ -168,7 +170,7 @@ inline void store_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0, vector_
 }
 
 /// Makes the streamed stores of this thread visible before what it stores next.
-inline void stream_fence() {
+[[gnu::always_inline]] inline void stream_fence() {
 #if defined(__x86_64__) && defined(__SSE2__)
   _mm_sfence();
 #endif
@@ -178,31 +180,39 @@ inline void stream_fence() {
 /// second-level cache if `Level` is 2. A loop that does some arithmetic per line needs it: the processor itself looks
 /// ahead only as far as it can keep instructions waiting.
 template <std::int64_t Elements, int Level = 1, class T>
-inline void prefetch(T const* base, std::int64_t first) {
+[[gnu::always_inline]] inline void prefetch(T const* base, std::int64_t first) {
   auto const address = reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first) * sizeof(T);
 #pragma GCC unroll 8
   for (std::uintptr_t i = 0; i < Elements * sizeof(T); i += 64)
     __builtin_prefetch(reinterpret_cast<void const*>(address + i), 0, Level == 1 ? 3 : 2);
 }
 
+template <int First, class Vector, std::size_t... I>
+[[nodiscard, gnu::always_inline]] inline auto pick_lanes(Vector const& v, std::index_sequence<I...>) {
+  return __builtin_shufflevector(v, v, (First + static_cast<int>(I))...);
+}
+
+/// Lanes [First, First + Count) of `v`, in registers.
+template <int First, int Count, class Vector>
+[[nodiscard, gnu::always_inline]] inline auto lanes_of(Vector const& v) {
+  if constexpr (Count == 1)
+    return v[First];
+  else
+    return pick_lanes<First>(v, std::make_index_sequence<Count>{});
+}
+
 /// The sum of all lanes, pairwise.
 template <class A, int Lanes>
-[[nodiscard]] inline A sum_lanes(vector_t<A, Lanes> const& v) {
-  if constexpr (Lanes == 1) {
+[[nodiscard, gnu::always_inline]] inline A sum_lanes(vector_t<A, Lanes> const& v) {
+  if constexpr (Lanes == 1)
     return v;
-  } else {
-    struct halves {
-      vector_t<A, Lanes / 2> low, high;
-    } parts;
-    static_assert(sizeof parts == sizeof v);
-    std::memcpy(&parts, &v, sizeof v);
-    return sum_lanes<A, Lanes / 2>(parts.low + parts.high);
-  }
+  else
+    return sum_lanes<A, Lanes / 2>(lanes_of<0, Lanes / 2>(v) + lanes_of<Lanes / 2, Lanes / 2>(v));
 }
 
 /// `v` with all but its last `count` lanes zeroed: a vector that overlaps what was summed already adds nothing twice.
 template <class A, int Lanes>
-[[nodiscard]] inline vector_t<A, Lanes> keep_last(vector_t<A, Lanes> const& v, int count) {
+[[nodiscard, gnu::always_inline]] inline vector_t<A, Lanes> keep_last(vector_t<A, Lanes> const& v, int count) {
   static constexpr auto numbers = [] {
     std::array<A, static_cast<std::size_t>(Lanes)> lane{};
     for (int i = 0; i < Lanes; ++i) lane[static_cast<std::size_t>(i)] = static_cast<A>(i);
@@ -215,7 +225,7 @@ template <class A, int Lanes>
 }
 
 template <class A, int Lanes>
-[[nodiscard]] inline vector_t<double, Lanes> to_double(vector_t<A, Lanes> const& v) {
+[[nodiscard, gnu::always_inline]] inline vector_t<double, Lanes> to_double(vector_t<A, Lanes> const& v) {
   if constexpr (std::is_same_v<A, double>) {
     return v;
   } else if constexpr (Lanes == 1) {
@@ -227,28 +237,27 @@ template <class A, int Lanes>
 
 /// A full register of `A` as one of double, its halves added where it has more lanes.
 template <class A>
-[[nodiscard]] inline vector_t<double, native_lanes<double>> fold_to_double(vector_t<A, native_lanes<A>> const& v) {
+[[nodiscard, gnu::always_inline]] inline vector_t<double, native_lanes<double>>
+fold_to_double(vector_t<A, native_lanes<A>> const& v) {
   if constexpr (std::is_same_v<A, double>) {
     return v;
   } else {
     constexpr int half = native_lanes<double>;
     static_assert(native_lanes<A> == 2 * half);
-    struct halves {
-      vector_t<A, half> low, high;
-    } parts;
-    std::memcpy(&parts, &v, sizeof v);
-    return to_double<A, half>(parts.low) + to_double<A, half>(parts.high);
+    return to_double<A, half>(lanes_of<0, half>(v)) + to_double<A, half>(lanes_of<half, half>(v));
   }
 }
 
 /// sums[i] += v[i] for each lane.
 template <class A, int Lanes>
-inline void add_to_doubles(double* sums, vector_t<A, Lanes> const& v) {
-  constexpr int lanes = Lanes < native_lanes<double> ? Lanes : native_lanes<double>;
-  std::array<A, Lanes> values;
-  std::memcpy(values.data(), &v, sizeof v);
-  for (int i = 0; i < Lanes; i += lanes)
-    store<lanes>(sums + i, load<lanes>(sums + i) + to_double<A, lanes>(load<lanes>(values.data() + i)));
+[[gnu::always_inline]] inline void add_to_doubles(double* sums, vector_t<A, Lanes> const& v) {
+  if constexpr (Lanes > native_lanes<double>) {
+    constexpr int half = Lanes / 2;
+    add_to_doubles<A, half>(sums, lanes_of<0, half>(v));
+    add_to_doubles<A, half>(sums + half, lanes_of<half, half>(v));
+  } else {
+    store<Lanes>(sums, load<Lanes>(sums) + to_double<A, Lanes>(v));
+  }
 }
 
 } // namespace syncnorm::host::detail

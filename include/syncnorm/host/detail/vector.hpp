@@ -7,7 +7,9 @@
 #endif
 
 // Vectors are those of GCC and clang, in the widest registers that the translation unit is compiled for. A kernel is
-// a template over its vector type, and a plain `float` or `double` serves as the vector of one lane.
+// a template over its vector type, and a plain `float` or `double` serves as the vector of one lane. Whatever it calls for
+// each vector is always inlined, and loops over what a vector consists of are unrolled: a call, or a vector that goes through
+// memory, takes longer than the arithmetic, and compilers that optimize a little less make them.
 namespace syncnorm::host::detail {
 
 #if defined(__AVX512F__)
