@@ -324,7 +324,7 @@ TEST_CASE("ReLU of what is not finite") {
 
 TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, float, float16) {
   int turn = 0;
-  for (auto const& shape : {test::extents{24, 9, 1100}, {500, 600, 1}, {2000, 40, 4}})
+  for (auto const& shape : {test::extents{24, 9, 1100}, {500, 600, 1}, {2000, 40, 4}, {24, 24, 196}})
     for (auto const& chose : {choices[0], choices[1], choices[3], choices[4], choices[6]}) {
       if (test::sanitized && turn++ != (sizeof(T) == 4 ? 3 : 8)) continue; // rows, and contiguous channels
       problem<T> const p{shape, chose};

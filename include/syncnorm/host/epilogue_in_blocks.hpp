@@ -49,7 +49,7 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
     return;
   }
   if (how == stores::automatic) how = stores_for(y);
-  std::int64_t const block = channel_block(x);
+  std::int64_t const block = epilogue.counted() == nullptr ? detail::block_of_channels(x) : channel_block(x);
   if (!detail::worth_blocking(exec, x, block)) {
     local_moments(exec, x, epilogue, mean, m2);
     finish(std::int64_t{0}, x.channels);
@@ -110,7 +110,10 @@ void backward_in_blocks(E const& exec, tensor_view<X> dy, std::type_identity_t<t
   }
   if (how == stores::automatic) how = stores_for(x);
   std::int64_t const inputs = residual ? 3 : 2;
-  std::int64_t const block = std::min(channel_block(x, inputs), channel_block(dy, inputs));
+  auto const block_of = [&](auto const& of) {
+    return epilogue.counted() == nullptr ? detail::block_of_channels(of, inputs) : channel_block(of, inputs);
+  };
+  std::int64_t const block = std::min(block_of(x), block_of(dy));
   if (!epilogue.does_something() || !detail::worth_blocking(exec, x, block)) {
     backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);

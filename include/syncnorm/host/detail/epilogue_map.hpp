@@ -43,15 +43,16 @@ public:
   /// Numbers of type `A` that the coefficients for tensors like `x` take.
   template <class X>
   static constexpr std::int64_t table_size(tensor_view<X> const& x) {
-    return (x.channels * (folds(x) ? x.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
+    return (x.channels * (table_folds(x) ? x.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
   }
 
   /// `mask`: null where all positions count.
   epilogue_map(Op const& op, views const& in, out_views const& out, prepared_mask const* mask, stores how, A* table)
       : op_{op}, in_{in}, out_{out}, mask_{mask}, table_{table} {
     std::int64_t fold = 1;
-    if (mask == nullptr && all([](auto const& x) { return folds(x); })) {
+    if (mask == nullptr && all([](auto const& x) { return table_folds(x); })) {
       fold = in_[0].spatial;
+      folded_ = true;
       for (auto& x : out_) x = folded(x);
       for (auto& x : in_) x = folded(x);
     }
@@ -74,7 +75,9 @@ public:
 
   [[nodiscard]] boxes tasks() const {
     auto const& x = in_[0];
-    return {x.samples, x.channels, x.spatial, layout_ == layout::channels ? chunk_channels<A> : 16};
+    // As map_kernel's.
+    std::int64_t const widest = folded_ ? chunk_channels<A> : boxes::box_elements;
+    return {x.samples, x.channels, x.spatial, layout_ == layout::channels ? chunk_channels<A> : 16, widest};
   }
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
@@ -231,25 +234,37 @@ private:
       }
   }
 
-  /// `count` elements, fewer than a vector's, with the bits that a vector gives: where multiplications and additions are
-  /// contracted, single numbers may be rounded otherwise.
+  /// Elements [begin, end) of `n`, fewer than a vector's; a vector's are there.
   template <class K>
-  [[gnu::noinline]] void some(pointers const& from, targets const& to, std::int64_t i, std::int64_t count,
-                              K const& k) const {
+  void some(pointers const& from, targets const& to, std::int64_t begin, std::int64_t end, std::int64_t n,
+            K const& k) const {
     constexpr int L = native_lanes<A>;
-    if (count <= 0) return;
+    std::int64_t const at = std::min(begin, n - L);
+    auto const v = compute<L>(from, at, k);
+    for (std::size_t j = 0; j < outputs; ++j)
+      if (streams_[j])
+        put_lanes<true, L>(to[j] + at, v[j], begin - at, end - at);
+      else if (to[j] != nullptr)
+        put_lanes<false, L>(to[j] + at, v[j], begin - at, end - at);
+  }
+
+  /// A row of `count` elements, fewer than a vector's, with the bits that a vector gives: where multiplications and additions
+  /// are contracted, single numbers may be rounded otherwise.
+  template <class K>
+  [[gnu::noinline]] void short_row(pointers const& from, targets const& to, std::int64_t count, K const& k) const {
+    constexpr int L = native_lanes<A>;
     auto const bytes = static_cast<std::size_t>(count) * sizeof(T);
     std::array<T, static_cast<std::size_t>(L)> elements{};
     std::array<vector_t<A, L>, inputs> v;
     for (std::size_t j = 0; j < inputs; ++j) {
-      std::memcpy(static_cast<void*>(elements.data()), from[j] + i, bytes);
+      std::memcpy(static_cast<void*>(elements.data()), from[j], bytes);
       v[j] = load<L>(elements.data());
     }
-    auto const out = op_.apply(v, k.template get<L>(i), k.template counted<L>(i, count));
+    auto const out = op_.apply(v, k.template get<L>(0), k.template counted<L>(0, count));
     for (std::size_t j = 0; j < outputs; ++j) {
       if (to[j] == nullptr) continue;
       store<L>(elements.data(), out[j]);
-      std::memcpy(static_cast<void*>(to[j] + i), elements.data(), bytes);
+      std::memcpy(static_cast<void*>(to[j]), elements.data(), bytes);
     }
   }
 
@@ -262,23 +277,21 @@ private:
   void run(pointers const& from, targets const& to, std::int64_t n, K const& k,
            std::array<std::int64_t, inputs> const& further, bool fetch) const {
     constexpr int L = native_lanes<A>;
+    if (n < L) return short_row(from, to, n, k);
     // Vectors are aligned for the first output that is streamed, and others are streamed where they then are, too.
     std::size_t first = 0;
     while (first < outputs && !streams_[first]) ++first;
-    bool const streaming = first < outputs;
     std::array<bool, outputs> streams{};
     std::int64_t i = 0;
-    if (streaming) {
+    if (first < outputs) {
       std::int64_t const off = misaligned(to[first]);
       for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && misaligned(to[j]) == off;
       std::int64_t const head = off == 0 ? 0 : std::min<std::int64_t>(n, stream_lanes<T> - off);
       for (; i + L <= head; i += L) put<L>(to, i, compute<L>(from, i, k), {});
-      some(from, to, i, head - i, k);
+      if (i < head) some(from, to, i, head, n, k);
       i = head;
-    }
-    if (streaming || n < L) {
       i = vectors(from, to, i, n, k, further, fetch, streams);
-      some(from, to, i, n - i, k);
+      if (i < n) some(from, to, i, n, n, k);
       return;
     }
     // The last vector may overlap the one before it, which in place overwrites what it reads.
@@ -320,6 +333,7 @@ private:
   std::int64_t period_ = 0, run_positions_ = 1;
   std::array<bool, outputs> streams_{};
   layout layout_ = layout::strided;
+  bool folded_ = false;
 };
 
 template <class T, class Op, executor E>

@@ -260,19 +260,34 @@ private:
     for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, Level>(from[j], i + further[j]);
   }
 
+  /// Streams elements [begin, end) of `n`, fewer than a vector's; a vector's are there.
+  template <class K>
+  static void some(pointers const& from, T* to, std::int64_t begin, std::int64_t end, std::int64_t n, K const& k) {
+    constexpr int L = native_lanes<A>;
+    if constexpr (sizeof(T) == sizeof(A)) {
+      for (; begin < end; ++begin) stream<1>(to + begin, compute<1>(from, begin, k));
+    } else {
+      std::int64_t const at = std::min(begin, n - L);
+      put_lanes<true, L>(to + at, compute<L>(from, at, k), begin - at, end - at);
+    }
+  }
+
   /// `n` contiguous elements. `Fetch`: the level of cache for which those `further` on are fetched; 0: none.
   template <bool Stream, int Fetch, class K>
   static void run(pointers const& from, T* to, std::int64_t n, K const& k,
                   std::array<std::int64_t, inputs> const& further) {
     constexpr int L = native_lanes<A>;
     std::int64_t i = 0;
+    if (n < L) {
+      for (; i < n; ++i) store<1>(to + i, compute<1>(from, i, k));
+      return;
+    }
     if constexpr (Stream) {
       auto const misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
       std::int64_t const head = misaligned == 0 ? 0 : std::min<std::int64_t>(n, stream_lanes<T> - misaligned);
-      for (; i < head; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
-    } else if (n < L) {
-      for (; i < n; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
-      return;
+      for (; i + L <= head; i += L) store<L>(to + i, compute<L>(from, i, k));
+      if (i < head) some(from, to, i, head, n, k);
+      i = head;
     }
     // The last vector may overlap the one before it, which in place overwrites what it reads.
     auto const last = Stream ? vector_t<A, L>{} : compute<L>(from, n - L, k);
@@ -286,11 +301,11 @@ private:
     if constexpr (Fetch != 0)
       if (i < n) fetch<Fetch, L>(from, i, further);
     for (; i + L <= n; i += L) put<Stream, L>(to + i, compute<L>(from, i, k));
-    if constexpr (Stream) {
-      for (; i < n; ++i) put<Stream, 1>(to + i, compute<1>(from, i, k));
-    } else if (i < n) {
+    if (i == n) return;
+    if constexpr (Stream)
+      some(from, to, i, n, n, k);
+    else
       store<L>(to + n - L, last);
-    }
   }
 
   views in_;

@@ -39,7 +39,7 @@ template <class T>
 /// cache, rows shorter than some vectors are better off that way, too.
 template <class T>
 [[nodiscard]] constexpr bool table_folds(tensor_view<T> const& x) {
-  constexpr std::int64_t short_row = 128, small_table = 1 << 12;
+  constexpr std::int64_t short_row = 256, small_table = 1 << 12;
   return has_rows(x) && x.stride_c == x.spatial &&
          (x.spatial < 16 || (x.spatial < short_row && x.size() <= small_table * x.samples));
 }
