@@ -6,15 +6,15 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <span>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include <CLI/CLI.hpp>
 #include <torch/torch.h>
 
 #include <syncnorm/comm/any.hpp>
@@ -28,48 +28,30 @@ namespace sequence_norm {
 
 namespace {
 
+std::map<std::string, norm_kind> const norms{
+    {"layer", norm_kind::layer}, {"batch", norm_kind::batch}, {"power", norm_kind::power}};
+
 struct options {
-  norm_kind norm = norm_kind::power;
-  std::string name = "power";
+  std::string norm = "power";
   int ranks = 3;
   std::int64_t steps = 150, sequences = 32, warmup = 40;
   std::uint64_t seed = 1;
 };
 
-options read_command_line(int argc, char** argv) {
-  options result;
-  std::map<std::string, norm_kind> const norms{
-      {"layer", norm_kind::layer}, {"batch", norm_kind::batch}, {"power", norm_kind::power}};
-  auto const number = [](std::string const& text, std::int64_t least) {
-    std::size_t used = 0;
-    std::int64_t const value = std::stoll(text, &used);
-    if (used != text.size() || value < least) throw std::invalid_argument{text};
-    return value;
-  };
-  for (int i = 1; i < argc; i += 2) {
-    std::string const name = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
-    try {
-      if (name == "--norm")
-        result.norm = norms.at(result.name = value);
-      else if (name == "--ranks")
-        result.ranks = static_cast<int>(std::min<std::int64_t>(number(value, 1), 64));
-      else if (name == "--steps")
-        result.steps = number(value, 1);
-      else if (name == "--sequences")
-        result.sequences = number(value, 1);
-      else if (name == "--warmup")
-        result.warmup = number(value, 0);
-      else if (name == "--seed")
-        result.seed = static_cast<std::uint64_t>(number(value, 0));
-      else
-        throw std::invalid_argument{name};
-    } catch (std::logic_error const&) {
-      throw std::invalid_argument{"cannot read '" + name + " " + value +
-                                  "'; usage: sequence_norm [--norm layer|batch|power] [--ranks P] [--steps N] "
-                                  "[--sequences N] [--warmup N] [--seed N]"};
-    }
-  }
-  return result;
+void add_options(CLI::App& app, options& opts) {
+  constexpr auto most = std::numeric_limits<std::int64_t>::max();
+  app.option_defaults()->always_capture_default();
+  std::vector<std::string> names;
+  for (auto const& [name, kind] : norms) names.push_back(name);
+  app.add_option("--norm", opts.norm, "the normalization")->check(CLI::IsMember(names));
+  app.add_option("--ranks", opts.ranks, "ranks, as threads")->check(CLI::Range(1, 64));
+  app.add_option("--steps", opts.steps, "steps of training")->check(CLI::Range(std::int64_t{1}, most));
+  app.add_option("--sequences", opts.sequences, "sequences of a batch, over all ranks")
+      ->check(CLI::Range(std::int64_t{1}, most));
+  app.add_option("--warmup", opts.warmup, "steps in which power norm takes the statistics of the batch")
+      ->check(CLI::Range(std::int64_t{0}, most));
+  app.add_option("--seed", opts.seed, "of the parameters and of the sequences")
+      ->check(CLI::Range(std::int64_t{0}, most));
 }
 
 struct outcome {
@@ -99,7 +81,7 @@ outcome train(syncnorm::any_communicator const& comm, options const& opts) {
     static std::mutex mutex; // ranks that are threads share libtorch's random numbers
     std::scoped_lock const held{mutex};
     torch::manual_seed(opts.seed);
-    model = Model{opts.norm, opts.warmup, comm};
+    model = Model{norms.at(opts.norm), opts.warmup, comm};
   }
   model->to(torch::kDouble);
   torch::optim::Adam optimizer{model->parameters(), torch::optim::AdamOptions{3e-3}};
@@ -148,7 +130,7 @@ int run(options const& opts) {
                   one.losses[step]);
   }
   std::printf("%s norm: accuracy %.3f over %d ranks, %.3f on one; losses of the first steps differ by %.1e\n",
-              opts.name.c_str(), several.accuracy, opts.ranks, one.accuracy, difference);
+              opts.norm.c_str(), several.accuracy, opts.ranks, one.accuracy, difference);
   bool const learned = several.losses.back() < 0.7 * several.losses.front();
   if (!(difference < 1e-7)) std::puts("several ranks did not take the steps of one");
   if (!learned) std::puts("the loss did not fall");
@@ -160,7 +142,11 @@ int run(options const& opts) {
 } // namespace sequence_norm
 
 int main(int argc, char** argv) try {
-  return sequence_norm::run(sequence_norm::read_command_line(argc, argv));
+  CLI::App app{"Trains a block of a transformer as several ranks and as one, which has to come to the same."};
+  sequence_norm::options opts;
+  sequence_norm::add_options(app, opts);
+  CLI11_PARSE(app, argc, argv);
+  return sequence_norm::run(opts);
 } catch (std::exception const& failure) {
   std::fprintf(stderr, "sequence_norm: %s\n", failure.what());
   return 2;
