@@ -114,13 +114,15 @@ int main(int argc, char** argv) {
     if (how.others.contains("threads")) threads = std::stoi(how.others.at("threads"));
     omp_set_num_threads(threads);
     using shape = std::array<std::int64_t, 3>;
-    shape const images{32, 256, 3136}, sequences{64, 1024, 512};
+    shape const images{32, 256, 3136}, small_images{32, 1024, 196}, sequences{64, 1024, 512};
     std::vector<bench::row> rows;
     for (char const* layout : {"NCHW", "NHWC"}) {
       if (how.quick && std::string{layout} == "NHWC") continue;
       add<syncnorm::bfloat16>(rows, "", layout, images);
       if (!how.quick) add<syncnorm::float16>(rows, "", layout, images);
       add<float>(rows, "+relu", layout, images);
+      add<syncnorm::bfloat16>(rows, "+relu", layout, small_images);
+      add<float>(rows, "+relu", layout, small_images);
       add<float>(rows, "+residual+relu", layout, images);
       if (!how.quick) add<syncnorm::bfloat16>(rows, "+residual+relu", layout, images);
       add<float>(rows, "+padded", layout, sequences);
