@@ -34,6 +34,13 @@ template <class P>
   return {channels_of(params.gamma, first, length), channels_of(params.beta, first, length)};
 }
 
+/// Channels of a block of tensors like `x`: only without a mask are positions taken for channels.
+template <class T, class U>
+[[nodiscard]] std::int64_t block_of_channels(prepared_epilogue<T> const& epilogue, tensor_view<U> const& x,
+                                             std::int64_t inputs) {
+  return epilogue.counted() == nullptr ? block_of_channels(x, inputs) : channel_block(x, inputs);
+}
+
 } // namespace detail
 
 /// `forward_in_blocks` with an epilogue, of whose statistics only the positions that count are part. Every tensor is read
@@ -49,7 +56,7 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
     return;
   }
   if (how == stores::automatic) how = stores_for(y);
-  std::int64_t const block = epilogue.counted() == nullptr ? detail::block_of_channels(x) : channel_block(x);
+  std::int64_t const block = detail::block_of_channels(epilogue, x, 1);
   if (!detail::worth_blocking(exec, x, block)) {
     local_moments(exec, x, epilogue, mean, m2);
     finish(std::int64_t{0}, x.channels);
@@ -110,10 +117,8 @@ void backward_in_blocks(E const& exec, tensor_view<X> dy, std::type_identity_t<t
   }
   if (how == stores::automatic) how = stores_for(x);
   std::int64_t const inputs = residual ? 3 : 2;
-  auto const block_of = [&](auto const& of) {
-    return epilogue.counted() == nullptr ? detail::block_of_channels(of, inputs) : channel_block(of, inputs);
-  };
-  std::int64_t const block = std::min(block_of(x), block_of(dy));
+  std::int64_t const block =
+      std::min(detail::block_of_channels(epilogue, x, inputs), detail::block_of_channels(epilogue, dy, inputs));
   if (!epilogue.does_something() || !detail::worth_blocking(exec, x, block)) {
     backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);

@@ -30,7 +30,6 @@ template <class T, class Op>
 class epilogue_map {
   using A = accumulate_t<T>;
   static constexpr std::size_t inputs = Op::inputs, outputs = Op::outputs, coefficients = Op::coefficients;
-  static constexpr std::int64_t longest_run = chunk_channels<A>;
   using pointers = std::array<T const*, inputs>;
   using targets = std::array<T*, outputs>;
   template <int L>
@@ -43,7 +42,7 @@ public:
   /// Numbers of type `A` that the coefficients for tensors like `x` take.
   template <class X>
   static constexpr std::int64_t table_size(tensor_view<X> const& x) {
-    return (x.channels * (table_folds(x) ? x.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
+    return coefficient_table_size<A, Op>(x);
   }
 
   /// `mask`: null where all positions count.
@@ -67,18 +66,12 @@ public:
     // Few channels without a gap to the next position: a run takes several positions.
     std::int64_t const channels = in_[0].channels;
     if (mask == nullptr && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
-      run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, channels), 1,
-                                                std::max<std::int64_t>(1, in_[0].spatial));
+      run_positions_ = positions_of_run<A>(in_[0]);
     period_ = channels * run_positions_;
     fill_coefficients(table, op, channels, fold, period_);
   }
 
-  [[nodiscard]] boxes tasks() const {
-    auto const& x = in_[0];
-    // As map_kernel's.
-    std::int64_t const widest = folded_ ? chunk_channels<A> : boxes::box_elements;
-    return {x.samples, x.channels, x.spatial, layout_ == layout::channels ? chunk_channels<A> : 16, widest};
-  }
+  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, folded_); }
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
@@ -148,10 +141,10 @@ private:
     }
     /// Of the first `count` lanes; the mask may end there.
     template <int L>
-    auto counted(std::int64_t i, std::int64_t count) const {
+    auto first_counted(std::int64_t count) const {
       std::array<std::uint8_t, static_cast<std::size_t>(L)> bytes{};
-      if (mask == nullptr) return counted<L>(i);
-      std::copy_n(mask + i, count, bytes.data());
+      if (mask == nullptr) return counted<L>(0);
+      std::copy_n(mask, count, bytes.data());
       return counted_lanes<A, L>(bytes.data());
     }
   };
@@ -174,8 +167,8 @@ private:
       return splat<A, L>(counts) > vector_t<A, L>{};
     }
     template <int L>
-    auto counted(std::int64_t i, std::int64_t) const {
-      return counted<L>(i);
+    auto first_counted(std::int64_t) const {
+      return counted<L>(0);
     }
   };
 
@@ -260,7 +253,7 @@ private:
       std::memcpy(static_cast<void*>(elements.data()), from[j], bytes);
       v[j] = load<L>(elements.data());
     }
-    auto const out = op_.apply(v, k.template get<L>(0), k.template counted<L>(0, count));
+    auto const out = op_.apply(v, k.template get<L>(0), k.template first_counted<L>(count));
     for (std::size_t j = 0; j < outputs; ++j) {
       if (to[j] == nullptr) continue;
       store<L>(elements.data(), out[j]);

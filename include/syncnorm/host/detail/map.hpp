@@ -51,6 +51,28 @@ private:
   std::int64_t samples_, channels_, spatial_, n_ = 0, c_ = 0, s_ = 0, count_ = 0;
 };
 
+/// Numbers that the coefficients of `Op` take for tensors like `x`.
+template <class A, class Op, class T>
+[[nodiscard]] constexpr std::int64_t coefficient_table_size(tensor_view<T> const& x) {
+  constexpr auto coefficients = static_cast<std::int64_t>(Op::coefficients);
+  return coefficients * (x.channels * (table_folds(x) ? x.spatial : 1) + chunk_channels<A>);
+}
+
+/// Positions that a run takes where few channels follow each other without a gap to the next position.
+template <class A, class T>
+[[nodiscard]] constexpr std::int64_t positions_of_run(tensor_view<T> const& x) {
+  return std::clamp<std::int64_t>(chunk_channels<A> / std::max<std::int64_t>(1, x.channels), 1,
+                                  std::max<std::int64_t>(1, x.spatial));
+}
+
+/// The boxes of a map of tensors like `x`. Where positions are taken for channels, `folds`, the coefficients of a box fit the
+/// first-level cache.
+template <class A, class T>
+[[nodiscard]] boxes boxes_of_map(tensor_view<T> const& x, layout of, bool folds) {
+  return {x.samples, x.channels, x.spatial, of == layout::channels ? chunk_channels<A> : 16,
+          folds ? chunk_channels<A> : boxes::box_elements};
+}
+
 /// Coefficient j of lane i at table[j·period + i]. Those of a channel, `op(channel)`, stand for `fold` lanes, and those of
 /// all `lanes` are repeated up to `period`.
 template <class A, class Op>
@@ -93,7 +115,6 @@ template <class T, class Op>
 class map_kernel {
   using A = accumulate_t<T>;
   static constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients;
-  static constexpr std::int64_t longest_run = chunk_channels<A>;
   using pointers = std::array<T const*, inputs>;
 
 public:
@@ -102,7 +123,7 @@ public:
   /// Numbers of type `A` that the coefficients for tensors like `x` take.
   template <class X>
   static constexpr std::int64_t table_size(tensor_view<X> const& x) {
-    return (x.channels * (table_folds(x) ? x.spatial : 1) + longest_run) * static_cast<std::int64_t>(coefficients);
+    return coefficient_table_size<A, Op>(x);
   }
 
   map_kernel(Op const& op, views const& in, tensor_view<T> const& out, stores how, A* table)
@@ -124,17 +145,12 @@ public:
     auto const dense = [](auto const& view) { return view.stride_s == view.channels; };
     std::int64_t const channels = out_.channels;
     if (layout_ == layout::channels && dense(out_) && std::ranges::all_of(in_, dense))
-      run_positions_ = std::clamp<std::int64_t>(longest_run / std::max<std::int64_t>(1, channels), 1,
-                                                std::max<std::int64_t>(1, out_.spatial));
+      run_positions_ = positions_of_run<A>(out_);
     period_ = channels * run_positions_;
     fill_coefficients(table, op, channels, fold, period_);
   }
 
-  [[nodiscard]] boxes tasks() const {
-    // Where positions are taken for channels, the coefficients of a box fit the first-level cache.
-    std::int64_t const widest = folded_ ? chunk_channels<A> : boxes::box_elements;
-    return {out_.samples, out_.channels, out_.spatial, layout_ == layout::channels ? chunk_channels<A> : 16, widest};
-  }
+  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(out_, layout_, folded_); }
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
