@@ -17,6 +17,11 @@ void kernels_of<T>::load_kernels() {
 }
 
 template <class T>
+void kernels_of<T>::load_double_backward_kernels() {
+  gpu::load_double_backward_kernels<T>();
+}
+
+template <class T>
 void kernels_of<T>::local_moments(in x, syncnorm::mask_view mask, header const& own, gpu::packet_place const& packet,
                                   gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {
   gpu::local_moments<T>(x, mask, own, packet, work, limits, stream);

@@ -21,6 +21,7 @@ struct kernels_of {
   using header = syncnorm::detail::packet_header;
 
   static void load_kernels();
+  static void load_double_backward_kernels();
   static void local_moments(in x, syncnorm::mask_view mask, header const& own,
                             syncnorm::cuda::packet_place const& packet, syncnorm::cuda::workspace const& work,
                             syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
@@ -85,6 +86,10 @@ struct compiled_kernels {
   template <class T>
   static void load_kernels() {
     kernels_of<T>::load_kernels();
+  }
+  template <class T>
+  static void load_double_backward_kernels() {
+    kernels_of<T>::load_double_backward_kernels();
   }
   template <class T, class... Arguments>
   static void local_moments(Arguments const&... arguments) {

@@ -122,11 +122,18 @@ TEST_CASE("ranks on one GPU agree with the oracle") {
   });
 }
 
-TEST_CASE("double backward of ranks on one GPU agrees with that of the host") {
+TEST_CASE("double backward on a GPU agrees with the oracle, of one batch and over micro-batches") {
+  using test::layout;
   for (bool const with_epilogue : {false, true})
-    over_threads(3, [&](auto const& comm) {
-      layer_cases::check_double_backward<layer_over<float, staged_threads>>(comm, with_epilogue);
-    });
+    for (auto const order : {layout::nchw, layout::nhwc}) {
+      layer_cases::check_double_backward<layer_over<float, syncnorm::self_communicator>>(
+          syncnorm::self_communicator{}, {{1, 0, 3, 2}}, order, with_epilogue, true);
+      for (auto const& shares : {layer_cases::micro_batch_share{{2}, {0}, {3}}, {{1, 2}, {}, {0, 1, 1}}})
+        over_threads(3, [&](auto const& comm) {
+          layer_cases::check_double_backward<layer_over<float, staged_threads>>(comm, shares, order, with_epilogue,
+                                                                                false);
+        });
+    }
 }
 
 TEST_CASE("passes in place, over micro-batches, in two phases and in groups on a GPU") {

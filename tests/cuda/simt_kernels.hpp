@@ -33,6 +33,11 @@ struct simt_kernels {
   }
 
   template <class T>
+  static void load_double_backward_kernels() {
+    (void)fake_cuda::enter("load_double_backward_kernels");
+  }
+
+  template <class T>
   static void local_moments(syncnorm::tensor_view<T const> x, syncnorm::mask_view mask,
                             syncnorm::detail::packet_header const& header, gpu::packet_place const& packet,
                             gpu::workspace const& work, gpu::device_limits const& limits, cudaStream_t stream) {

@@ -10,8 +10,6 @@
 
 #include <syncnorm/comm/self.hpp>
 
-#include "cuda/double_backward_case.hpp"
-
 #include <support/sanitized.hpp>
 
 using test::layer_over;
@@ -71,6 +69,19 @@ TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the 
   }
   CHECK(fake_cuda::calls("kernel") == 3 * 2 * 4);
   CHECK(fake_cuda::calls("ncclAllGather") == 3 * 2 * 2);
+
+  for (auto const& each : ranks) each->layer.reserve_double_backward();
+  CHECK(fake_cuda::calls("load_double_backward_kernels") == 2);
+  fake_cuda::reset();
+  for (auto const& each : ranks) {
+    std::array<syncnorm::tensor_view<float const>, 3> const x{each->x.view, each->x.view, each->x.view};
+    std::array const out{each->y.view, each->y.view, each->y.view};
+    each->layer.double_backward({}, x, x, out, {}, {}, {}, each->on);
+  }
+  for (auto const* const function : {"cudaMalloc", "cudaStreamSynchronize", "cudaMemcpyAsync"})
+    CHECK(fake_cuda::calls(function) == 0);
+  CHECK(fake_cuda::calls("kernel") == 2 * 6);
+  CHECK(fake_cuda::calls("ncclAllGather") == 2);
   for (auto const& each : ranks) each->layer.synchronize(each->on);
 
   layer_over<syncnorm::self_communicator> alone{{}, 3};
@@ -141,13 +152,5 @@ TEST_CASE("parameters and running statistics are optional, and what was allocate
     gamma_alone.synchronize(on);
   });
   CHECK(fake_cuda::allocated() == before);
-  test::check_no_violations();
-}
-
-TEST_CASE("double backward agrees with that of the host") {
-  for (bool const with_epilogue : {false, true})
-    test::over_threads(2, [&](auto const& comm) {
-      layer_cases::check_double_backward<layer_over<test::staged_threads>>(comm, with_epilogue);
-    });
   test::check_no_violations();
 }

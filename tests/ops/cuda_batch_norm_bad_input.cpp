@@ -208,26 +208,33 @@ TEST_CASE("one value per channel over all ranks is too few") {
 }
 
 TEST_CASE("what cannot be captured is an error before anything is") {
-  auto const captured = [](auto& layer, test::stream const& on) {
-    step_memory step;
+  auto const captured = [](test::stream const& on, auto const& pass) {
     cudaGraph_t graph = nullptr;
     REQUIRE(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
-    auto const said = test::thrown<syncnorm::invalid_argument_error>([&] { step.forward(layer, on); });
+    auto const said = test::thrown<syncnorm::invalid_argument_error>(pass);
     CHECK(cudaStreamEndCapture(on, &graph) == cudaSuccess);
     cudaGraphDestroy(graph);
-    step.forward(layer, on);
-    layer.synchronize(on);
+    pass();
     return said;
   };
   test::over_nccl(2, [&](auto const& comm) {
     layer_over<test::nccl_communicator> layer{comm, 3};
-    CHECK(captured(layer, test::stream{}).find("call prepare(stream) on every rank first") != std::string::npos);
+    test::stream const on;
+    step_memory step;
+    CHECK(captured(on, [&] { step.forward(layer, on); }).find("call prepare(stream) on every rank first") !=
+          std::string::npos);
+    auto const second = [&] { layer.double_backward({}, step.x.view, step.dy.view, step.dx.view, {}, {}, {}, on); };
+    CHECK(captured(on, second).find("call reserve_double_backward() first") != std::string::npos);
+    layer.synchronize(on);
   });
   test::over_threads(2, [&](auto const& comm) {
     layer_over<test::staged_threads> layer{comm, 3};
     test::stream const on;
+    step_memory step;
     layer.prepare(on);
-    CHECK(captured(layer, on).find("the exchange of this communicator cannot be") != std::string::npos);
+    CHECK(captured(on, [&] { step.forward(layer, on); }).find("the exchange of this communicator cannot be") !=
+          std::string::npos);
+    layer.synchronize(on);
   });
 }
 

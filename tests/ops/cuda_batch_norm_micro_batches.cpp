@@ -9,6 +9,7 @@
 
 #include <syncnorm/comm/self.hpp>
 
+#include "cuda/double_backward_case.hpp"
 #include "cuda/micro_batch_case.hpp"
 
 using test::layer_over;
@@ -27,6 +28,25 @@ TEST_CASE("micro-batches by one statistic on a device agree with the oracle on t
       test::over_nccl(3, [&](auto const& comm) {
         layer_cases::check_micro_batches<layer_over<test::nccl_communicator>>(comm, shares, of, of.masked);
       });
+  test::check_no_violations();
+}
+
+TEST_CASE("double backward on a device agrees with the oracle, of one batch and over micro-batches") {
+  using test::layout;
+  for (bool const with_epilogue : {false, true}) {
+    for (auto const& shares : {layer_cases::micro_batch_share{{2}, {0}, {3}}, {{1, 2}, {}, {0, 1, 1}}})
+      test::over_nccl(3, [&](auto const& comm) {
+        layer_cases::check_double_backward<layer_over<test::nccl_communicator>>(comm, shares, layout::nchw,
+                                                                                with_epilogue, true);
+      });
+    test::over_threads(2, [&](auto const& comm) {
+      layer_cases::check_double_backward<layer_over<test::staged_threads>>(comm, {{2, 0, 1}, {1}}, layout::nhwc,
+                                                                           with_epilogue, false);
+    });
+    for (auto const& shares : {layer_cases::micro_batch_share{{3}}, {{1, 2}}})
+      layer_cases::check_double_backward<layer_over<syncnorm::self_communicator>>(
+          syncnorm::self_communicator{}, shares, layout::nchw, with_epilogue, shares[0].size() == 2);
+  }
   test::check_no_violations();
 }
 
@@ -61,6 +81,25 @@ TEST_CASE("what is wrong with one micro-batch on a device on one rank is an erro
     if (here) dys.pop_back();
     CHECK(thrown([&] { layer.backward(xs, dys, ys, {}, {}, {}, on); }) ==
           "batch_norm backward: rank 1: there are 1 micro-batches of dy, expected 2 as micro-batches of x");
+
+    dys = xs;
+    layer.backward(xs, dys, ys, {}, {}, {}, on);
+    layer.synchronize(on);
+    auto const gamma = layer_cases::get(layer.gamma_grad());
+    auto const before = y.get();
+    std::string const second = "batch_norm 2nd backward: rank 1: ";
+    auto us = xs;
+    if (here) us[1].samples = 1;
+    CHECK(thrown([&] { layer.double_backward({.dx = us}, xs, dys, ys, {}, {}, {}, on); }) ==
+          second + "the gradient with respect to dx[1] is [1, 2, 3], expected [2, 2, 3] as x");
+    CHECK(thrown([&] { layer.double_backward({}, xs, dys, few, {}, {}, {}, on); }) ==
+          second + "there are 1 micro-batches of the gradient to dy, expected 2 as micro-batches of x");
+    auto inputs = ys;
+    if (here) inputs[1] = x.view;
+    CHECK(thrown([&] { layer.double_backward({}, xs, dys, {}, inputs, {}, {}, on); }) ==
+          second + "a gradient goes to the memory of an input");
+    CHECK(y.get() == before);
+    CHECK(layer_cases::get(layer.gamma_grad()) == gamma);
   });
   test::check_no_violations();
 }
@@ -73,6 +112,7 @@ TEST_CASE("a rank without micro-batches on a device adds nothing to gradients by
   std::span<syncnorm::tensor_view<float> const> const out;
   layer.forward(in, out, {}, on);
   layer.backward(in, in, out, {}, {}, {}, on);
+  layer.double_backward({}, in, in, out, out, {}, {}, on);
   layer.synchronize(on);
   for (auto const gradient : {layer.gamma_grad(), layer.beta_grad()})
     CHECK(layer_cases::get(gradient) == std::vector<float>(2, 0));

@@ -17,11 +17,16 @@ void load(void (*kernel)(Arguments)) {
 }
 
 template <class Sums, class Map, class Architectures>
-void load_pass() {
+void load_two_launches() {
   load(&reduce_global<Sums, axis::positions, Architectures>);
   load(&reduce_global<Sums, axis::channels, Architectures>);
   load(&map_global<Map, axis::positions, Architectures>);
   load(&map_global<Map, axis::channels, Architectures>);
+}
+
+template <class Sums, class Map, class Architectures>
+void load_pass() {
+  load_two_launches<Sums, Map, Architectures>();
   load(&fused_global<Sums, Map, Architectures>);
 }
 
@@ -37,6 +42,16 @@ void load_kernels() {
   detail::load_pass<detail::moments_op<D>, detail::normalize_op<D, true>, Architectures>();
   detail::load_pass<detail::backward_sums_op<D, false>, detail::gradient_op<D, false>, Architectures>();
   detail::load_pass<detail::backward_sums_op<D, true>, detail::gradient_op<D, true>, Architectures>();
+}
+
+/// The same of double backward passes.
+template <class T, class Architectures = detail::architectures>
+void load_double_backward_kernels() {
+  using D = detail::device_element_t<T>;
+  detail::load_two_launches<detail::double_backward_sums_op<D, false>, detail::double_gradient_op<D, false>,
+                            Architectures>();
+  detail::load_two_launches<detail::double_backward_sums_op<D, true>, detail::double_gradient_op<D, true>,
+                            Architectures>();
 }
 
 } // namespace syncnorm::cuda

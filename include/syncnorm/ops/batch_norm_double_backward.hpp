@@ -16,14 +16,6 @@
 
 namespace syncnorm {
 
-/// `batch_norm_second_order` of a backward pass over K micro-batches: of dx and dresidual none, or one for each.
-template <class T, class P>
-struct batch_norm_second_order_batches {
-  std::span<tensor_view<T const> const> dx{};
-  std::span<P const> gamma_gradient{}, beta_gradient{};
-  std::span<tensor_view<T const> const> dresidual{};
-};
-
 /// The gradients of `batch_norm_backward`'s results with respect to what it read: double backward, as a gradient penalty
 /// needs. With r = inv_std, x̂ = (x − mean)·r, n the count of all ranks, u and v the gradients with respect to dx and
 /// dresidual, and a, b those with respect to this rank's gradients of gamma and beta, all of a channel; with m = 1 where a

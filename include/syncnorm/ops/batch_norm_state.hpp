@@ -52,6 +52,14 @@ struct batch_norm_second_order {
   tensor_view<T const> dresidual{};
 };
 
+/// `batch_norm_second_order` of a backward pass over K micro-batches: of dx and dresidual none, or one for each.
+template <class T, class P>
+struct batch_norm_second_order_batches {
+  std::span<tensor_view<T const> const> dx{};
+  std::span<P const> gamma_gradient{}, beta_gradient{};
+  std::span<tensor_view<T const> const> dresidual{};
+};
+
 /// What a forward pass leaves for its backward pass, besides x.
 struct batch_norm_saved {
   statistics_scope scope = statistics_scope::all_ranks;

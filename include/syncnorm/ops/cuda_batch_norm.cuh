@@ -32,6 +32,10 @@ struct gpu_kernels {
   static void load_kernels() {
     cuda::load_kernels<T, Architectures>();
   }
+  template <class T>
+  static void load_double_backward_kernels() {
+    cuda::load_double_backward_kernels<T, Architectures>();
+  }
   template <class T, class... Arguments>
   static void local_moments(Arguments const&... arguments) {
     cuda::local_moments<T, Architectures>(arguments...);

@@ -37,12 +37,12 @@ struct backward_operands {
 
 /// A backward pass by the kernels of `Kernels`.
 template <class Kernels, class T, class P>
-class backward_pass final : public device_pass {
+class backward_pass final : public groupable_pass {
 public:
   /// Borrows everything.
   backward_pass(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
                 batch_norm_workspace& workspace)
-      : device_pass{workspace}, in_{in}, exchange_{exchange}, saved_{&saved} {}
+      : groupable_pass{workspace}, in_{in}, exchange_{exchange}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
   [[nodiscard]] bool collective() const override {
@@ -92,7 +92,7 @@ public:
   void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
     if (in_.x.empty()) return announce(header, own, stream);
     recover(stream);
-    add_packets(*workspace_, in_.x.size(), own, [&](std::size_t k, packet_place const& at) {
+    add_packets(packets(), in_.x.size(), own, [&](std::size_t k, packet_place const& at) {
       sums_of(in_.dy[k], in_.x[k], epilogue(k), header, at, stream);
     });
   }
@@ -116,7 +116,7 @@ public:
   }
 
   void run_alone(cudaStream_t stream) override {
-    packet_place const own{workspace_->own().data()};
+    packet_place const own{packets().own().data()};
     if (in_.x.size() != 1) {
       local(header(), own, stream);
       return apply(own_packet(own), own, workspace_->report(), stream);
@@ -128,13 +128,9 @@ public:
   }
 
 private:
-  [[nodiscard]] tensor_view<T> dx(std::size_t k) const { return in_.dx.empty() ? tensor_view<T>{} : in_.dx[k]; }
-  [[nodiscard]] tensor_view<T> dresidual(std::size_t k) const {
-    return in_.dresidual.empty() ? tensor_view<T>{} : in_.dresidual[k];
-  }
-  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const {
-    return in_.epilogues.empty() ? batch_norm_epilogue<T>{} : in_.epilogues[k];
-  }
+  [[nodiscard]] tensor_view<T> dx(std::size_t k) const { return of_batch(in_.dx, k); }
+  [[nodiscard]] tensor_view<T> dresidual(std::size_t k) const { return of_batch(in_.dresidual, k); }
+  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const { return of_batch(in_.epilogues, k); }
   void sums_of(tensor_view<T const> const& dy, tensor_view<T const> const& x, batch_norm_epilogue<T> const& done,
                syncnorm::detail::packet_header const& header, packet_place const& at, cudaStream_t stream) const {
     Kernels::template backward_reduce<T>(dy, x, values_of(in_.affine), done, saved_->statistics(), header, at,

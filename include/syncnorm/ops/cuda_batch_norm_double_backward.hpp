@@ -1,8 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 
@@ -18,87 +18,139 @@
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
+#include <syncnorm/ops/detail/double_backward_operands.hpp>
 
 namespace syncnorm::cuda::detail {
 
-/// `batch_norm_double_backward` by the kernels of `Kernels`.
-template <class Kernels, class T, class P, communicator C>
-void double_backward(C const& comm, batch_norm_second_order<T, P> const& second, tensor_view<T const> dy,
-                     tensor_view<T const> x, tensor_view<T> to_dy, tensor_view<T> to_x, affine_parameters<P> affine,
-                     std::span<P> gamma_gradient, batch_norm_epilogue<T> const& epilogue,
-                     batch_norm_backward_options const& options, batch_norm_saved const& saved,
-                     batch_norm_workspace& workspace, cudaStream_t stream) {
-  static constexpr std::string_view pass = "batch_norm 2nd backward";
-  auto const channels = workspace.channels();
-  device_check check{workspace.device()};
-  check.place(stream);
-  check.require(saved.exists, [] { return "there was no forward pass"; });
-  check.input(x, "x", channels);
-  check.input_like(dy, "dy", x);
-  if (is_wanted(second.dx)) check.input_like(second.dx, "the gradient with respect to dx", x);
-  if (is_wanted(second.dresidual)) {
-    check.input_like(second.dresidual, "the gradient with respect to dresidual", x);
-    check.require(epilogue.has_residual() || x.size() == 0,
-                  [] { return "there is a gradient with respect to dresidual, but no residual"; });
-  }
-  if (is_wanted(to_dy)) check.written(to_dy, "the gradient to dy", x);
-  if (is_wanted(to_x)) check.written(to_x, "the gradient to x", x);
-  auto const is_output = [&](T const* in) { return in != nullptr && (in == to_dy.data || in == to_x.data); };
-  check.require(x.size() == 0 || !(is_output(dy.data) || is_output(x.data) || is_output(second.dx.data) ||
-                                   is_output(second.dresidual.data)),
-                [] { return "a gradient goes to the memory of an input"; });
-  check.require(x.size() == 0 || !is_wanted(to_dy) || to_dy.data != to_x.data,
-                [] { return "the gradients to dy and x are the same memory"; });
-  check.epilogue_of(epilogue, x);
-  check.values(affine.gamma, "gamma", channels);
-  check.values(affine.beta, "beta", channels);
-  check.values(second.gamma_gradient, "the gradient with respect to that of gamma", channels);
-  check.values(second.beta_gradient, "the gradient with respect to that of beta", channels);
-  check.values(gamma_gradient, "the gradient of gamma", channels);
+using syncnorm::detail::double_backward_operands;
 
-  bool const alone =
-      syncnorm::size(comm) == 1 || !options.exchange || (saved.exists && saved.scope != statistics_scope::all_ranks);
-  if (alone)
-    syncnorm::detail::throw_fault(pass, check);
-  else
-    require_capturable(comm, pass, workspace.agreed(), stream);
-  device_scope const there{workspace.device()};
-  if (workspace.double_own().empty()) {
+/// A double backward pass by the kernels of `Kernels`.
+template <class Kernels, class T, class P>
+class double_backward_pass final : public device_pass {
+public:
+  /// Borrows everything.
+  double_backward_pass(double_backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
+                       batch_norm_workspace& workspace)
+      : device_pass{workspace}, in_{in}, exchange_{exchange}, saved_{&saved} {}
+
+  [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
+  [[nodiscard]] bool collective() const override {
+    return exchange_ && (!saved_->exists || saved_->scope == statistics_scope::all_ranks);
+  }
+  [[nodiscard]] pass_packets const& packets() const override { return workspace_->double_packets(); }
+
+  void check(bool, cudaStream_t stream) override {
+    auto const channels = workspace_->channels();
+    auto const batches = in_.x.size();
+    std::int64_t count = 0;
+    check_.place(stream);
+    check_.require(saved_->exists, [] { return "there was no forward pass"; });
+    check_.batches_of(in_.dy.size(), batches, "micro-batches of dy", false);
+    check_.batches_of(in_.u.size(), batches, "micro-batches of the gradient with respect to dx", true);
+    check_.batches_of(in_.v.size(), batches, "micro-batches of the gradient with respect to dresidual", true);
+    check_.batches_of(in_.to_dy.size(), batches, "micro-batches of the gradient to dy", true);
+    check_.batches_of(in_.to_x.size(), batches, "micro-batches of the gradient to x", true);
+    check_.batches_of(in_.epilogues.size(), batches, "epilogues", true);
+    for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
+      check_batch(k, batches);
+      count += in_.x[k].count();
+    }
+    check_.values(in_.affine.gamma, "gamma", channels);
+    check_.values(in_.affine.beta, "beta", channels);
+    check_.values(in_.a, "the gradient with respect to that of gamma", channels);
+    check_.values(in_.b, "the gradient with respect to that of beta", channels);
+    check_.values(in_.gamma_gradient, "the gradient of gamma", channels);
+    if (packets().empty()) reserve(stream);
+    header_ = syncnorm::detail::make_header<T>(name(), channels, count, check_);
+    // Kernels get nothing of a call that is wrong.
+    if (check_.failed()) in_ = {};
+  }
+
+  void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
+    tensor_view<T const> const none = workspace_->template empty<T>();
+    auto const sums_of = [&](tensor_view<T const> const& dy, tensor_view<T const> const& x, std::size_t k,
+                             packet_place const& at) {
+      Kernels::template double_backward_reduce<T>(second(k), dy, x, values_of(in_.affine), of_batch(in_.epilogues, k),
+                                                  saved_->statistics(), header, at, workspace_->work(),
+                                                  workspace_->limits(), stream);
+    };
+    if (in_.x.empty()) return sums_of(none, none, 0, own);
+    add_packets(packets(), in_.x.size(), own,
+                [&](std::size_t k, packet_place const& at) { sums_of(in_.dy[k], in_.x[k], k, at); });
+  }
+
+  void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
+             cudaStream_t stream) override {
+    tensor_view<T const> const none = workspace_->template empty<T>();
+    auto const gradients = [&](tensor_view<T const> const& dy, tensor_view<T const> const& x, std::size_t k) {
+      // What outlives the pass is written once.
+      bool const first = k == 0;
+      Kernels::template double_backward_elemt<T>(second(k), dy, x, of_batch(in_.to_dy, k), of_batch(in_.to_x, k),
+                                                 values_of(in_.affine), of_batch(in_.epilogues, k),
+                                                 saved_->statistics(), all, own,
+                                                 first ? outputs_of(in_.gamma_gradient) : channel_outputs{},
+                                                 first ? report : fault_report{}, workspace_->limits(), stream);
+    };
+    if (in_.x.empty()) gradients(none, none, 0);
+    for (std::size_t k = 0; k < in_.x.size(); ++k) gradients(in_.dy[k], in_.x[k], k);
+  }
+
+  void run_alone(cudaStream_t stream) override {
+    packet_place const own{packets().own().data()};
+    local(header(), own, stream);
+    apply(own_packet(own), own, workspace_->report(), stream);
+  }
+
+private:
+  [[nodiscard]] second_order<T> second(std::size_t k) const {
+    return {of_batch(in_.u, k), values_of(in_.a), values_of(in_.b), of_batch(in_.v, k)};
+  }
+
+  void check_batch(std::size_t k, std::size_t batches) {
+    using syncnorm::detail::batch_name;
+    auto const &x = in_.x[k], &dy = in_.dy[k], u = of_batch(in_.u, k), v = of_batch(in_.v, k);
+    auto const to_dy = of_batch(in_.to_dy, k), to_x = of_batch(in_.to_x, k);
+    auto const epilogue = of_batch(in_.epilogues, k);
+    check_.input(x, batch_name{"x", k, batches}, workspace_->channels());
+    check_.input_like(dy, batch_name{"dy", k, batches}, x);
+    if (is_wanted(u)) check_.input_like(u, batch_name{"the gradient with respect to dx", k, batches}, x);
+    if (is_wanted(v)) {
+      check_.input_like(v, batch_name{"the gradient with respect to dresidual", k, batches}, x);
+      check_.require(epilogue.has_residual() || x.size() == 0,
+                     [] { return "there is a gradient with respect to dresidual, but no residual"; });
+    }
+    if (is_wanted(to_dy)) check_.written(to_dy, batch_name{"the gradient to dy", k, batches}, x);
+    if (is_wanted(to_x)) check_.written(to_x, batch_name{"the gradient to x", k, batches}, x);
+    auto const is_output = [&](T const* in) { return in != nullptr && (in == to_dy.data || in == to_x.data); };
+    check_.require(x.size() == 0 ||
+                       !(is_output(dy.data) || is_output(x.data) || is_output(u.data) || is_output(v.data)),
+                   [] { return "a gradient goes to the memory of an input"; });
+    check_.require(x.size() == 0 || !is_wanted(to_dy) || to_dy.data != to_x.data,
+                   [] { return "the gradients to dy and x are the same memory"; });
+    check_.epilogue_of(epilogue, x, k, batches);
+  }
+
+  /// Without room for its packet, not even a fault can be told the other ranks.
+  void reserve(cudaStream_t stream) {
     if (is_capturing(stream))
-      throw invalid_argument_error{std::string{pass} +
+      throw invalid_argument_error{std::string{name()} +
                                    ": the stream is being captured in a graph before there is memory "
                                    "for it: call reserve_double_backward() first"};
-    workspace.reserve_double_backward();
+    workspace_->reserve_double_backward();
   }
-  auto const own = syncnorm::detail::make_header<T>(pass, channels, x.count(), check);
 
-  bool const wrong = check.failed();
-  if (wrong) {
-    x = dy = {nullptr, 0, channels > 0 ? channels : 0, 0};
-    to_dy = to_x = {};
-    affine = {};
-    gamma_gradient = {};
-  }
-  auto const done = wrong ? batch_norm_epilogue<T>{} : epilogue;
-  auto const in = wrong ? second_order<T>{}
-                        : second_order<T>{second.dx, values_of(second.gamma_gradient), values_of(second.beta_gradient),
-                                          second.dresidual};
-  auto const from = workspace.double_own(), to = workspace.double_all();
-  auto const report = workspace.report();
-  auto const local = [&](syncnorm::detail::packet_header const& header) {
-    Kernels::template double_backward_reduce<T>(in, dy, x, values_of(affine), done, saved.statistics(), header,
-                                                from.data(), workspace.work(), workspace.limits(), stream);
-  };
-  auto const apply = [&](gathered_packets const& packets) {
-    Kernels::template double_backward_elemt<T>(in, dy, x, to_dy, to_x, values_of(affine), done, saved.statistics(),
-                                               packets, from.data(), outputs_of(gamma_gradient), report,
-                                               workspace.limits(), stream);
-  };
-  if (!alone && !workspace.agreed()) workspace.agree(comm, own, stream);
-  local(own);
-  if (!alone) syncnorm::allgather(comm, std::span<std::byte const>{from}, to, stream);
-  apply(alone ? gathered_packets{from.data(), 1} : gathered_packets{to.data(), syncnorm::size(comm)});
-  workspace.raise();
+  double_backward_operands<T, P> in_;
+  bool exchange_;
+  batch_norm_saved const* saved_;
+};
+
+/// `batch_norm_double_backward` by the kernels of `Kernels`.
+template <class Kernels, class T, class P, communicator C>
+void double_backward(C const& comm, double_backward_operands<T, P> const& in,
+                     batch_norm_backward_options const& options, batch_norm_saved const& saved,
+                     batch_norm_workspace& workspace, cudaStream_t stream) {
+  double_backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace};
+  run_pass(comm, pass, stream);
 }
 
 } // namespace syncnorm::cuda::detail

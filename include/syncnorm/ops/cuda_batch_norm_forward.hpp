@@ -54,12 +54,12 @@ struct forward_operands {
 /// A forward pass by the kernels of `Kernels`. Its statistics are of all ranks, of this rank, or, where they are constant, the running
 /// ones.
 template <class Kernels, class T, class P>
-class forward_pass final : public device_pass {
+class forward_pass final : public groupable_pass {
 public:
   /// Borrows everything.
   forward_pass(forward_operands<T, P> const& in, batch_norm_options const& options, batch_norm_saved& saved,
                batch_norm_workspace& workspace)
-      : device_pass{workspace}, in_{in}, options_{options}, saved_{&saved} {}
+      : groupable_pass{workspace}, in_{in}, options_{options}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override {
     return constant() ? "batch_norm inference" : "batch_norm forward";
@@ -113,7 +113,7 @@ public:
   void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
     if (in_.x.empty()) return announce(header, own, stream);
     keep(stream);
-    add_packets(*workspace_, in_.x.size(), own, [&](std::size_t k, packet_place at) {
+    add_packets(packets(), in_.x.size(), own, [&](std::size_t k, packet_place at) {
       if (keeps()) at.kept_state = in_.kept->memory().state;
       moments_of(in_.x[k], epilogue(k).mask, header, at, stream);
     });
@@ -137,7 +137,7 @@ public:
   }
 
   void run_alone(cudaStream_t stream) override {
-    packet_place own{workspace_->own().data()};
+    packet_place own{packets().own().data()};
     if (!constant() && in_.x.size() != 1) {
       local(header(), own, stream);
       return apply(own_packet(own), own, workspace_->report(), stream);
@@ -164,9 +164,7 @@ public:
 private:
   [[nodiscard]] bool constant() const { return in_.scope == statistics_scope::constant; }
   [[nodiscard]] bool keeps() const { return in_.kept != nullptr && !in_.x.empty() && in_.x[0].size() != 0; }
-  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const {
-    return in_.epilogues.empty() ? batch_norm_epilogue<T>{} : in_.epilogues[k];
-  }
+  [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const { return of_batch(in_.epilogues, k); }
   [[nodiscard]] running_outputs running() const {
     return {outputs_of(in_.running.mean), outputs_of(in_.running.var), in_.running.num_batches_tracked};
   }

@@ -170,11 +170,34 @@ public:
   void double_backward(batch_norm_second_order<T, P> const& second, tensor_view<T const> x, tensor_view<T const> dy,
                        tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_backward_options const& options,
                        batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
-    detail::double_backward<Kernels, T, P>(comm_, second, dy, x, to_dy, to_x, affine(), gamma_grad_, epilogue, options,
-                                           saved_, workspace_, stream);
+    run_double_backward({{&dy, 1},
+                         {&x, 1},
+                         {&second.dx, 1},
+                         {&second.dresidual, 1},
+                         second.gamma_gradient,
+                         second.beta_gradient,
+                         affine(),
+                         {&to_dy, 1},
+                         {&to_x, 1},
+                         gamma_grad_,
+                         {&epilogue, 1}},
+                        options, stream);
   }
-  /// Allocates what double backward passes exchange: seven numbers a channel and rank.
-  void reserve_double_backward() { workspace_.reserve_double_backward(); }
+  /// `double_backward` of K micro-batches. No to_dy or to_x: not needed.
+  void double_backward(batch_norm_second_order_batches<T, P> const& second, std::span<tensor_view<T const> const> x,
+                       std::span<tensor_view<T const> const> dy, std::span<tensor_view<T> const> to_dy,
+                       std::span<tensor_view<T> const> to_x, batch_norm_backward_options const& options,
+                       std::span<batch_norm_epilogue<T> const> epilogues, cudaStream_t stream) {
+    run_double_backward({dy, x, second.dx, second.dresidual, second.gamma_gradient, second.beta_gradient, affine(),
+                         to_dy, to_x, gamma_grad_, epilogues},
+                        options, stream);
+  }
+  /// Allocates what double backward passes exchange, seven numbers a channel and rank, and loads their kernels. Local; before a
+  /// first double backward pass is captured in a graph.
+  void reserve_double_backward() {
+    Kernels::template load_double_backward_kernels<T>();
+    workspace_.reserve_double_backward();
+  }
 
   /// Throws what has failed in passes so far, as far as it is known on this rank, and in the communicator. Does not wait.
   void check() {
@@ -283,6 +306,11 @@ private:
         comm_,
         {{&dy, 1}, {&x, 1}, {&dx, 1}, affine(), {gamma_grad_, beta_grad_}, {&epilogue, 1}, {&dresidual, 1}, kept, y},
         options, saved_, workspace_, stream);
+  }
+
+  void run_double_backward(syncnorm::detail::double_backward_operands<T, P> const& in,
+                           batch_norm_backward_options const& options, cudaStream_t stream) {
+    detail::double_backward<Kernels, T, P>(comm_, in, options, saved_, workspace_, stream);
   }
 
   [[nodiscard]] affine_parameters<P> affine() const { return {gamma_, beta_}; }

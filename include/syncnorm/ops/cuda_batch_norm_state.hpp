@@ -67,8 +67,8 @@ class batch_norm_workspace {
 public:
   /// `work_bytes`: of the kernels' workspace.
   batch_norm_workspace(std::int64_t channels, int ranks, device_limits const& limits, std::size_t work_bytes)
-      : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks}, pool_{{channels},
-                                                                                                        ranks} {
+      : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks},
+        pool_{{channels}, ranks}, packets_{channels, 2, ranks} {
     syncnorm::detail::require_cuda(cudaGetDevice(&device_), "cudaGetDevice");
     detail::memory_cutter sizes;
     cut(sizes, work_bytes);
@@ -87,24 +87,15 @@ public:
   [[nodiscard]] tensor_view<T> empty() const {
     return {nullptr, 0, channels_ > 0 ? channels_ : 0, 0};
   }
-  /// A packet of micro-batches, 0 or 1.
-  [[nodiscard]] std::byte* scratch(std::size_t i) const { return scratch_ + i * packet_bytes(channels_); }
-  [[nodiscard]] std::span<std::byte> own() const { return {own_, packet_bytes(channels_)}; }
-  [[nodiscard]] std::span<std::byte> all() const {
-    return {all_, packet_bytes(channels_) * static_cast<std::size_t>(ranks_)};
-  }
-
-  /// The same of double backward passes, whose packets have more values a channel; empty before `reserve_double_backward`.
-  [[nodiscard]] std::span<std::byte> double_own() const { return {double_memory_.data(), double_bytes_}; }
-  [[nodiscard]] std::span<std::byte> double_all() const {
-    return {double_memory_.data() + double_bytes_, double_bytes_ * static_cast<std::size_t>(ranks_)};
-  }
+  /// Of forward and backward passes.
+  [[nodiscard]] detail::pass_packets const& packets() const noexcept { return packets_; }
+  /// Of double backward passes; empty before `reserve_double_backward`.
+  [[nodiscard]] detail::pass_packets const& double_packets() const noexcept { return double_packets_; }
   /// Local; allocates, once.
   void reserve_double_backward() {
-    if (double_bytes_ != 0) return;
-    auto const bytes = packet_bytes(channels_, 7);
-    double_memory_ = detail::device_memory{bytes * static_cast<std::size_t>(1 + ranks_)};
-    double_bytes_ = bytes;
+    if (!double_packets_.empty()) return;
+    detail::device_scope const there{device_};
+    double_packets_ = detail::pass_packets{channels_, 7, ranks_};
   }
 
   /// Of passes in two phases.
@@ -147,10 +138,6 @@ public:
 private:
   void cut(detail::memory_cutter& cutter, std::size_t work_bytes) {
     auto const ranks = static_cast<std::size_t>(ranks_);
-    auto const bytes = packet_bytes(channels_);
-    own_ = cutter.take<std::byte>(bytes);
-    all_ = cutter.take<std::byte>(bytes * ranks);
-    scratch_ = cutter.take<std::byte>(bytes * 2);
     heads_ = cutter.take<std::byte>(sizeof(syncnorm::detail::packet_header) * (1 + ranks));
     work_ = {cutter.take<std::byte>(work_bytes), work_bytes};
   }
@@ -163,9 +150,9 @@ private:
   detail::pass_report report_;
   detail::packet_pool pool_;
 
-  detail::device_memory memory_, double_memory_;
-  std::size_t double_bytes_ = 0;
-  std::byte *own_ = nullptr, *all_ = nullptr, *scratch_ = nullptr, *heads_ = nullptr;
+  detail::pass_packets packets_, double_packets_;
+  detail::device_memory memory_;
+  std::byte* heads_ = nullptr;
   workspace work_;
 };
 

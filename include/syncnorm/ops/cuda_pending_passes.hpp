@@ -29,7 +29,7 @@ namespace detail {
 class planned_pass {
 public:
   virtual ~planned_pass() = default;
-  [[nodiscard]] virtual device_pass& steps() = 0;
+  [[nodiscard]] virtual groupable_pass& steps() = 0;
 };
 
 template <class T>
@@ -44,7 +44,7 @@ public:
                   batch_norm_workspace& workspace)
       : x_{copy_of(in.x)}, y_{copy_of(in.y)}, epilogues_{copy_of(in.epilogues)},
         steps_{{x_, y_, in.affine, in.running, in.scope, epilogues_}, options, saved, workspace} {}
-  device_pass& steps() override { return steps_; }
+  groupable_pass& steps() override { return steps_; }
 
 private:
   std::vector<tensor_view<T const>> x_;
@@ -63,7 +63,7 @@ public:
                                                   exchange,
                                                   saved,
                                                   workspace} {}
-  device_pass& steps() override { return steps_; }
+  groupable_pass& steps() override { return steps_; }
 
 private:
   std::vector<tensor_view<T const>> dy_, x_;
@@ -79,7 +79,7 @@ class batch_norm_pass {
 public:
   explicit batch_norm_pass(std::unique_ptr<detail::planned_pass> planned) : planned_{std::move(planned)} {}
 
-  [[nodiscard]] detail::device_pass& steps() const { return planned_->steps(); }
+  [[nodiscard]] detail::groupable_pass& steps() const { return planned_->steps(); }
 
 private:
   std::unique_ptr<detail::planned_pass> planned_;

@@ -33,6 +33,8 @@ void run_all(gpu::batch_norm<float>& layer, view x, view y, epilogue const& done
   std::vector<epilogue> const each{done, done};
   layer.forward(in, out, each, stream);
   layer.backward(in, in, out, {}, each, out, stream);
+  layer.double_backward({}, x, x, y, y, {}, done, stream);
+  layer.double_backward({}, in, in, out, out, {}, each, stream);
   layer.begin_forward(x, y, done, stream).finish(stream);
   layer.begin_backward(x, y, y, done, y, {}, stream).finish(stream);
   gpu::batch_norm_group group{layer.comm()};

@@ -18,6 +18,37 @@
 
 namespace syncnorm::cuda::detail {
 
+/// What the passes of one kind of a layer exchange, `values` numbers a channel, in device memory.
+class pass_packets {
+public:
+  pass_packets() = default;
+  pass_packets(std::int64_t channels, int values, int ranks)
+      : bytes_{packet_bytes(channels, values)}, ranks_{static_cast<std::size_t>(ranks)} {
+    memory_cutter sizes;
+    cut(sizes);
+    memory_ = device_memory{sizes.used()};
+    memory_cutter cutter{memory_.data()};
+    cut(cutter);
+  }
+
+  [[nodiscard]] bool empty() const noexcept { return bytes_ == 0; }
+  [[nodiscard]] std::span<std::byte> own() const { return {own_, bytes_}; }
+  [[nodiscard]] std::span<std::byte> all() const { return {all_, bytes_ * ranks_}; }
+  /// Of micro-batches, 0 or 1.
+  [[nodiscard]] std::byte* scratch(std::size_t i) const { return scratch_ + i * bytes_; }
+
+private:
+  void cut(memory_cutter& cutter) {
+    own_ = cutter.take<std::byte>(bytes_);
+    all_ = cutter.take<std::byte>(bytes_ * ranks_);
+    scratch_ = cutter.take<std::byte>(bytes_ * 2);
+  }
+
+  std::size_t bytes_ = 0, ranks_ = 0;
+  device_memory memory_;
+  std::byte *own_ = nullptr, *all_ = nullptr, *scratch_ = nullptr;
+};
+
 /// What the passes of some layers exchange together, in device memory: of each rank the headers of all, and then their values.
 class packet_buffers {
 public:

@@ -16,6 +16,7 @@
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/cuda_packets.hpp>
 
 namespace syncnorm::cuda::detail {
 
@@ -46,13 +47,10 @@ public:
   [[nodiscard]] syncnorm::detail::packet_header const& header() const { return header_; }
   /// Whether the pass involves other ranks, where there are any.
   [[nodiscard]] virtual bool collective() const = 0;
-  /// Writes a packet of no elements, where the pass exchanges nothing itself.
-  virtual void announce(syncnorm::detail::packet_header const& header, packet_place const& own,
-                        cudaStream_t stream) = 0;
+  /// What it exchanges by itself.
+  [[nodiscard]] virtual pass_packets const& packets() const { return workspace_->packets(); }
   /// Writes this rank's packet.
   virtual void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) = 0;
-  /// Of a group's packets, before those are applied.
-  virtual void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) = 0;
   /// What is made of the packets of all ranks.
   virtual void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
                      cudaStream_t stream) = 0;
@@ -65,6 +63,19 @@ protected:
   batch_norm_workspace* workspace_;
   device_check check_;
   syncnorm::detail::packet_header header_{};
+};
+
+/// A pass that may travel with those of other layers.
+class groupable_pass : public device_pass {
+public:
+  /// Writes a packet of no elements, where the pass exchanges nothing itself.
+  virtual void announce(syncnorm::detail::packet_header const& header, packet_place const& own,
+                        cudaStream_t stream) = 0;
+  /// Of a group's packets, before those are applied.
+  virtual void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) = 0;
+
+protected:
+  using device_pass::device_pass;
 };
 
 inline void throw_fault(device_pass const& pass) {
@@ -85,10 +96,11 @@ void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
     device_scope const there{workspace.device()}; // the others are waiting, even if another is current
     auto const& header = pass.header();
     if (!workspace.agreed()) workspace.agree(comm, header, stream);
-    packet_place const own{workspace.own().data()};
+    auto const& packets = pass.packets();
+    packet_place const own{packets.own().data()};
     pass.local(header, own, stream);
-    syncnorm::allgather(comm, std::span<std::byte const>{workspace.own()}, workspace.all(), stream);
-    pass.apply({workspace.all().data(), syncnorm::size(comm)}, own, workspace.report(), stream);
+    syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
+    pass.apply({packets.all().data(), syncnorm::size(comm)}, own, workspace.report(), stream);
   }
   workspace.raise();
 }
@@ -108,12 +120,18 @@ template <class P>
 
 /// f(k, place) for each of K micro-batches, whose packets are added up: the last one's is `own`.
 template <class F>
-void add_packets(batch_norm_workspace const& workspace, std::size_t batches, packet_place const& own, F const& f) {
+void add_packets(pass_packets const& packets, std::size_t batches, packet_place const& own, F const& f) {
   for (std::size_t k = 0; k < batches; ++k) {
-    packet_place at = k + 1 == batches ? own : packet_place{workspace.scratch(k % 2)};
-    if (k > 0) at.before = workspace.scratch((k - 1) % 2);
+    packet_place at = k + 1 == batches ? own : packet_place{packets.scratch(k % 2)};
+    if (k > 0) at.before = packets.scratch((k - 1) % 2);
     f(k, at);
   }
+}
+
+/// That of micro-batch k, where there is one for each, else a default one.
+template <class Each>
+[[nodiscard]] Each of_batch(std::span<Each const> each, std::size_t k) {
+  return each.empty() ? Each{} : each[k];
 }
 
 template <class T>

@@ -22,23 +22,12 @@
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/double_backward_buffers.hpp>
+#include <syncnorm/ops/detail/double_backward_operands.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm::detail {
-
-/// What a double backward pass reads and writes, of K micro-batches; names as in `batch_norm_double_backward`.
-template <class T, class P>
-struct double_backward_operands {
-  std::span<tensor_view<T const> const> dy, x;
-  std::span<tensor_view<T const> const> u, v; ///< none, or K; default views: 0
-  std::span<P const> a, b;
-  affine_parameters<P> affine;
-  std::span<tensor_view<T> const> to_dy, to_x; ///< none, or K; default views: not needed
-  std::span<P> gamma_gradient;
-  std::span<batch_norm_epilogue<T> const> epilogues;
-};
 
 /// A double backward pass, as `batch_norm_double_backward` documents it.
 template <class T, class P, host::executor E>
