@@ -46,6 +46,11 @@ void kernels_of<T>::normalize_constant(in x, out y, gpu::affine_values const& af
 }
 
 template <class T>
+void kernels_of<T>::accept_sums(gpu::reduced_packets const& of, gpu::fault_report const& report, cudaStream_t stream) {
+  gpu::accept_sums(of, report, stream);
+}
+
+template <class T>
 void kernels_of<T>::agree_on_group(gpu::gathered_headers const& headers, bool forward, gpu::fault_report const& report,
                                    cudaStream_t stream) {
   gpu::agree_on_group(headers, forward, report, stream);

@@ -36,6 +36,8 @@ struct kernels_of {
                                  syncnorm::cuda::saved_statistics const& saved, std::int64_t const* kept_state,
                                  syncnorm::cuda::fault_report const& report,
                                  syncnorm::cuda::device_limits const& limits, cudaStream_t stream);
+  static void accept_sums(syncnorm::cuda::reduced_packets const& of, syncnorm::cuda::fault_report const& report,
+                          cudaStream_t stream);
   static void agree_on_group(syncnorm::cuda::gathered_headers const& headers, bool forward,
                              syncnorm::cuda::fault_report const& report, cudaStream_t stream);
   static void keep(out x, syncnorm::cuda::affine_values const& affine, syncnorm::activation const& of,
@@ -102,6 +104,10 @@ struct compiled_kernels {
   template <class T, class... Arguments>
   static void normalize_constant(Arguments const&... arguments) {
     kernels_of<T>::normalize_constant(arguments...);
+  }
+  template <class... Arguments>
+  static void accept_sums(Arguments const&... arguments) {
+    kernels_of<float>::accept_sums(arguments...);
   }
   template <class... Arguments>
   static void agree_on_group(Arguments const&... arguments) {

@@ -34,7 +34,7 @@ inline test::second_order_case second_order_of(std::vector<std::int64_t> const& 
 /// every rank has one micro-batch, by the members for one batch. Every rank calls it.
 template <class Layer, class C>
 void check_double_backward(C const& comm, micro_batch_share const& shares, test::layout order, bool with_epilogue,
-                           bool captured) {
+                           bool captured, syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
   auto const rank = static_cast<std::size_t>(syncnorm::rank(comm));
   std::vector<std::int64_t> samples;
   bool single = true;
@@ -87,7 +87,7 @@ void check_double_backward(C const& comm, micro_batch_share const& shares, test:
   };
   test::device_buffer<float> const a = of_rank(problem.a), b = of_rank(problem.b);
 
-  Layer layer{comm, c, {.norm = {.eps = problem.eps}}};
+  Layer layer{comm, c, {.norm = {.eps = problem.eps, .exchange = policy}}};
   test::copy_to_device(layer.gamma().data(), std::vector<float>(problem.gamma.begin(), problem.gamma.end()).data(),
                        layer.gamma().size_bytes());
   test::copy_to_device(layer.beta().data(), std::vector<float>(problem.beta.begin(), problem.beta.end()).data(),
@@ -108,7 +108,7 @@ void check_double_backward(C const& comm, micro_batch_share const& shares, test:
       else
         layer.double_backward({u, a.span(), b.span(), v}, x, dy, to_dy, to_x, {}, epilogues, stream);
   };
-  test::run_on(on, captured, step, 2);
+  test::run_on(on, captured, step);
   layer.synchronize(on);
 
   from = first;

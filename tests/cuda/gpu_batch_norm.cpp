@@ -4,6 +4,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -134,6 +135,22 @@ TEST_CASE("double backward on a GPU agrees with the oracle, of one batch and ove
                                                                                 false);
         });
     }
+}
+
+TEST_CASE("passes that reduce agree with the oracle over NCCL and of ranks on one GPU") {
+  auto const check = [](auto const& comm, auto layer, bool captured) {
+    using layer_type = typename decltype(layer)::type;
+    for (auto of : layer_cases::cases()) {
+      while (of.samples.size() < static_cast<std::size_t>(syncnorm::size(comm))) of.samples.push_back(1);
+      of.policy = syncnorm::exchange_policy::reduce;
+      layer_cases::check_steps<layer_type>(comm, of, captured);
+    }
+  };
+  over_threads(3,
+               [&](auto const& comm) { check(comm, std::type_identity<layer_over<float, staged_threads>>{}, false); });
+  over_nccl([&](auto const& comm) {
+    check(comm, std::type_identity<layer_over<float, syncnorm::nccl_communicator>>{}, true);
+  });
 }
 
 TEST_CASE("passes in place, over micro-batches, in two phases and in groups on a GPU") {

@@ -67,6 +67,7 @@ struct layer_case {
   double slope = 1;
   syncnorm::masked_outputs outputs = syncnorm::masked_outputs::normalized;
   std::optional<double> momentum = 0.1;
+  syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic;
 };
 
 template <class T>
@@ -140,7 +141,7 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
   if (of.residual) epilogue.residual = residual.view;
   if (of.masked) epilogue.mask = syncnorm::mask_of(mask.data(), own, s);
 
-  Layer layer{comm, c, {.norm = {.momentum = of.momentum}}};
+  Layer layer{comm, c, {.norm = {.momentum = of.momentum, .exchange = of.policy}}};
   test::stream const on;
   auto const step = [&](cudaStream_t stream) {
     layer.forward(x.view, y.view, epilogue, stream);

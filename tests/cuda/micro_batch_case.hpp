@@ -76,7 +76,7 @@ void check_micro_batches(C const& comm, micro_batch_share const& shares, layer_c
     from += n;
   }
 
-  Layer layer{comm, c, {.norm = {.momentum = of.momentum}}};
+  Layer layer{comm, c, {.norm = {.momentum = of.momentum, .exchange = of.policy}}};
   test::stream const on;
   if (captured) layer.prepare(on);
   test::run_on(

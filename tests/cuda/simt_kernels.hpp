@@ -11,6 +11,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/accept_kernel.hpp>
 #include <syncnorm/cuda/detail/group_kernel.hpp>
 #include <syncnorm/cuda/detail/prepare.hpp>
 #include <syncnorm/cuda/operands.hpp>
@@ -179,6 +180,13 @@ struct simt_kernels {
           stream);
     };
     epilogue.does_something() ? with(std::true_type{}) : with(std::false_type{});
+  }
+
+  static void accept_sums(gpu::reduced_packets const& of, gpu::fault_report const& report, cudaStream_t stream) {
+    enqueue(gpu::detail::accept_blocks(of, threads), stream,
+            [of, report](simt::machine& on, simt::launch_shape const& shape) {
+              on.launch(shape, [&](auto const& hw) { gpu::detail::accept_kernel(hw, {of, report}); });
+            });
   }
 
   static void agree_on_group(gpu::gathered_headers const& headers, bool forward, gpu::fault_report const& report,

@@ -52,8 +52,9 @@ std::vector<float> state_of(Layer& layer) {
 /// outputs, and goes on. The pass is the forward pass, or, where the message says so, the backward pass.
 template <class C>
 void check_spoiled(C const& comm, std::function<void(step_memory&)> const& spoil, std::string const& message,
-                   bool first_step_good, bool captured) {
-  layer_over<C> layer{comm, 3};
+                   bool first_step_good, bool captured,
+                   syncnorm::exchange_policy policy = syncnorm::exchange_policy::gather) {
+  layer_over<C> layer{comm, 3, {.norm = {.exchange = policy}}};
   test::stream const on;
   step_memory good, bad;
   if (first_step_good) {
@@ -89,6 +90,9 @@ void check_everywhere(std::function<void(step_memory&)> const& spoil, std::strin
   INFO(message);
   test::over_nccl(3, [&](auto const& comm) { check_spoiled(comm, spoil, message, true, true); });
   if (!test::sanitized) {
+    test::over_nccl(3, [&](auto const& comm) {
+      check_spoiled(comm, spoil, message, true, true, syncnorm::exchange_policy::reduce);
+    });
     for (bool const first_step_good : {true, false})
       test::over_nccl(3, [&](auto const& comm) { check_spoiled(comm, spoil, message, first_step_good, false); });
     test::over_threads(2, [&](auto const& comm) { check_spoiled(comm, spoil, message, true, false); });
@@ -121,8 +125,8 @@ TEST_CASE("what is wrong with a pass on a device on one rank is an error on ever
 }
 
 TEST_CASE("a backward pass after a forward pass that failed adds nothing, and says nothing else") {
-  test::over_nccl(2, [](auto const& comm) {
-    layer_over<test::nccl_communicator> layer{comm, 3};
+  auto const check = [](auto const& comm, syncnorm::exchange_policy policy) {
+    layer_over<test::nccl_communicator> layer{comm, 3, {.norm = {.exchange = policy}}};
     test::stream const on;
     layer.prepare(on);
     step_memory step;
@@ -140,7 +144,9 @@ TEST_CASE("a backward pass after a forward pass that failed adds nothing, and sa
     note([&] { layer.synchronize(on); });
     CHECK((said == std::vector<std::string>{"batch_norm forward: rank 1: x is null, its extents are [2, 3, 5]"}));
     CHECK(state_of(layer) == std::vector<float>{0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0});
-  });
+  };
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    test::over_nccl(2, [&](auto const& comm) { check(comm, policy); });
   test::check_no_violations();
 }
 
@@ -191,8 +197,8 @@ TEST_CASE("another current device than that of the layer on one rank is an error
 
 TEST_CASE("one value per channel over all ranks is too few") {
   std::string const message = "batch_norm forward: training needs more than 1 value per channel over all ranks, got 1";
-  test::over_nccl(2, [&](auto const& comm) {
-    layer_over<test::nccl_communicator> layer{comm, 2};
+  auto const check = [&](auto const& comm, syncnorm::exchange_policy policy) {
+    layer_over<test::nccl_communicator> layer{comm, 2, {.norm = {.exchange = policy}}};
     layer_cases::device_tensor<float> x{test::layout::nc, comm.rank(), 2, 1};
     test::stream const on;
     CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
@@ -200,7 +206,9 @@ TEST_CASE("one value per channel over all ranks is too few") {
             layer.synchronize(on);
           }) == message);
     CHECK(state_of(layer)[0] == 0);
-  });
+  };
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    test::over_nccl(2, [&](auto const& comm) { check(comm, policy); });
   layer_over<syncnorm::self_communicator> layer{{}, 2};
   layer_cases::device_tensor<float> x{test::layout::nc, 1, 2, 1};
   test::stream const on;
@@ -258,10 +266,6 @@ TEST_CASE("another device than that of the layer, and a device that fails") {
   CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
           step.backward(layer, on);
         }).find("there was no forward pass") != std::string::npos);
-  layer_over<syncnorm::self_communicator> reducing{{}, 3, {.norm = {.exchange = syncnorm::exchange_policy::reduce}}};
-  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
-          step.forward(reducing, on);
-        }).find("on a device ranks only gather") != std::string::npos);
   fake_cuda::fail_next("cudaMalloc", cudaErrorMemoryAllocation);
   CHECK_THROWS_AS((layer_over<syncnorm::self_communicator>{{}, 3}), syncnorm::cuda_error);
   CHECK(cudaGetLastError() == cudaSuccess); // it was thrown

@@ -12,6 +12,7 @@
 #include <syncnorm/adapters/detail/cuda_pinned.hpp>
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/wire.hpp>
 #include <syncnorm/core/detail/cuda_check.hpp>
 
@@ -39,6 +40,8 @@ public:
   [[nodiscard]] C const& host() const noexcept { return state_->comm; }
   /// Whether its collectives may be captured in a graph.
   [[nodiscard]] static constexpr bool capturable() noexcept { return false; }
+
+  [[nodiscard]] exchange_cost cost_of_exchange() const { return syncnorm::cost_of_exchange(state_->comm); }
 
   template <wire_type T>
   void allgather(std::span<T const> in, std::span<T> out, CUstream_st* stream) const requires allgathers<C, T> {

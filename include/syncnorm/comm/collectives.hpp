@@ -42,6 +42,15 @@ template <splits C>
   return comm.split(color, key);
 }
 
+/// f(), whose collectives, asynchronous or of a stream, a communicator that can issues as one.
+template <communicator C, class F>
+void batch(C const& comm, F const& f) {
+  if constexpr (requires { comm.batch(f); })
+    comm.batch(f);
+  else
+    f();
+}
+
 /// Returns on no rank before every rank has entered. Collective.
 template <communicator C>
 void barrier(C const& comm) {

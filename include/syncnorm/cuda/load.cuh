@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/cuda/accept_sums.cuh>
 #include <syncnorm/cuda/detail/launch.cuh>
 
 namespace syncnorm::cuda {
@@ -38,6 +39,7 @@ void load_pass() {
 template <class T, class Architectures = detail::architectures>
 void load_kernels() {
   using D = detail::device_element_t<T>;
+  detail::load(&detail::accept_global<Architectures>);
   detail::load_pass<detail::moments_op<D>, detail::normalize_op<D, false>, Architectures>();
   detail::load_pass<detail::moments_op<D>, detail::normalize_op<D, true>, Architectures>();
   detail::load_pass<detail::backward_sums_op<D, false>, detail::gradient_op<D, false>, Architectures>();

@@ -103,6 +103,7 @@ struct packet_place {
   std::size_t values_at = sizeof(syncnorm::detail::packet_header);
   std::byte const* before = nullptr;        ///< a packet without gaps of the micro-batches before, which is added
   std::int64_t const* kept_state = nullptr; ///< of `kept_channels`: where it is −1, the packet gets a fault
+  double* weighted = nullptr;               ///< `[C + 1]`, of moments: count·mean, and the count; null: not needed
 
   constexpr packet_place() = default;
   SYNCNORM_HOST_DEVICE constexpr packet_place(std::byte* at) : data{at} {}
@@ -122,6 +123,16 @@ struct gathered_headers {
   std::byte* data = nullptr;
   int ranks = 1, layers = 1;
   std::size_t stride = 0;
+};
+
+/// A layer's packets where ranks exchange sums, all in device memory, aligned to 8 bytes.
+struct reduced_packets {
+  std::byte const* headers = nullptr; ///< of all ranks, as an allgather leaves them
+  int ranks = 1;
+  std::byte const* own = nullptr;   ///< this rank's packet
+  std::byte* merged = nullptr;      ///< a packet like it, of all ranks
+  double const* weighted = nullptr; ///< of moments: `packet_place::weighted`, summed; null: the merged values are there
+  std::int64_t channels = 0;
 };
 
 /// This rank's packet alone.

@@ -11,6 +11,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/accept_sums.cuh>
 #include <syncnorm/cuda/backward.cuh>
 #include <syncnorm/cuda/double_backward.cuh>
 #include <syncnorm/cuda/forward.cuh>
@@ -65,6 +66,10 @@ struct gpu_kernels {
     cuda::backward_alone<T, Architectures>(arguments...);
   }
   template <class... Arguments>
+  static void accept_sums(Arguments const&... arguments) {
+    cuda::accept_sums<Architectures>(arguments...);
+  }
+  template <class... Arguments>
   static void agree_on_group(Arguments const&... arguments) {
     cuda::agree_on_group<Architectures>(arguments...);
   }
@@ -91,7 +96,7 @@ template <element T, communicator C = self_communicator, class P = accumulate_t<
 using batch_norm = basic_batch_norm<T, C, P, Kernels>;
 
 /// `syncnorm::batch_norm_forward` of device memory, enqueued on the stream: two launches and, with several ranks, one
-/// allgather. The ranks agree before the first pass of a workspace, for which it waits for the stream. Errors are those of
+/// allgather, or sums as `options.exchange` says. The ranks agree before the first pass of a workspace, for which it waits for the stream. Errors are those of
 /// `basic_batch_norm`: with several ranks they come up in a later call with the workspace, or in `workspace.raise()`.
 template <class T, class P, allgathers_on_stream<std::byte> C>
 void batch_norm_forward(C const& comm, tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine,

@@ -45,6 +45,7 @@ public:
       : groupable_pass{workspace}, in_{in}, exchange_{exchange}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
+  [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
   [[nodiscard]] bool collective() const override {
     return exchange_ && (!saved_->exists || saved_->scope == statistics_scope::all_ranks);
   }
@@ -157,7 +158,7 @@ template <class Kernels, class T, class P, communicator C>
 void backward(C const& comm, backward_operands<T, P> const& in, batch_norm_backward_options const& options,
               batch_norm_saved const& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
   backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace};
-  run_pass(comm, pass, stream);
+  run_pass<Kernels>(comm, pass, stream);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -34,6 +34,7 @@ public:
       : device_pass{workspace}, in_{in}, exchange_{exchange}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
+  [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
   [[nodiscard]] bool collective() const override {
     return exchange_ && (!saved_->exists || saved_->scope == statistics_scope::all_ranks);
   }
@@ -150,7 +151,7 @@ void double_backward(C const& comm, double_backward_operands<T, P> const& in,
                      batch_norm_backward_options const& options, batch_norm_saved const& saved,
                      batch_norm_workspace& workspace, cudaStream_t stream) {
   double_backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace};
-  run_pass(comm, pass, stream);
+  run_pass<Kernels>(comm, pass, stream);
 }
 
 } // namespace syncnorm::cuda::detail

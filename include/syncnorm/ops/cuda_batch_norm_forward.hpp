@@ -64,6 +64,8 @@ public:
   [[nodiscard]] std::string_view name() const override {
     return constant() ? "batch_norm inference" : "batch_norm forward";
   }
+  [[nodiscard]] exchange_policy wish() const override { return options_.exchange; }
+  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
   [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
 
   void check(bool alone, cudaStream_t stream) override {
@@ -91,8 +93,6 @@ public:
       check_.eps(options_.eps);
     else
       check_.options(options_, in_.running, channels);
-    check_.require(options_.exchange != exchange_policy::reduce || constant(),
-                   [] { return "the exchange policy is reduce, but on a device ranks only gather"; });
     check_.values(in_.running.mean, "running_mean", channels);
     check_.values(in_.running.var, "running_var", channels);
     if (in_.running.num_batches_tracked != nullptr)
@@ -175,6 +175,7 @@ private:
   void save() {
     saved_->scope = in_.scope;
     saved_->exists = true;
+    saved_->exchange = options_.exchange;
   }
 
   void reserve(cudaStream_t stream) {
@@ -213,7 +214,7 @@ template <class Kernels, class T, class P, communicator C>
 void forward(C const& comm, forward_operands<T, P> const& in, batch_norm_options const& options,
              batch_norm_saved& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
   forward_pass<Kernels, T, P> pass{in, options, saved, workspace};
-  run_pass(comm, pass, stream);
+  run_pass<Kernels>(comm, pass, stream);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -30,10 +30,10 @@ namespace syncnorm::cuda {
 /// beta = 0), their gradients, the running statistics (mean 0, var 1), their counter, and a workspace for tensors of any
 /// extents, all in memory of the device that was current at its making. `Kernels` are those of `gpu_kernels`.
 ///
-/// A pass enqueues its kernels, and with several ranks one allgather, on the stream; it allocates nothing and does not wait
-/// for the device, so it can be captured in a graph and replayed, given that the communicator's collectives can be. Before
-/// the first pass, ranks agree on channels and options once: `prepare`, which waits for the stream, or the first forward pass.
-/// Without `prepare`, CUDA may load a kernel at its first launch, and then that waits for the device. Use one stream at a time.
+/// A pass enqueues its kernels on the stream, and with several ranks one allgather, or, as `exchange_policy` says, allreduces beside
+/// one of headers. It allocates nothing and does not wait for the device, so it can be captured in a graph and replayed, given that
+/// the communicator's collectives can be. Before the first pass, ranks agree on channels and options once: `prepare`, which waits for
+/// the stream, or the first forward pass. Without `prepare`, CUDA may load a kernel at its first launch, and then that waits for the device. Use one stream at a time.
 ///
 /// Errors. With one rank, and for passes that exchange nothing, what is wrong is thrown at once. With several, the rank whose
 /// fault it is joins the exchange, no rank writes anything in this pass, and every rank throws the same, naming the rank, from
@@ -56,7 +56,8 @@ public:
     detail::require_capturable(comm_, "batch_norm preparation", false, stream);
     detail::device_check check{workspace_.device()};
     check.options(options_.norm, running(), channels_);
-    auto const own = detail::forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
+    auto own = detail::forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
+    own.policy = static_cast<std::int32_t>(resolved(detail::merge_rule::moments));
     workspace_.agree(comm_, own, stream);
   }
 
@@ -245,7 +246,7 @@ public:
 private:
   basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options, device_limits const& limits)
       : comm_{std::move(comm)}, options_{options}, channels_{channels}, saved_{channels}, kept_{channels},
-        workspace_{channels, syncnorm::size(comm_), limits, workspace_bytes(channels, limits)} {
+        workspace_{channels, syncnorm::size(comm_), limits, workspace_bytes(channels, limits), gathers(2), gathers(7)} {
     detail::memory_cutter sizes;
     cut(sizes);
     memory_ = detail::device_memory{sizes.used()};
@@ -253,6 +254,16 @@ private:
     cut(cutter);
     fill_with_one(gamma_);
     fill_with_one(running_var_);
+  }
+
+  /// How the ranks exchange in fact.
+  [[nodiscard]] exchange_policy resolved(detail::merge_rule rule, std::size_t values = 2) const {
+    return detail::resolve_on_stream(options_.norm.exchange, comm_, rule, channels_, values);
+  }
+  /// Whether passes of so many values a channel gather packets; two are both those of forward and of backward passes.
+  [[nodiscard]] bool gathers(std::size_t values) const {
+    return resolved(detail::merge_rule::sums, values) == exchange_policy::gather ||
+           (values == 2 && resolved(detail::merge_rule::moments) == exchange_policy::gather);
   }
 
   void cut(detail::memory_cutter& cutter) {

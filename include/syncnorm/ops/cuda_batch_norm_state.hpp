@@ -32,8 +32,9 @@ public:
     cut(cutter, c);
   }
 
-  statistics_scope scope = statistics_scope::all_ranks; ///< of the latest pass that was enqueued
-  bool exists = false;                                  ///< there was one
+  statistics_scope scope = statistics_scope::all_ranks;  ///< of the latest pass that was enqueued
+  bool exists = false;                                   ///< there was one
+  exchange_policy exchange = exchange_policy::automatic; ///< of that pass, and hence of its backward pass
   /// mean, inv_std `[C]`, and the count over the scope, −1 where the pass failed, in device memory.
   [[nodiscard]] saved_statistics statistics() const noexcept { return statistics_; }
 
@@ -65,10 +66,12 @@ private:
 /// ranks' standing agreement on the channels. Passes that use it are of one stream at a time; they allocate nothing.
 class batch_norm_workspace {
 public:
-  /// `work_bytes`: of the kernels' workspace.
-  batch_norm_workspace(std::int64_t channels, int ranks, device_limits const& limits, std::size_t work_bytes)
+  /// `work_bytes`: of the kernels' workspace. Where forward and backward passes, or double backward passes, never gather, there is
+  /// no room for it.
+  batch_norm_workspace(std::int64_t channels, int ranks, device_limits const& limits, std::size_t work_bytes,
+                       bool gathers = true, bool double_gathers = true)
       : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks},
-        pool_{{channels}, ranks}, packets_{channels, 2, ranks} {
+        pool_{{channels}, ranks}, packets_{channels, 2, ranks, gathers}, double_gathers_{double_gathers} {
     syncnorm::detail::require_cuda(cudaGetDevice(&device_), "cudaGetDevice");
     detail::memory_cutter sizes;
     cut(sizes, work_bytes);
@@ -95,7 +98,7 @@ public:
   void reserve_double_backward() {
     if (!double_packets_.empty()) return;
     detail::device_scope const there{device_};
-    double_packets_ = detail::pass_packets{channels_, 7, ranks_};
+    double_packets_ = detail::pass_packets{channels_, 7, ranks_, double_gathers_};
   }
 
   /// Of passes in two phases.
@@ -151,6 +154,7 @@ private:
   detail::packet_pool pool_;
 
   detail::pass_packets packets_, double_packets_;
+  bool double_gathers_;
   detail::device_memory memory_;
   std::byte* heads_ = nullptr;
   workspace work_;

@@ -86,7 +86,8 @@ private:
 };
 
 /// Passes whose exchange goes on on a stream of its own, beside what the caller enqueues meanwhile. Whatever it borrows, the layers
-/// above all, has to stay where it is until then; the tensors as long as what was enqueued is not done.
+/// above all, has to stay where it is until then; the tensors as long as what was enqueued is not done. Ranks gather; the exchange
+/// policy `reduce` is an error.
 ///
 /// `begin` has started the collective, `finish` starts none: so any number of them may be pending over a communicator, and each
 /// rank may finish them in an order of its own. Destruction without `finish` lets the stream that it was begun on wait for the
@@ -178,6 +179,10 @@ private:
     for (auto const& pass : passes_) {
       auto& header = headers.emplace_back(pass.steps().header());
       header.layers = static_cast<std::int32_t>(passes_.size());
+      header.policy = static_cast<std::int32_t>(exchange_policy::gather);
+      if (pass.steps().wish() == exchange_policy::reduce && pass.steps().collective() && header.fault[0] == '\0')
+        syncnorm::detail::set_text(header.fault,
+                                   "the exchange policy is reduce, but passes in two phases and groups gather");
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
       if (is_backward(pass.steps()) != is_backward(first))
         syncnorm::detail::set_text(header.fault, "a forward and a backward pass cannot travel together");

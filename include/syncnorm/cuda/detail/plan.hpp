@@ -105,6 +105,11 @@ template <class Op>
   return cut;
 }
 
+/// Blocks of `accept_kernel`: one for the header, and, of moments, one for each `threads` channels.
+[[nodiscard]] constexpr std::uint32_t accept_blocks(reduced_packets const& of, int threads) {
+  return 1 + (of.weighted == nullptr ? 0 : static_cast<std::uint32_t>(up_to(of.channels, threads)));
+}
+
 /// Where in a workspace a launch of C channels finds what is its own.
 struct workspace_layout {
   std::uint32_t* tickets;     ///< of groups

@@ -164,6 +164,11 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
     Op::add_before(hw, incoming_packets{{a.packet.to.before, 1}, a.cut.channels}, channel, all, value);
   SYNCNORM_UNROLL
   for (int v = 0; v < Op::values; ++v) hw.store(values_of(a.packet.to) + v * a.cut.channels + channel, value[v]);
+  if constexpr (Op::counts)
+    if (double* const weighted = a.packet.to.weighted; weighted != nullptr) {
+      hw.store(weighted + channel, all[0] * value[0]);
+      if (channel == 0) hw.store(weighted + a.cut.channels, all[0]);
+    }
   if (channel == 0) write_header(hw, a.packet, all[0], Op::counts);
 }
 

@@ -22,8 +22,10 @@ namespace syncnorm::cuda::detail {
 class pass_packets {
 public:
   pass_packets() = default;
-  pass_packets(std::int64_t channels, int values, int ranks)
-      : bytes_{packet_bytes(channels, values)}, ranks_{static_cast<std::size_t>(ranks)} {
+  /// `gathers`: there may be passes that gather the packets of all ranks, for which there has to be room.
+  pass_packets(std::int64_t channels, int values, int ranks, bool gathers)
+      : channels_{channels > 0 ? channels : 0}, values_{static_cast<std::size_t>(values)},
+        ranks_{static_cast<std::size_t>(ranks)}, gathers_{gathers}, bytes_{packet_bytes(channels, values)} {
     memory_cutter sizes;
     cut(sizes);
     memory_ = device_memory{sizes.used()};
@@ -32,21 +34,47 @@ public:
   }
 
   [[nodiscard]] bool empty() const noexcept { return bytes_ == 0; }
+  [[nodiscard]] std::size_t values() const noexcept { return values_; }
   [[nodiscard]] std::span<std::byte> own() const { return {own_, bytes_}; }
-  [[nodiscard]] std::span<std::byte> all() const { return {all_, bytes_ * ranks_}; }
   /// Of micro-batches, 0 or 1.
   [[nodiscard]] std::byte* scratch(std::size_t i) const { return scratch_ + i * bytes_; }
+  /// Of all ranks, where they gather.
+  [[nodiscard]] std::span<std::byte> all() const { return {all_, gathers_ ? bytes_ * ranks_ : 0}; }
+  [[nodiscard]] gathered_packets gathered() const { return {all_, static_cast<int>(ranks_)}; }
 
-private:
-  void cut(memory_cutter& cutter) {
-    own_ = cutter.take<std::byte>(bytes_);
-    all_ = cutter.take<std::byte>(bytes_ * ranks_);
-    scratch_ = cutter.take<std::byte>(bytes_ * 2);
+  /// What ranks that reduce gather, and what they sum up: the values, of moments first `weighted`.
+  [[nodiscard]] std::span<std::byte> headers() const { return {headers_, header_bytes * ranks_}; }
+  [[nodiscard]] std::span<std::byte> own_header() const { return own().first(header_bytes); }
+  [[nodiscard]] std::span<double> own_values() const { return values_of(own_); }
+  [[nodiscard]] std::span<double> merged_values() const { return values_of(merged_); }
+  [[nodiscard]] std::span<double> weighted() const { return {weighted_, static_cast<std::size_t>(channels_) + 1}; }
+  [[nodiscard]] gathered_packets merged() const { return own_packet({merged_}); }
+  [[nodiscard]] reduced_packets reduced(bool moments) const {
+    return {headers_, static_cast<int>(ranks_), own_, merged_, moments ? weighted_ : nullptr, channels_};
   }
 
-  std::size_t bytes_ = 0, ranks_ = 0;
+private:
+  static constexpr std::size_t header_bytes = sizeof(syncnorm::detail::packet_header);
+
+  void cut(memory_cutter& cutter) {
+    own_ = cutter.take<std::byte>(bytes_);
+    all_ = cutter.take<std::byte>(gathers_ ? bytes_ * ranks_ : 0);
+    scratch_ = cutter.take<std::byte>(bytes_ * 2);
+    headers_ = cutter.take<std::byte>(header_bytes * ranks_);
+    merged_ = cutter.take<std::byte>(bytes_);
+    weighted_ = cutter.take<double>(static_cast<std::size_t>(channels_) + 1);
+  }
+  [[nodiscard]] std::span<double> values_of(std::byte* packet) const {
+    return {reinterpret_cast<double*>(packet + header_bytes), values_ * static_cast<std::size_t>(channels_)};
+  }
+
+  std::int64_t channels_ = 0;
+  std::size_t values_ = 0, ranks_ = 0;
+  bool gathers_ = false;
+  std::size_t bytes_ = 0;
   device_memory memory_;
-  std::byte *own_ = nullptr, *all_ = nullptr, *scratch_ = nullptr;
+  std::byte *own_ = nullptr, *all_ = nullptr, *scratch_ = nullptr, *headers_ = nullptr, *merged_ = nullptr;
+  double* weighted_ = nullptr;
 };
 
 /// What the passes of some layers exchange together, in device memory: of each rank the headers of all, and then their values.

@@ -8,6 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/error.hpp>
@@ -17,8 +18,12 @@
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_packets.hpp>
+#include <syncnorm/ops/detail/exchange_choice.hpp>
 
 namespace syncnorm::cuda::detail {
+
+using syncnorm::detail::merge_rule;
+using syncnorm::detail::resolve_on_stream;
 
 /// What no rank can let the others know of by an exchange: that there can be none on this stream.
 template <communicator C>
@@ -49,6 +54,9 @@ public:
   [[nodiscard]] virtual bool collective() const = 0;
   /// What it exchanges by itself.
   [[nodiscard]] virtual pass_packets const& packets() const { return workspace_->packets(); }
+  /// How its ranks would exchange, and what becomes of their values.
+  [[nodiscard]] virtual exchange_policy wish() const = 0;
+  [[nodiscard]] virtual merge_rule rule() const { return merge_rule::sums; }
   /// Writes this rank's packet.
   virtual void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) = 0;
   /// What is made of the packets of all ranks.
@@ -82,8 +90,26 @@ inline void throw_fault(device_pass const& pass) {
   if (!pass.fault().empty()) throw invalid_argument_error{std::string{pass.name()} + ": " + pass.fault()};
 }
 
-/// Runs a pass over `comm`, in one allgather.
-template <communicator C>
+/// Makes `packets().reduced` out of the packets of the ranks: of moments by two allreduces, else by one, beside an allgather of the
+/// headers.
+template <class Kernels, communicator C>
+void reduce_packets(C const& comm, device_pass const& pass, cudaStream_t stream) {
+  auto const& packets = pass.packets();
+  bool const moments = pass.rule() == merge_rule::moments;
+  auto const from = moments ? packets.weighted() : packets.own_values(),
+             to = moments ? packets.weighted() : packets.merged_values();
+  syncnorm::batch(comm, [&] {
+    syncnorm::allgather(comm, std::span<std::byte const>{packets.own_header()}, packets.headers(), stream);
+    syncnorm::allreduce(comm, std::span<double const>{from}, to, reduce_op::sum, stream);
+  });
+  Kernels::accept_sums(packets.reduced(moments), pass.workspace().report(), stream);
+  if (!moments) return;
+  auto const m2 = packets.merged_values().last(to.size() - 1);
+  syncnorm::allreduce(comm, std::span<double const>{m2}, m2, reduce_op::sum, stream);
+}
+
+/// Runs a pass over `comm`, in one allgather, or by sums.
+template <class Kernels, communicator C>
 void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
   auto& workspace = pass.workspace();
   bool const alone = syncnorm::size(comm) == 1 || !pass.collective();
@@ -94,13 +120,19 @@ void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
     pass.run_alone(stream);
   } else {
     device_scope const there{workspace.device()}; // the others are waiting, even if another is current
-    auto const& header = pass.header();
-    if (!workspace.agreed()) workspace.agree(comm, header, stream);
     auto const& packets = pass.packets();
-    packet_place const own{packets.own().data()};
+    auto const policy = resolve_on_stream(pass.wish(), comm, pass.rule(), workspace.channels(), packets.values());
+    bool const reduces = policy == exchange_policy::reduce;
+    auto header = pass.header();
+    header.policy = static_cast<std::int32_t>(policy);
+    if (!workspace.agreed()) workspace.agree(comm, header, stream);
+    packet_place own{packets.own().data()};
+    if (reduces && pass.rule() == merge_rule::moments) own.weighted = packets.weighted().data();
     pass.local(header, own, stream);
-    syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
-    pass.apply({packets.all().data(), syncnorm::size(comm)}, own, workspace.report(), stream);
+    if constexpr (allreduces_on_stream<C, double>)
+      if (reduces) reduce_packets<Kernels>(comm, pass, stream);
+    if (!reduces) syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
+    pass.apply(reduces ? packets.merged() : packets.gathered(), own, workspace.report(), stream);
   }
   workspace.raise();
 }

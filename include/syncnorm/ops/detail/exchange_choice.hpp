@@ -17,9 +17,10 @@ enum class merge_rule : std::uint8_t {
 };
 
 /// The cheaper policy for `layers` layers with `values` numbers for each of `channels` channels in all. The reduce form of
-/// moments takes two allreduces, since m2 is taken about the mean of all ranks.
+/// moments takes two allreduces, since m2 is taken about the mean of all ranks. `gathered`: bytes that reducing ranks gather besides.
 [[nodiscard]] constexpr exchange_policy cheaper_policy(exchange_cost const& cost, int ranks, merge_rule rule,
-                                                       std::int64_t channels, std::size_t values, std::size_t layers) {
+                                                       std::int64_t channels, std::size_t values, std::size_t layers,
+                                                       std::size_t gathered = 0) {
   if (!cost.reduction_scales) return exchange_policy::gather;
   double const numbers = 8.0 * static_cast<double>(channels), all = numbers * static_cast<double>(values);
   double const agreement = 8.0 * static_cast<double>(9 + 3 * layers);
@@ -27,7 +28,8 @@ enum class merge_rule : std::uint8_t {
   double const reduce = rule == merge_rule::sums ? seconds_of_reduce(cost, ranks, agreement + all)
                                                  : seconds_of_reduce(cost, ranks, agreement + numbers) +
                                                        seconds_of_reduce(cost, ranks, numbers);
-  return reduce < gather ? exchange_policy::reduce : exchange_policy::gather;
+  double const besides = gathered == 0 ? 0 : seconds_of_gather(cost, ranks, static_cast<double>(gathered));
+  return reduce + besides < gather ? exchange_policy::reduce : exchange_policy::gather;
 }
 
 /// What `wish` comes to over `comm`; the same on every rank, as all that it depends on is. A communicator without
@@ -38,6 +40,18 @@ template <communicator C>
   if constexpr (allreduces<C, double>) {
     if (wish != exchange_policy::automatic) return wish;
     return cheaper_policy(cost_of_exchange(comm), size(comm), rule, channels, values, layers);
+  } else {
+    return exchange_policy::gather;
+  }
+}
+
+/// `resolve` for the passes of one layer in device memory, whose ranks gather their headers even where they reduce.
+template <communicator C>
+[[nodiscard]] exchange_policy resolve_on_stream(exchange_policy wish, C const& comm, merge_rule rule,
+                                                std::int64_t channels, std::size_t values = 2) {
+  if constexpr (allreduces_on_stream<C, double>) {
+    if (wish != exchange_policy::automatic) return wish;
+    return cheaper_policy(cost_of_exchange(comm), size(comm), rule, channels, values, 1, sizeof(packet_header));
   } else {
     return exchange_policy::gather;
   }
