@@ -80,33 +80,24 @@ private:
 
   /// dy and dy·(x − center).
   struct terms {
-    T const *dy, *x;
-    std::int64_t dy_stride, x_stride;
-    A center;
+    static constexpr std::size_t inputs = 2, coefficients = 1;
+    double const* mean;
 
-    [[nodiscard, gnu::always_inline]] std::array<vector_t<A, native_lanes<A>>, 2> at(std::int64_t row,
-                                                                                     std::int64_t i) const {
-      constexpr int lanes = native_lanes<A>;
-      auto const g = load<lanes>(dy + row * dy_stride + i);
-      return {g, g * (load<lanes>(x + row * x_stride + i) - splat<A, lanes>(center))};
-    }
-    [[gnu::always_inline]] void prefetch(std::int64_t row, std::int64_t i) const {
-      prefetch_rows(dy + row * dy_stride, i);
-      prefetch_rows(x + row * x_stride, i);
+    std::array<A, coefficients> operator()(std::int64_t c) const { return {static_cast<A>(mean[c])}; }
+
+    template <class V>
+    [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
+                                                             std::array<V, coefficients> const& k) const {
+      return {in[0], in[0] * (in[1] - k[0])};
     }
   };
 
-  /// Rows of few vectors: those of a channel one after the other.
   void short_rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, double const* mean, std::int64_t group,
                   double* sum_dy, double* sum_dy_xmu) const {
-    std::int64_t const begin = group * parts_.length, end = std::min(parts_.pieces, begin + parts_.length);
-    for (std::int64_t c = 0; c < x.channels; ++c) {
-      auto const center = static_cast<A>(mean[c]);
-      short_row_sums<A, terms> const sums{{&dy(0, c, 0), &x(0, c, 0), dy.stride_n, x.stride_n, center}};
-      auto const [first, second] = sums(begin, end, x.spatial);
-      sum_dy[c] = first;
-      sum_dy_xmu[c] = second - (mean[c] - static_cast<double>(center)) * first;
-    }
+    short_row_sums<T, terms> const sums{{mean}, {dy, x}};
+    sums(parts_.begin(group), parts_.end(group), sum_dy, sum_dy_xmu);
+    for (std::int64_t c = 0; c < x.channels; ++c)
+      sum_dy_xmu[c] -= (mean[c] - static_cast<double>(static_cast<A>(mean[c]))) * sum_dy[c];
   }
 
   /// Long pieces: one lane per channel, four positions at a time.

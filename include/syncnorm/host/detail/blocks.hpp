@@ -13,13 +13,12 @@
 
 namespace syncnorm::host::detail {
 
-/// `channel_block`, or, where positions are taken for channels, fewer: as many as have coefficients that fit the first-level
-/// cache.
+/// `channel_block`, or, where positions are taken for channels, fewer: `channels_of_table`.
 template <class T>
 [[nodiscard]] std::int64_t block_of_channels(tensor_view<T> const& x, std::int64_t inputs = 1) {
   std::int64_t const block = channel_block(x, inputs);
   if (!table_folds(x.channel_range(0, std::min<std::int64_t>(1, x.channels)))) return block;
-  return std::min(block, std::max<std::int64_t>(1, chunk_channels<accumulate_t<std::remove_const_t<T>>> / x.spatial));
+  return std::min(block, channels_of_table<std::remove_const_t<T>>(x.spatial));
 }
 
 /// Whether to take channels in blocks: not where a block is all of them, nor where blocks are too few to occupy the

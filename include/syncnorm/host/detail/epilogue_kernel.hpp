@@ -5,11 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
 #include <syncnorm/host/detail/epilogue_rows.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -27,6 +30,9 @@ public:
 
   [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy,
                                     double* sum_dy_xmu) const {
+    if (layout_ == layout::rows && of_.mask == nullptr && are_short_rows(of_.x.spatial))
+      return has_residual_ ? short_rows<true>(first, length, group, sum_dy, sum_dy_xmu)
+                           : short_rows<false>(first, length, group, sum_dy, sum_dy_xmu);
     if (layout_ != layout::channels) return rows(first, length, group, sum_dy, sum_dy_xmu);
     part const of{of_, first, length};
     constexpr int lanes = native_lanes<A>;
@@ -54,6 +60,43 @@ private:
       });
       sums.finish(group, sum_dy + done, sum_dy_xmu + done);
     }
+  }
+
+  /// dv and dv·(x − center).
+  template <bool Residual>
+  struct terms {
+    static constexpr std::size_t inputs = Residual ? 3 : 2, coefficients = 3;
+    epilogue_operands<T> const& of;
+    std::int64_t first;
+
+    std::array<A, coefficients> operator()(std::int64_t i) const {
+      auto const c = static_cast<std::size_t>(first + i);
+      auto const k = make_normalize_coefficients<A>(of.mean[c], of.inv_std[c], of.gamma[c], of.beta[c]);
+      return {k.center, k.scale, k.shift};
+    }
+
+    template <class V>
+    [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
+                                                             std::array<V, coefficients> const& k) const {
+      V const d = in[1] - k[0];
+      V v = d * k[1] + k[2];
+      if constexpr (Residual) v += in[2];
+      V const g = activation_gradient(v, in[0], of.slope);
+      return {g, g * d};
+    }
+  };
+
+  template <bool Residual>
+  void short_rows(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy,
+                  double* sum_dy_xmu) const {
+    std::array<tensor_view<T const>, terms<Residual>::inputs> in{of_.dy.channel_range(first, length),
+                                                                 of_.x.channel_range(first, length)};
+    if constexpr (Residual) in[2] = of_.residual.channel_range(first, length);
+    terms<Residual> const op{of_, first};
+    short_row_sums<T, terms<Residual>> const sums{op, in};
+    sums(parts_.begin(group), parts_.end(group), sum_dy, sum_dy_xmu);
+    for (std::int64_t c = 0; c < length; ++c)
+      sum_dy_xmu[c] -= (of_.mean[static_cast<std::size_t>(first + c)] - static_cast<double>(op(c)[0])) * sum_dy[c];
   }
 
   /// Contiguous channels: the sums of some positions at a time go into double.

@@ -63,32 +63,34 @@ private:
 
   /// x − pivot and its square.
   struct terms {
-    T const* x;
-    std::int64_t stride;
-    A pivot;
+    static constexpr std::size_t inputs = 1, coefficients = 1;
+    A const* pivots;
 
-    [[nodiscard, gnu::always_inline]] std::array<vector_t<A, native_lanes<A>>, 2> at(std::int64_t row,
-                                                                                     std::int64_t i) const {
-      constexpr int lanes = native_lanes<A>;
-      auto const d = load<lanes>(x + row * stride + i) - splat<A, lanes>(pivot);
+    std::array<A, coefficients> operator()(std::int64_t c) const { return {pivots[c]}; }
+
+    template <class V>
+    [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
+                                                             std::array<V, coefficients> const& k) const {
+      V const d = in[0] - k[0];
       return {d, d * d};
     }
-    [[gnu::always_inline]] void prefetch(std::int64_t row, std::int64_t i) const { prefetch_rows(x + row * stride, i); }
   };
 
-  /// Rows of few vectors: those of a channel one after the other.
   void short_rows(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
-    double const inverse = 1 / static_cast<double>(parts_.elements(group));
-    std::int64_t const begin = group * parts_.length, end = std::min(parts_.pieces, begin + parts_.length);
+    constexpr int lanes = native_lanes<A>;
+    std::int64_t const begin = parts_.begin(group);
+    std::array<A, most> pivots;
     for (std::int64_t c = 0; c < x.channels; ++c) {
-      constexpr int lanes = native_lanes<A>;
       vector_t<A, lanes> pilot{};
       for (std::int64_t i = 0; i < short_row_pilot; i += lanes) pilot += load<lanes>(&x(begin, c, i));
-      A const pivot = sum_lanes<A, lanes>(pilot) * static_cast<A>(1.0 / short_row_pilot);
-      short_row_sums<A, terms> const sums{{&x(0, c, 0), x.stride_n, pivot}};
-      auto const [first, second] = sums(begin, end, x.spatial);
-      finish_moments(static_cast<double>(pivot), first, second, inverse, mean[c], m2[c]);
+      pivots[static_cast<std::size_t>(c)] =
+          sum_lanes<A, lanes>(pilot) * static_cast<A>(1.0 / static_cast<double>(short_row_pilot));
     }
+    short_row_sums<T, terms> const sums{{pivots.data()}, {x}};
+    sums(begin, parts_.end(group), mean, m2);
+    double const inverse = 1 / static_cast<double>(parts_.elements(group));
+    for (std::int64_t c = 0; c < x.channels; ++c)
+      finish_moments(static_cast<double>(pivots[static_cast<std::size_t>(c)]), mean[c], m2[c], inverse, mean[c], m2[c]);
   }
 
   /// Long pieces: one lane per channel, four positions at a time.

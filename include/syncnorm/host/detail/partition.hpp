@@ -1,10 +1,13 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <span>
 
+#include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
 namespace syncnorm::host::detail {
@@ -93,12 +96,15 @@ struct groups {
     std::int64_t sample, begin, length;
   };
 
+  /// The pieces [begin, end) of group `g`.
+  [[nodiscard]] constexpr std::int64_t begin(std::int64_t g) const { return g * length; }
+  [[nodiscard]] constexpr std::int64_t end(std::int64_t g) const { return std::min(pieces, begin(g) + length); }
+
   /// Calls f(piece, next piece) for each piece of group `g`. The next may be of the next group, or past the last sample.
   template <class F>
   constexpr void for_each_piece(std::int64_t g, F const& f) const {
-    std::int64_t const first = g * length, last = std::min(pieces, first + length);
-    piece now = at(first);
-    for (std::int64_t i = first; i < last; ++i) {
+    piece now = at(begin(g));
+    for (std::int64_t i = begin(g); i < end(g); ++i) {
       piece const next = at(i + 1);
       f(now, next);
       now = next;
@@ -182,5 +188,17 @@ template <class T>
 /// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.
 template <class A>
 inline constexpr std::int64_t chunk_channels = 4096 / static_cast<std::int64_t>(sizeof(A));
+
+/// Channels of rows of `spatial` elements to take together, position by position: as many as have values that fit the
+/// first-level cache, and of these as many as make up whole lines of the cache, if they are enough. A line that is read or
+/// written in two parts takes longer than two lines.
+template <class T>
+[[nodiscard]] constexpr std::int64_t channels_of_table(std::int64_t spatial) {
+  constexpr std::uint64_t line = 64;
+  auto const fit = static_cast<std::uint64_t>(std::max<std::int64_t>(1, chunk_channels<accumulate_t<T>> / spatial));
+  std::uint64_t const whole_lines = line / std::gcd(line, static_cast<std::uint64_t>(spatial) * sizeof(T));
+  std::uint64_t const step = std::min(whole_lines, std::bit_floor(fit));
+  return static_cast<std::int64_t>(fit / step * step);
+}
 
 } // namespace syncnorm::host::detail

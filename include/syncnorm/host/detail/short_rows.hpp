@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
@@ -14,78 +15,162 @@ namespace syncnorm::host::detail {
 /// Elements whose mean is the pivot of short rows.
 inline constexpr std::int64_t short_row_pilot = 16;
 
-/// Asks for a vector of elements that is read some rows later.
-template <class T>
-[[gnu::always_inline]] inline void prefetch_rows(T const* x, std::int64_t i) {
-  constexpr auto bytes = static_cast<std::int64_t>(sizeof(T));
-  prefetch<native_lanes<accumulate_t<T>>>(x, i + lookahead_bytes / bytes);
-}
-
 /// Whether rows are taken by `short_row_sums`.
 [[nodiscard]] constexpr bool are_short_rows(std::int64_t spatial) {
   return spatial >= short_row_pilot && spatial < groups::long_piece;
 }
 
-/// Two sums over short rows: of as many as make up a long piece in `A`, and of these in double. `Terms` has
+/// Two sums per channel over short rows, those of some rows in `A`, and of these in double. `Op` has
 ///
-///     std::array<vector_t<A, native_lanes<A>>, 2> at(row, position)     what is to be summed
-///     void prefetch(row, position)
-template <class A, class Terms>
+///     static constexpr std::size_t inputs, coefficients;
+///     std::array<A, coefficients> operator()(channel)        the coefficients
+///     std::array<V, 2> apply(std::array<V, inputs>, std::array<V, coefficients>)        what is summed
+template <class T, class Op>
 class short_row_sums {
+  using A = accumulate_t<T>;
   static constexpr int lanes = native_lanes<A>;
+  static constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients;
   using vector = vector_t<A, lanes>;
   using pair = std::array<vector, 2>;
+  using vectors = std::array<vector, coefficients>;
+  using pointers = std::array<T const*, inputs>;
 
 public:
-  explicit short_row_sums(Terms const& terms) : terms_{terms} {}
+  short_row_sums(Op const& op, std::array<tensor_view<T const>, inputs> const& in)
+      : op_{op}, in_{in}, channels_{in[0].channels}, spatial_{in[0].spatial} {}
 
-  /// The sums over rows [begin, end) of `n` elements.
-  [[nodiscard]] std::array<double, 2> operator()(std::int64_t begin, std::int64_t end, std::int64_t n) const {
-    std::int64_t const at_once = ceil_div(groups::long_piece, n);
-    std::array<double, 2> all{};
-    for (; begin < end; begin += at_once) {
-      std::int64_t const last = std::min(end, begin + at_once);
-      auto const some = vectors(begin, last, n);
-      all[0] += static_cast<double>(some[0]);
-      all[1] += static_cast<double>(some[1]);
+  /// The sums of each channel over rows [begin, end).
+  void operator()(std::int64_t begin, std::int64_t end, double* first, double* second) const {
+    std::fill_n(first, channels_, 0.0);
+    std::fill_n(second, channels_, 0.0);
+    constexpr std::int64_t fewest_for_columns = 8;
+    if (end - begin < fewest_for_columns) {
+      for (std::int64_t c = 0; c < channels_; ++c) add_rows(c, begin, end, first[c], second[c]);
+      return;
     }
-    return all;
+    bool const dense = std::ranges::all_of(in_, [&](auto const& x) { return x.stride_c == spatial_; });
+    std::int64_t const together = dense ? channels_of_table<T>(spatial_) : 1;
+    for (std::int64_t c = 0; c < channels_; c += together)
+      add_columns(c, std::min(together, channels_ - c), begin, end, first + c, second + c);
   }
 
 private:
+  [[nodiscard, gnu::always_inline]] pointers at(std::int64_t row, std::int64_t c) const {
+    pointers from;
+    for (std::size_t j = 0; j < inputs; ++j) from[j] = &in_[j](row, c, 0);
+    return from;
+  }
+
+  /// What the elements from `i` on are summed to; fetches those `ahead` bytes further.
+  template <std::int64_t Ahead>
+  [[nodiscard, gnu::always_inline]] pair terms(pointers const& from, std::int64_t i, vectors const& k) const {
+    std::array<vector, inputs> v;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < inputs; ++j) {
+      if constexpr (Ahead != 0) prefetch<lanes>(from[j], i + Ahead / static_cast<std::int64_t>(sizeof(T)));
+      v[j] = load<lanes>(from[j] + i);
+    }
+    return op_.apply(v, k);
+  }
+
   [[gnu::always_inline]] static void add(pair& to, pair const& more) {
     to[0] += more[0];
     to[1] += more[1];
   }
 
-  [[gnu::always_inline]] void take(pair& to, std::int64_t row, std::int64_t i) const {
-    terms_.prefetch(row, i);
-    add(to, terms_.at(row, i));
+  /// All but the last `count` lanes are nothing.
+  [[nodiscard, gnu::always_inline]] static pair last_of(pair const& v, int count) {
+    return {keep_last<A, lanes>(v[0], count), keep_last<A, lanes>(v[1], count)};
   }
 
-  [[nodiscard]] std::array<A, 2> vectors(std::int64_t begin, std::int64_t end, std::int64_t n) const {
+  /// Adds the rows of one channel one after the other, as many as make up a long piece in `A`.
+  void add_rows(std::int64_t c, std::int64_t begin, std::int64_t end, double& first, double& second) const {
+    auto const values = op_(c);
+    vectors k;
+    for (std::size_t j = 0; j < coefficients; ++j) k[j] = splat<A, lanes>(values[j]);
+    std::int64_t const at_once = ceil_div(groups::long_piece, spatial_);
+    for (std::int64_t row = begin; row < end; row += at_once) {
+      auto const sums = sum_rows(c, row, std::min(end, row + at_once), k);
+      first += static_cast<double>(sum_lanes<A, lanes>(sums[0]));
+      second += static_cast<double>(sum_lanes<A, lanes>(sums[1]));
+    }
+  }
+
+  [[nodiscard]] pair sum_rows(std::int64_t c, std::int64_t begin, std::int64_t end, vectors const& k) const {
     constexpr int L = lanes;
     pair s0{}, s1{}, s2{}, s3{};
-    auto const rest = static_cast<int>(n % L);
+    auto const rest = static_cast<int>(spatial_ % L);
     for (std::int64_t row = begin; row < end; ++row) {
+      pointers const from = at(row, c);
       std::int64_t i = 0;
-      for (; i + 4 * L <= n; i += 4 * L) {
-        take(s0, row, i);
-        take(s1, row, i + L);
-        take(s2, row, i + 2 * L);
-        take(s3, row, i + 3 * L);
+      for (; i + 4 * L <= spatial_; i += 4 * L) {
+        add(s0, terms<lookahead_bytes>(from, i, k));
+        add(s1, terms<lookahead_bytes>(from, i + L, k));
+        add(s2, terms<lookahead_bytes>(from, i + 2 * L, k));
+        add(s3, terms<lookahead_bytes>(from, i + 3 * L, k));
       }
-      if (i + L <= n) take(s0, row, i);
-      if (i + 2 * L <= n) take(s1, row, i + L);
-      if (i + 3 * L <= n) take(s2, row, i + 2 * L);
-      if (rest == 0) continue;
-      auto const last = terms_.at(row, n - L);
-      add(s3, {keep_last<A, L>(last[0], rest), keep_last<A, L>(last[1], rest)});
+      if (i + L <= spatial_) add(s0, terms<lookahead_bytes>(from, i, k));
+      if (i + 2 * L <= spatial_) add(s1, terms<lookahead_bytes>(from, i + L, k));
+      if (i + 3 * L <= spatial_) add(s2, terms<lookahead_bytes>(from, i + 2 * L, k));
+      if (rest != 0) add(s3, last_of(terms<0>(from, spatial_ - L, k), rest));
     }
-    return {sum_lanes<A, L>((s0[0] + s1[0]) + (s2[0] + s3[0])), sum_lanes<A, L>((s0[1] + s1[1]) + (s2[1] + s3[1]))};
+    add(s0, s1);
+    add(s2, s3);
+    add(s0, s2);
+    return s0;
   }
 
-  Terms terms_;
+  /// Adds the rows of channels position by position. Where the rows of a sample follow each other without a gap, those of
+  /// several channels are taken at once, so that their vectors are whole and they are read in the order of memory.
+  void add_columns(std::int64_t c, std::int64_t channels, std::int64_t begin, std::int64_t end, double* first,
+                   double* second) const {
+    constexpr auto room = static_cast<std::size_t>(chunk_channels<A> + lanes);
+    std::array<std::array<A, room>, coefficients> table;
+    std::array<std::array<A, room>, 2> sums;
+    for (std::int64_t i = 0; i < channels; ++i) {
+      auto const values = op_(c + i);
+      // The last vector goes on into the positions of the next channel, which come later.
+      for (std::size_t j = 0; j < coefficients; ++j)
+        for (std::int64_t s = 0; s < spatial_; s += lanes)
+          store<lanes>(&table[j][static_cast<std::size_t>(i * spatial_ + s)], splat<A, lanes>(values[j]));
+    }
+    constexpr std::int64_t most_rows = 16;
+    std::int64_t const width = channels * spatial_, at_once = ceil_div(end - begin, ceil_div(end - begin, most_rows));
+    for (std::int64_t row = begin; row < end; row += at_once) {
+      std::int64_t const last = std::min(end, row + at_once);
+      auto const sum_column = [&](std::int64_t i) __attribute__((always_inline)) {
+        auto const lane = static_cast<std::size_t>(i);
+        vectors k;
+        for (std::size_t j = 0; j < coefficients; ++j) k[j] = load<lanes>(&table[j][lane]);
+        pointers from = at(row, c);
+        pair sum{};
+        for (std::int64_t r = row; r < last; ++r) {
+          add(sum, terms<256>(from, i, k));
+          for (std::size_t j = 0; j < inputs; ++j) from[j] += in_[j].stride_n;
+        }
+        store<lanes>(&sums[0][lane], sum[0]);
+        store<lanes>(&sums[1][lane], sum[1]);
+      };
+      for (std::int64_t i = 0; i + lanes <= width; i += lanes) sum_column(i);
+      if (width % lanes != 0) sum_column(width - lanes);
+      for (std::int64_t i = 0; i < channels; ++i) {
+        first[i] += static_cast<double>(sum_positions(&sums[0][static_cast<std::size_t>(i * spatial_)]));
+        second[i] += static_cast<double>(sum_positions(&sums[1][static_cast<std::size_t>(i * spatial_)]));
+      }
+    }
+  }
+
+  [[nodiscard, gnu::always_inline]] A sum_positions(A const* sums) const {
+    vector all{};
+    std::int64_t i = 0;
+    for (; i + lanes <= spatial_; i += lanes) all += load<lanes>(sums + i);
+    if (i < spatial_) all += keep_last<A, lanes>(load<lanes>(sums + spatial_ - lanes), static_cast<int>(spatial_ - i));
+    return sum_lanes<A, lanes>(all);
+  }
+
+  Op op_;
+  std::array<tensor_view<T const>, inputs> in_;
+  std::int64_t channels_, spatial_;
 };
 
 } // namespace syncnorm::host::detail
