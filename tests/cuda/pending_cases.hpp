@@ -24,8 +24,9 @@ struct pending_data {
   std::int64_t samples, channels;
   device_tensor<float> x, y, dy, dx;
 
-  pending_data(C const& comm, std::int64_t channels_)
-      : layer{comm, channels_}, samples{2 + syncnorm::rank(comm)}, channels{channels_},
+  pending_data(C const& comm, std::int64_t channels_,
+               syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic)
+      : layer{comm, channels_, {.norm = {.exchange = policy}}}, samples{2 + syncnorm::rank(comm)}, channels{channels_},
         x{test::layout::nchw, samples, channels, 5}, y{test::layout::nhwc, samples, channels, 5},
         dy{test::layout::nchw, samples, channels, 5}, dx{test::layout::nchw, samples, channels, 5} {
     std::vector<long double> values(static_cast<std::size_t>(samples * channels * 5));
@@ -62,9 +63,11 @@ struct pending_data {
 /// Two steps of two layers in two phases, each rank in an order of its own, give the bits of steps in one; the second is
 /// perhaps replayed. `after_first()`: after the first step. Every rank calls it.
 template <class Layer, class C, class F>
-void check_two_phases(C const& comm, bool captured, F const& after_first) {
+void check_two_phases(C const& comm, bool captured, F const& after_first,
+                      syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
   test::stream const on, other;
-  pending_data<Layer, C> a{comm, 3}, b{comm, 6}, expected_a{comm, 3}, expected_b{comm, 6};
+  pending_data<Layer, C> a{comm, 3, policy}, b{comm, 6, policy}, expected_a{comm, 3, policy},
+      expected_b{comm, 6, policy};
   bool const odd = syncnorm::rank(comm) % 2 == 1;
   auto const step = [&](cudaStream_t stream) {
     auto of_a = a.begin_forward(stream), of_b = b.begin_forward(stream);
@@ -90,10 +93,11 @@ void check_two_phases(C const& comm, bool captured, F const& after_first) {
 /// Two steps of a group of three layers, one of which has frozen statistics, give the bits of each alone; the second is
 /// perhaps replayed. Every rank calls it.
 template <class Layer, class C>
-void check_group(C const& comm, bool captured) {
+void check_group(C const& comm, bool captured,
+                 syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
   test::stream const on, other;
-  pending_data<Layer, C> a{comm, 3}, b{comm, 6}, frozen{comm, 2}, expected_a{comm, 3}, expected_b{comm, 6},
-      expected_frozen{comm, 2};
+  pending_data<Layer, C> a{comm, 3, policy}, b{comm, 6, policy}, frozen{comm, 2, policy}, expected_a{comm, 3, policy},
+      expected_b{comm, 6, policy}, expected_frozen{comm, 2, policy};
   cuda::batch_norm_group<C> group{comm};
   frozen.layer.freeze_statistics(), expected_frozen.layer.freeze_statistics();
   auto const step = [&](cudaStream_t stream) {

@@ -1,5 +1,6 @@
 #include "ops/cuda_support.hpp"
 
+#include <array>
 #include <string>
 #include <thread>
 #include <utility>
@@ -21,15 +22,17 @@ template <class C>
 using pending_data = layer_cases::pending_data<layer_over<C>, C>;
 
 template <class C>
-void check_two_phases(C const& comm, bool captured) {
-  layer_cases::check_two_phases<layer_over<C>>(comm, captured, [] { fake_cuda::reset(); });
+void check_two_phases(C const& comm, bool captured,
+                      syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
+  layer_cases::check_two_phases<layer_over<C>>(
+      comm, captured, [] { fake_cuda::reset(); }, policy);
 }
 
 /// What a rank drops leaves its state as it was, and the ranks in step.
 template <class C>
-void check_dropped(C const& comm) {
+void check_dropped(C const& comm, syncnorm::exchange_policy policy) {
   test::stream const on;
-  pending_data<C> a{comm, 3};
+  pending_data<C> a{comm, 3, policy};
   a.step(on);
   on.wait();
   auto const before = a.results();
@@ -44,15 +47,19 @@ void check_dropped(C const& comm) {
   a.layer.synchronize(on);
 }
 
+constexpr std::array policies{syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce};
+
 } // namespace
 
 TEST_CASE("two phases on a device give the bits of one, with the exchange on a stream of its own") {
-  test::over_nccl(2, [](auto const& comm) { check_two_phases(comm, true); });
-  for (auto const* const function : {"cudaMalloc", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags"})
-    CHECK(fake_cuda::calls(function) == 0);
+  for (auto const policy : policies) {
+    test::over_nccl(2, [&](auto const& comm) { check_two_phases(comm, true, policy); });
+    for (auto const* const function : {"cudaMalloc", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags"})
+      CHECK(fake_cuda::calls(function) == 0);
+    test::over_nccl(3, [&](auto const& comm) { check_dropped(comm, policy); });
+  }
   check_two_phases(syncnorm::self_communicator{}, true);
   test::over_threads(2, [](auto const& comm) { check_two_phases(comm, false); });
-  test::over_nccl(3, [](auto const& comm) { check_dropped(comm); });
   test::check_no_violations();
 }
 
@@ -81,8 +88,10 @@ TEST_CASE("a pass in two phases waits for nothing, and the exchange for what was
 }
 
 TEST_CASE("a group of layers on a device is one collective, and gives the bits of each alone") {
-  test::over_nccl(2,
-                  [](auto const& comm) { layer_cases::check_group<layer_over<test::nccl_communicator>>(comm, true); });
+  for (auto const policy : policies)
+    test::over_nccl(2, [&](auto const& comm) {
+      layer_cases::check_group<layer_over<test::nccl_communicator>>(comm, true, policy);
+    });
   using alone = syncnorm::self_communicator;
   layer_cases::check_group<layer_over<alone>>(alone{}, true);
   fake_cuda::reset();
@@ -98,9 +107,9 @@ TEST_CASE("a group of layers on a device is one collective, and gives the bits o
 }
 
 TEST_CASE("what is wrong with one layer of a group on one rank is an error on every rank, and no layer has changed") {
-  test::over_nccl(2, [](auto const& comm) {
+  auto const check_one_of_a_group = [](auto const& comm, syncnorm::exchange_policy policy) {
     using C = test::nccl_communicator;
-    pending_data<C> a{comm, 3}, b{comm, 6};
+    pending_data<C> a{comm, 3, policy}, b{comm, 6, policy};
     cuda::batch_norm_group<C> group{comm};
     test::stream const on;
     bool const here = comm.rank() == 1;
@@ -119,7 +128,7 @@ TEST_CASE("what is wrong with one layer of a group on one rank is an error on ev
     // Gradients of a forward pass that failed say nothing of their own, and are not added.
     group.run(cuda::passes(a.plan_backward(), b.plan_backward()), on);
     group.synchronize(on);
-    pending_data<C> frozen{comm, 2};
+    pending_data<C> frozen{comm, 2, policy};
     frozen.layer.freeze_statistics();
     CHECK(thrown(cuda::passes(frozen.plan_forward(), a.plan_forward(), b.layer.plan_forward(bad, b.y.view))) ==
           "batch_norm forward of layer 2: rank 1: x is null, its extents are [3, 6, 5]");
@@ -140,9 +149,9 @@ TEST_CASE("what is wrong with one layer of a group on one rank is an error on ev
                     "together") != std::string::npos);
     a.step(on);
     a.layer.synchronize(on);
-  });
-  test::over_nccl(2, [](auto const& comm) { // in two phases, too
-    pending_data<test::nccl_communicator> a{comm, 3};
+  };
+  auto const check_two_phases_of = [](auto const& comm, syncnorm::exchange_policy policy) {
+    pending_data<test::nccl_communicator> a{comm, 3, policy};
     test::stream const on;
     auto const before = a.results();
     auto bad = a.x.view;
@@ -162,8 +171,11 @@ TEST_CASE("what is wrong with one layer of a group on one rank is an error on ev
     }
     CHECK(cudaStreamEndCapture(on, &graph) == cudaSuccess); // what was dropped has been joined
     cudaGraphDestroy(graph);
-
-  });
+  };
+  for (auto const policy : policies) {
+    test::over_nccl(2, [&](auto const& comm) { check_one_of_a_group(comm, policy); });
+    test::over_nccl(2, [&](auto const& comm) { check_two_phases_of(comm, policy); });
+  }
   test::over_nccl(2, [](auto const& comm) {
     pending_data<test::nccl_communicator> a{comm, 3}, b{comm, 3 + comm.rank()};
     cuda::batch_norm_group<test::nccl_communicator> group{comm};

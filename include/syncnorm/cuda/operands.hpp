@@ -120,17 +120,17 @@ struct gathered_packets {
 
 /// The headers of all layers of a group as an allgather leaves them, `stride` bytes from rank to rank.
 struct gathered_headers {
-  std::byte* data = nullptr;
+  std::byte const* data = nullptr;
+  std::byte* faults =
+      nullptr; ///< headers of the layers' packets that the second kernels look at: rank 0's, or those of all ranks
   int ranks = 1, layers = 1;
   std::size_t stride = 0;
 };
 
 /// A layer's packets where ranks exchange sums, all in device memory, aligned to 8 bytes.
 struct reduced_packets {
-  std::byte const* headers = nullptr; ///< of all ranks, as an allgather leaves them
-  int ranks = 1;
-  std::byte const* own = nullptr;   ///< this rank's packet
-  std::byte* merged = nullptr;      ///< a packet like it, of all ranks
+  gathered_packets headers{};       ///< of all ranks, alone
+  packet_place own{}, merged{};     ///< this rank's packet, and that of all ranks
   double const* weighted = nullptr; ///< of moments: `packet_place::weighted`, summed; null: the merged values are there
   std::int64_t channels = 0;
 };

@@ -101,6 +101,9 @@ public:
   void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) override {
     Kernels::agree_on_group(all, false, report, stream);
   }
+  void accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) override {
+    Kernels::accept_sums(of, report, stream);
+  }
   void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
              cudaStream_t stream) override {
     auto const gradient = [&](tensor_view<T const> const& dy, tensor_view<T const> const& x, tensor_view<T> const& to,
@@ -158,7 +161,7 @@ template <class Kernels, class T, class P, communicator C>
 void backward(C const& comm, backward_operands<T, P> const& in, batch_norm_backward_options const& options,
               batch_norm_saved const& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
   backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace};
-  run_pass<Kernels>(comm, pass, stream);
+  run_pass(comm, pass, stream);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -80,6 +80,9 @@ public:
                 [&](std::size_t k, packet_place const& at) { sums_of(in_.dy[k], in_.x[k], k, at); });
   }
 
+  void accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) override {
+    Kernels::accept_sums(of, report, stream);
+  }
   void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
              cudaStream_t stream) override {
     tensor_view<T const> const none = workspace_->template empty<T>();
@@ -151,7 +154,7 @@ void double_backward(C const& comm, double_backward_operands<T, P> const& in,
                      batch_norm_backward_options const& options, batch_norm_saved const& saved,
                      batch_norm_workspace& workspace, cudaStream_t stream) {
   double_backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace};
-  run_pass<Kernels>(comm, pass, stream);
+  run_pass(comm, pass, stream);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -122,6 +122,9 @@ public:
   void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) override {
     Kernels::agree_on_group(all, true, report, stream);
   }
+  void accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) override {
+    Kernels::accept_sums(of, report, stream);
+  }
   void apply(gathered_packets const& all, packet_place const&, fault_report const& report,
              cudaStream_t stream) override {
     save();
@@ -214,7 +217,7 @@ template <class Kernels, class T, class P, communicator C>
 void forward(C const& comm, forward_operands<T, P> const& in, batch_norm_options const& options,
              batch_norm_saved& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
   forward_pass<Kernels, T, P> pass{in, options, saved, workspace};
-  run_pass<Kernels>(comm, pass, stream);
+  run_pass(comm, pass, stream);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -25,10 +25,10 @@ using syncnorm::passes;
 ///     cuda::batch_norm_group group{comm};
 ///     group.run(cuda::passes(first.plan_forward(x, y), second.plan_forward(u, v)), stream);
 ///
-/// All ranks pass the same layers in the same order. The first time for layers of some channels it waits for the stream, for
-/// the ranks to agree. What is wrong with one of them on one rank is thrown on every rank, by a later call or by `synchronize`, and
-/// then no layer has changed, except layers that need no exchange, in evaluation or with frozen statistics, which may be among
-/// them.
+/// All ranks pass the same layers in the same order; the exchange policy is that of the first. The first time for layers of some
+/// channels it waits for the stream, for the ranks to agree. What is wrong with one of them on one rank is thrown on every rank, by a
+/// later call or by `synchronize`, and then no layer has changed, except layers that need no exchange, in evaluation or with frozen
+/// statistics, which may be among them.
 template <communicator C>
 class batch_norm_group {
 public:

@@ -254,6 +254,7 @@ private:
     cut(cutter);
     fill_with_one(gamma_);
     fill_with_one(running_var_);
+    saved_.exchange = options_.norm.exchange; // lest ranks differ where one lacks a forward pass
   }
 
   /// How the ranks exchange in fact.

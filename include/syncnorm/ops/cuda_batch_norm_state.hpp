@@ -71,7 +71,7 @@ public:
   batch_norm_workspace(std::int64_t channels, int ranks, device_limits const& limits, std::size_t work_bytes,
                        bool gathers = true, bool double_gathers = true)
       : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks},
-        pool_{{channels}, ranks}, packets_{channels, 2, ranks, gathers}, double_gathers_{double_gathers} {
+        pool_{{channels}, ranks}, packets_{{&channels, 1}, 2, ranks, gathers}, double_gathers_{double_gathers} {
     syncnorm::detail::require_cuda(cudaGetDevice(&device_), "cudaGetDevice");
     detail::memory_cutter sizes;
     cut(sizes, work_bytes);
@@ -98,7 +98,7 @@ public:
   void reserve_double_backward() {
     if (!double_packets_.empty()) return;
     detail::device_scope const there{device_};
-    double_packets_ = detail::pass_packets{channels_, 7, ranks_, double_gathers_};
+    double_packets_ = detail::pass_packets{{&channels_, 1}, 7, ranks_, double_gathers_};
   }
 
   /// Of passes in two phases.

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -86,8 +87,8 @@ private:
 };
 
 /// Passes whose exchange goes on on a stream of its own, beside what the caller enqueues meanwhile. Whatever it borrows, the layers
-/// above all, has to stay where it is until then; the tensors as long as what was enqueued is not done. Ranks gather; the exchange
-/// policy `reduce` is an error.
+/// above all, has to stay where it is until then; the tensors as long as what was enqueued is not done. The exchange policy is that of
+/// the first pass.
 ///
 /// `begin` has started the collective, `finish` starts none: so any number of them may be pending over a communicator, and each
 /// rank may finish them in an order of its own. Destruction without `finish` lets the stream that it was begun on wait for the
@@ -102,12 +103,12 @@ public:
   }
   ~pending_passes() {
     if (buffers_ == nullptr) return;
-    (void)buffers_->side().join(stream_);
+    (void)buffers_->side.join(stream_);
     buffers_->in_use = false;
   }
 
   /// Whether the exchange is done. Not while the stream is being captured.
-  [[nodiscard]] bool ready() const { return buffers_ == nullptr || buffers_->side().is_done(); }
+  [[nodiscard]] bool ready() const { return buffers_ == nullptr || buffers_->side.is_done(); }
 
   /// Enqueues what completes the passes, after the exchange. Not collective, and does not wait for the device. What is wrong on some
   /// rank comes up as after a pass in one phase: in a later call, or where the layer or group is synchronized; with one rank at
@@ -118,16 +119,17 @@ public:
     if (buffers_ == nullptr)
       for (auto const& pass : passes_) detail::throw_fault(pass.steps());
     else
-      syncnorm::detail::require_cuda(buffers_->side().join(stream), "cudaStreamWaitEvent");
-    bool const together = buffers_ != nullptr && passes_.size() > 1;
+      syncnorm::detail::require_cuda(buffers_->side.join(stream), "cudaStreamWaitEvent");
+    bool const reduces = buffers_ != nullptr && !buffers_->packets.gathers();
+    bool const together = buffers_ != nullptr && (passes_.size() > 1 || reduces);
     std::optional<detail::device_scope> there;
     if (buffers_ != nullptr) there.emplace(passes_.front().steps().workspace().device());
-    if (together) passes_[0].steps().agree_on_group(buffers_->headers(), report_->on_device(), stream);
+    if (together) passes_[0].steps().agree_on_group(buffers_->packets.headers(reduces), report_->on_device(), stream);
     for (std::size_t l = 0; l < passes_.size(); ++l) {
       auto& steps = passes_[l].steps();
       if (buffers_ != nullptr && steps.collective())
-        steps.apply(buffers_->gathered(l), buffers_->place(l), together ? fault_report{} : report_->on_device(),
-                    stream);
+        steps.apply(reduces ? buffers_->packets.merged(l) : buffers_->packets.gathered(l),
+                    buffers_->packets.place(l, false), together ? fault_report{} : report_->on_device(), stream);
       else if (steps.fault().empty())
         steps.run_alone(stream);
     }
@@ -175,14 +177,15 @@ private:
     detail::device_scope const there{passes_.front().steps().workspace().device()};
 
     std::vector<syncnorm::detail::packet_header> headers;
-    auto const& first = passes_.front().steps();
+    auto& first = passes_.front().steps();
+    bool const moments = first.rule() == detail::merge_rule::moments;
+    auto const channels = std::accumulate(pool.channels().begin(), pool.channels().end(), std::int64_t{0});
+    auto const policy = detail::resolve_on_stream(first.wish(), comm, first.rule(), channels, 2, passes_.size());
+    bool const reduces = policy == exchange_policy::reduce;
     for (auto const& pass : passes_) {
       auto& header = headers.emplace_back(pass.steps().header());
       header.layers = static_cast<std::int32_t>(passes_.size());
-      header.policy = static_cast<std::int32_t>(exchange_policy::gather);
-      if (pass.steps().wish() == exchange_policy::reduce && pass.steps().collective() && header.fault[0] == '\0')
-        syncnorm::detail::set_text(header.fault,
-                                   "the exchange policy is reduce, but passes in two phases and groups gather");
+      header.policy = static_cast<std::int32_t>(policy);
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
       if (is_backward(pass.steps()) != is_backward(first))
         syncnorm::detail::set_text(header.fault, "a forward and a backward pass cannot travel together");
@@ -193,18 +196,18 @@ private:
       first.workspace().agree(comm, head, stream_);
       agreed = true;
     }
-    auto& buffers = pool.take(stream_);
+    auto& buffers = pool.take(!reduces, stream_);
     buffers.in_use = true;
     buffers_ = &buffers;
     for (std::size_t l = 0; l < passes_.size(); ++l) {
       auto& steps = passes_[l].steps();
       if (steps.collective())
-        steps.local(headers[l], buffers.place(l), stream_);
+        steps.local(headers[l], buffers.packets.place(l, reduces && moments), stream_);
       else
-        steps.announce(headers[l], buffers.place(l), stream_);
+        steps.announce(headers[l], buffers.packets.place(l, reduces && moments), stream_);
     }
-    buffers.side().run_after(stream_, [&](cudaStream_t side) {
-      syncnorm::allgather(comm, std::span<std::byte const>{buffers.own()}, buffers.all(), side);
+    buffers.side.run_after(stream_, [&](cudaStream_t side) {
+      detail::exchange(comm, first, buffers.packets, policy, {}, side); // whose faults `finish` reports
     });
   }
 

@@ -21,23 +21,23 @@ SYNCNORM_DEVICE void accept_kernel(Hw const& hw, accept_arguments const& a) {
   auto const& of = a.of;
   double const count = of.weighted != nullptr ? hw.load(of.weighted + of.channels) : 0;
   if (hw.block() == 0) {
-    incoming_packets const all{{of.headers, of.ranks, sizeof(packet_header)}, 0};
+    incoming_packets const all{of.headers, 0};
     bool const disagree = hw.barrier_or(all.disagree(hw));
     if (disagree) all.tell(hw, a.report, pass_fault::disagreement);
     for (int i = hw.thread(); i < header_words; i += hw.threads()) {
       std::uint64_t word = all.word(hw, 0, i);
       if (i == count_word) word = disagree ? 0 : static_cast<std::uint64_t>(count);
       if (i == fault_word) word = disagree ? 1 : 0;
-      hw.store(reinterpret_cast<std::uint64_t*>(of.merged) + i, word);
+      hw.store(reinterpret_cast<std::uint64_t*>(of.merged.data) + i, word);
     }
     return;
   }
   std::int64_t const c = static_cast<std::int64_t>(hw.block() - 1) * hw.threads() + hw.thread();
   if (of.weighted == nullptr || c >= of.channels) return;
-  incoming_packets const own{gathered_packets{of.own}, of.channels};
+  incoming_packets const own{own_packet(of.own), of.channels};
   auto const own_count = static_cast<double>(own.count(hw, 0));
   double const mean = count > 0 ? hw.load(of.weighted + c) / count : 0, shift = own.value(hw, 0, 0, c) - mean;
-  double* const merged = values_of(packet_place{of.merged});
+  double* const merged = values_of(of.merged);
   hw.store(merged + c, mean);
   hw.store(merged + of.channels + c, own_count > 0 ? own.value(hw, 0, 1, c) + own_count * (shift * shift) : 0);
 }

@@ -46,7 +46,7 @@ SYNCNORM_DEVICE void group_kernel(Hw const& hw, group_arguments const& a) {
   if (hw.thread() == 0 && !told)
     hw.store(state, static_cast<std::uint32_t>(disagree ? pass_fault::disagreement : pass_fault::one_value));
   for (int layer = hw.thread(); layer < all.layers; layer += hw.threads())
-    hw.store(reinterpret_cast<std::uint64_t*>(all.data) + layer * header_words + fault_word, std::uint64_t{1});
+    hw.store(reinterpret_cast<std::uint64_t*>(all.faults) + layer * header_words + fault_word, std::uint64_t{1});
 }
 
 } // namespace syncnorm::cuda::detail

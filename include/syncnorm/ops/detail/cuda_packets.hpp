@@ -18,14 +18,20 @@
 
 namespace syncnorm::cuda::detail {
 
-/// What the passes of one kind of a layer exchange, `values` numbers a channel, in device memory.
+/// What the passes of one or several layers exchange together, `values` numbers a channel, in device memory: of each rank the headers
+/// of all layers, and then their values.
 class pass_packets {
 public:
   pass_packets() = default;
-  /// `gathers`: there may be passes that gather the packets of all ranks, for which there has to be room.
-  pass_packets(std::int64_t channels, int values, int ranks, bool gathers)
-      : channels_{channels > 0 ? channels : 0}, values_{static_cast<std::size_t>(values)},
-        ranks_{static_cast<std::size_t>(ranks)}, gathers_{gathers}, bytes_{packet_bytes(channels, values)} {
+  /// `gathers`: ranks may gather them, for which there has to be room; else they reduce.
+  pass_packets(std::span<std::int64_t const> channels, int values, int ranks, bool gathers)
+      : values_{static_cast<std::size_t>(values)}, ranks_{static_cast<std::size_t>(ranks)}, gathers_{gathers},
+        bytes_{header_bytes * channels.size()} {
+    for (std::size_t l = 0; l < channels.size(); ++l) {
+      layers_.push_back({channels[l] > 0 ? channels[l] : 0, bytes_ - l * header_bytes, weights_});
+      bytes_ += packet_bytes(channels[l], values) - header_bytes;
+      weights_ += static_cast<std::size_t>(layers_[l].channels) + 1;
+    }
     memory_cutter sizes;
     cut(sizes);
     memory_ = device_memory{sizes.used()};
@@ -34,87 +40,96 @@ public:
   }
 
   [[nodiscard]] bool empty() const noexcept { return bytes_ == 0; }
+  [[nodiscard]] std::size_t layers() const noexcept { return layers_.size(); }
   [[nodiscard]] std::size_t values() const noexcept { return values_; }
+  [[nodiscard]] bool gathers() const noexcept { return gathers_; }
+
   [[nodiscard]] std::span<std::byte> own() const { return {own_, bytes_}; }
-  /// Of micro-batches, 0 or 1.
+  /// Where a layer's packet is made; `weighted`: of moments that are reduced.
+  [[nodiscard]] packet_place place(std::size_t layer, bool weighted) const {
+    auto at = place_in(own_, layer);
+    if (weighted) at.weighted = weighted_ + layers_[layer].weighted_at;
+    return at;
+  }
+  /// Of micro-batches of a layer, 0 or 1.
   [[nodiscard]] std::byte* scratch(std::size_t i) const { return scratch_ + i * bytes_; }
+
   /// Of all ranks, where they gather.
   [[nodiscard]] std::span<std::byte> all() const { return {all_, gathers_ ? bytes_ * ranks_ : 0}; }
-  [[nodiscard]] gathered_packets gathered() const { return {all_, static_cast<int>(ranks_)}; }
+  [[nodiscard]] gathered_packets gathered(std::size_t layer) const {
+    return {all_ + layer * header_bytes, static_cast<int>(ranks_), bytes_, layers_[layer].values_at};
+  }
 
-  /// What ranks that reduce gather, and what they sum up: the values, of moments first `weighted`.
-  [[nodiscard]] std::span<std::byte> headers() const { return {headers_, header_bytes * ranks_}; }
-  [[nodiscard]] std::span<std::byte> own_header() const { return own().first(header_bytes); }
-  [[nodiscard]] std::span<double> own_values() const { return values_of(own_); }
-  [[nodiscard]] std::span<double> merged_values() const { return values_of(merged_); }
-  [[nodiscard]] std::span<double> weighted() const { return {weighted_, static_cast<std::size_t>(channels_) + 1}; }
-  [[nodiscard]] gathered_packets merged() const { return own_packet({merged_}); }
-  [[nodiscard]] reduced_packets reduced(bool moments) const {
-    return {headers_, static_cast<int>(ranks_), own_, merged_, moments ? weighted_ : nullptr, channels_};
+  /// What ranks that reduce gather, and what they sum up: the values, of moments first `weighted` and then each layer's m2.
+  [[nodiscard]] std::span<std::byte> own_headers() const { return own().first(header_bytes * layers()); }
+  [[nodiscard]] std::span<std::byte> all_headers() const { return {headers_, header_bytes * layers() * ranks_}; }
+  [[nodiscard]] std::span<double> own_values() const { return values_in(own_); }
+  [[nodiscard]] std::span<double> merged_values() const { return values_in(merged_); }
+  [[nodiscard]] std::span<double> weighted() const { return {weighted_, weights_}; }
+  [[nodiscard]] std::span<double> merged_m2(std::size_t layer) const {
+    auto const at = place_in(merged_, layer);
+    auto const channels = static_cast<std::size_t>(layers_[layer].channels);
+    return {reinterpret_cast<double*>(at.data + at.values_at) + channels, channels};
+  }
+  [[nodiscard]] gathered_packets merged(std::size_t layer) const { return own_packet(place_in(merged_, layer)); }
+  [[nodiscard]] reduced_packets reduced(std::size_t layer, bool moments) const {
+    return {{headers_ + layer * header_bytes, static_cast<int>(ranks_), header_bytes * layers()},
+            place_in(own_, layer),
+            place_in(merged_, layer),
+            moments ? weighted_ + layers_[layer].weighted_at : nullptr,
+            layers_[layer].channels};
+  }
+
+  /// The headers of all layers, gathered with the packets or, where ranks `reduce`, alone.
+  [[nodiscard]] gathered_headers headers(bool reduce) const {
+    auto const count = static_cast<int>(layers());
+    if (reduce) return {headers_, merged_, static_cast<int>(ranks_), count, header_bytes * layers()};
+    return {all_, all_, static_cast<int>(ranks_), count, bytes_};
   }
 
 private:
+  struct layer_place {
+    std::int64_t channels;
+    std::size_t values_at; ///< bytes from its header
+    std::size_t weighted_at;
+  };
   static constexpr std::size_t header_bytes = sizeof(syncnorm::detail::packet_header);
 
   void cut(memory_cutter& cutter) {
     own_ = cutter.take<std::byte>(bytes_);
     all_ = cutter.take<std::byte>(gathers_ ? bytes_ * ranks_ : 0);
-    scratch_ = cutter.take<std::byte>(bytes_ * 2);
-    headers_ = cutter.take<std::byte>(header_bytes * ranks_);
+    scratch_ = cutter.take<std::byte>(layers() == 1 ? 2 * bytes_ : 0);
+    headers_ = cutter.take<std::byte>(header_bytes * layers() * ranks_);
     merged_ = cutter.take<std::byte>(bytes_);
-    weighted_ = cutter.take<double>(static_cast<std::size_t>(channels_) + 1);
+    weighted_ = cutter.take<double>(weights_);
   }
-  [[nodiscard]] std::span<double> values_of(std::byte* packet) const {
-    return {reinterpret_cast<double*>(packet + header_bytes), values_ * static_cast<std::size_t>(channels_)};
+  [[nodiscard]] packet_place place_in(std::byte* packets, std::size_t layer) const {
+    packet_place at{packets + layer * header_bytes};
+    at.values_at = layers_[layer].values_at;
+    return at;
+  }
+  [[nodiscard]] std::span<double> values_in(std::byte* packets) const {
+    auto const before = header_bytes * layers();
+    return {reinterpret_cast<double*>(packets + before), (bytes_ - before) / sizeof(double)};
   }
 
-  std::int64_t channels_ = 0;
+  std::vector<layer_place> layers_;
   std::size_t values_ = 0, ranks_ = 0;
   bool gathers_ = false;
-  std::size_t bytes_ = 0;
+  std::size_t bytes_ = 0, weights_ = 0;
   device_memory memory_;
   std::byte *own_ = nullptr, *all_ = nullptr, *scratch_ = nullptr, *headers_ = nullptr, *merged_ = nullptr;
   double* weighted_ = nullptr;
 };
 
-/// What the passes of some layers exchange together, in device memory: of each rank the headers of all, and then their values.
-class packet_buffers {
-public:
-  packet_buffers(std::span<std::int64_t const> channels, int ranks)
-      : ranks_{ranks}, bytes_{channels.size() * sizeof(syncnorm::detail::packet_header)} {
-    for (std::size_t l = 0; l < channels.size(); ++l) {
-      values_at_.push_back(bytes_ - l * sizeof(syncnorm::detail::packet_header));
-      bytes_ += packet_bytes(channels[l]) - sizeof(syncnorm::detail::packet_header);
-    }
-    memory_ = device_memory{bytes_ * static_cast<std::size_t>(1 + ranks)};
-  }
+/// Of passes in two phases: what they exchange, and the stream on which they do.
+struct packet_buffers {
+  packet_buffers(std::span<std::int64_t const> channels, int ranks, bool gathers)
+      : packets{channels, 2, ranks, gathers} {}
 
-  [[nodiscard]] std::span<std::byte> own() const { return {memory_.data(), bytes_}; }
-  [[nodiscard]] std::span<std::byte> all() const {
-    return {memory_.data() + bytes_, bytes_ * static_cast<std::size_t>(ranks_)};
-  }
-  /// Where a layer's packet is made.
-  [[nodiscard]] packet_place place(std::size_t layer) const {
-    packet_place at{own().data() + layer * sizeof(syncnorm::detail::packet_header)};
-    at.values_at = values_at_[layer];
-    return at;
-  }
-  [[nodiscard]] gathered_packets gathered(std::size_t layer) const {
-    return {all().data() + layer * sizeof(syncnorm::detail::packet_header), ranks_, bytes_, values_at_[layer]};
-  }
-  [[nodiscard]] gathered_headers headers() const {
-    return {all().data(), ranks_, static_cast<int>(values_at_.size()), bytes_};
-  }
-  [[nodiscard]] side_stream& side() { return side_; }
-
+  pass_packets packets;
+  side_stream side;
   bool in_use = false;
-
-private:
-  int ranks_;
-  std::size_t bytes_;
-  std::vector<std::size_t> values_at_;
-  device_memory memory_;
-  side_stream side_;
 };
 
 /// Buffers of the passes in two phases of some layers: as many as were ever pending at a time.
@@ -124,14 +139,14 @@ public:
 
   [[nodiscard]] std::vector<std::int64_t> const& channels() const noexcept { return channels_; }
 
-  /// Some that are not in use.
-  [[nodiscard]] packet_buffers& take(cudaStream_t stream) {
+  /// Some that are not in use, for packets that are gathered or reduced.
+  [[nodiscard]] packet_buffers& take(bool gathers, cudaStream_t stream) {
     for (auto& each : buffers_)
-      if (!each.in_use) return each;
+      if (!each.in_use && each.packets.gathers() == gathers) return each;
     if (is_capturing(stream))
       throw invalid_argument_error{"begin: the stream is being captured in a graph before there is memory for as many "
                                    "pending passes: run such a step outside of a graph first"};
-    return buffers_.emplace_back(channels_, ranks_);
+    return buffers_.emplace_back(channels_, ranks_, gathers);
   }
 
 private:

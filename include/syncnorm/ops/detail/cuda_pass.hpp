@@ -59,6 +59,8 @@ public:
   [[nodiscard]] virtual merge_rule rule() const { return merge_rule::sums; }
   /// Writes this rank's packet.
   virtual void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) = 0;
+  /// Between the allreduces of a layer's packets.
+  virtual void accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) = 0;
   /// What is made of the packets of all ranks.
   virtual void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
                      cudaStream_t stream) = 0;
@@ -90,26 +92,40 @@ inline void throw_fault(device_pass const& pass) {
   if (!pass.fault().empty()) throw invalid_argument_error{std::string{pass.name()} + ": " + pass.fault()};
 }
 
-/// Makes `packets().reduced` out of the packets of the ranks: of moments by two allreduces, else by one, beside an allgather of the
-/// headers.
-template <class Kernels, communicator C>
-void reduce_packets(C const& comm, device_pass const& pass, cudaStream_t stream) {
-  auto const& packets = pass.packets();
+/// Makes the merged packets out of those of the ranks, of `pass` and of those that travel with it: of moments by two allreduces, else
+/// by one, beside an allgather of the headers.
+template <communicator C>
+void reduce_packets(C const& comm, device_pass& pass, pass_packets const& packets, fault_report const& report,
+                    cudaStream_t stream) {
   bool const moments = pass.rule() == merge_rule::moments;
-  auto const from = moments ? packets.weighted() : packets.own_values(),
-             to = moments ? packets.weighted() : packets.merged_values();
+  std::span<double const> const from = moments ? packets.weighted() : packets.own_values();
+  auto const to = moments ? packets.weighted() : packets.merged_values();
   syncnorm::batch(comm, [&] {
-    syncnorm::allgather(comm, std::span<std::byte const>{packets.own_header()}, packets.headers(), stream);
-    syncnorm::allreduce(comm, std::span<double const>{from}, to, reduce_op::sum, stream);
+    syncnorm::allgather(comm, std::span<std::byte const>{packets.own_headers()}, packets.all_headers(), stream);
+    syncnorm::allreduce(comm, from, to, reduce_op::sum, stream);
   });
-  Kernels::accept_sums(packets.reduced(moments), pass.workspace().report(), stream);
+  for (std::size_t l = 0; l < packets.layers(); ++l) pass.accept_sums(packets.reduced(l, moments), report, stream);
   if (!moments) return;
-  auto const m2 = packets.merged_values().last(to.size() - 1);
-  syncnorm::allreduce(comm, std::span<double const>{m2}, m2, reduce_op::sum, stream);
+  syncnorm::batch(comm, [&] {
+    for (std::size_t l = 0; l < packets.layers(); ++l) {
+      auto const m2 = packets.merged_m2(l);
+      syncnorm::allreduce(comm, std::span<double const>{m2}, m2, reduce_op::sum, stream);
+    }
+  });
+}
+
+/// The exchange of a pass, and of those that travel with it, as `policy` says. What is wrong goes to `report` here only where ranks
+/// reduce.
+template <communicator C>
+void exchange(C const& comm, device_pass& pass, pass_packets const& packets, exchange_policy policy,
+              fault_report const& report, cudaStream_t stream) {
+  if constexpr (allreduces_on_stream<C, double>)
+    if (policy == exchange_policy::reduce) return reduce_packets(comm, pass, packets, report, stream);
+  syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
 }
 
 /// Runs a pass over `comm`, in one allgather, or by sums.
-template <class Kernels, communicator C>
+template <communicator C>
 void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
   auto& workspace = pass.workspace();
   bool const alone = syncnorm::size(comm) == 1 || !pass.collective();
@@ -126,13 +142,10 @@ void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
     auto header = pass.header();
     header.policy = static_cast<std::int32_t>(policy);
     if (!workspace.agreed()) workspace.agree(comm, header, stream);
-    packet_place own{packets.own().data()};
-    if (reduces && pass.rule() == merge_rule::moments) own.weighted = packets.weighted().data();
+    auto const own = packets.place(0, reduces && pass.rule() == merge_rule::moments);
     pass.local(header, own, stream);
-    if constexpr (allreduces_on_stream<C, double>)
-      if (reduces) reduce_packets<Kernels>(comm, pass, stream);
-    if (!reduces) syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
-    pass.apply(reduces ? packets.merged() : packets.gathered(), own, workspace.report(), stream);
+    exchange(comm, pass, packets, policy, workspace.report(), stream);
+    pass.apply(reduces ? packets.merged(0) : packets.gathered(0), own, workspace.report(), stream);
   }
   workspace.raise();
 }

@@ -45,13 +45,14 @@ template <communicator C>
   }
 }
 
-/// `resolve` for the passes of one layer in device memory, whose ranks gather their headers even where they reduce.
+/// `resolve` for passes in device memory, whose ranks gather their headers even where they reduce.
 template <communicator C>
 [[nodiscard]] exchange_policy resolve_on_stream(exchange_policy wish, C const& comm, merge_rule rule,
-                                                std::int64_t channels, std::size_t values = 2) {
+                                                std::int64_t channels, std::size_t values = 2, std::size_t layers = 1) {
   if constexpr (allreduces_on_stream<C, double>) {
     if (wish != exchange_policy::automatic) return wish;
-    return cheaper_policy(cost_of_exchange(comm), size(comm), rule, channels, values, 1, sizeof(packet_header));
+    return cheaper_policy(cost_of_exchange(comm), size(comm), rule, channels, values, layers,
+                          layers * sizeof(packet_header));
   } else {
     return exchange_policy::gather;
   }
