@@ -177,8 +177,10 @@ TEST_CASE("ranks on a device that choose different policies are told so") {
           }).find("ranks disagree on the exchange policy (1: gather, 2: reduce): rank 0 has 1, rank 1 has 2") !=
           std::string::npos);
     layer_over<test::nccl_communicator> layer{comm, 3, {.norm = {.exchange = exchange_policy::reduce}}};
+    layer.prepare(on);
     CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
             layer.backward(x.view, x.view, x.view, on); // by the layer's policy, though no forward pass had one
+            layer.synchronize(on);
           }).find("rank 1: there was no forward pass") != std::string::npos);
   });
   test::check_no_violations();
