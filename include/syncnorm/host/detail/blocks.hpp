@@ -9,6 +9,7 @@
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/executor.hpp>
 
 namespace syncnorm::host::detail {
@@ -69,6 +70,7 @@ void reduce_and_map(E const& exec, channel_blocks const& blocks, tensor_view<T c
       boxes const tasks = map.tasks();
       for (std::int64_t task = tasks.count(); task-- > 0;) map(tasks[task], fetch.channels_ahead);
     }
+    stream_fence();
   });
 }
 

@@ -73,7 +73,7 @@ public:
 
   [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, folded_); }
 
-  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
+  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0. `stream_fence` must follow.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
     std::array<std::int64_t, inputs> further{};
     for (std::size_t j = 0; j < inputs; ++j) further[j] = channels_ahead * in_[j].stride_c;
@@ -97,7 +97,6 @@ public:
         }
       }
     }
-    stream_fence();
   }
 
   /// Computes positions [begin, end) of one row, where rows are contiguous, and meanwhile fetches the inputs at a distance.
@@ -337,7 +336,10 @@ void map_epilogue(E const& exec, Op const& op, typename epilogue_map<T, Op>::vie
   epilogue_map<T, Op> const kernel{op, in, out, mask, how, table.data()};
   boxes const tasks = kernel.tasks();
   // Backwards: what was read last is the likeliest to be in the cache still.
-  exec.for_each(tasks.count(), [&](std::int64_t i) { kernel(tasks[tasks.count() - 1 - i]); });
+  exec.for_each(tasks.count(), [&](std::int64_t i) {
+    kernel(tasks[tasks.count() - 1 - i]);
+    stream_fence();
+  });
 }
 
 /// As map_of_channels.

@@ -152,11 +152,10 @@ public:
 
   [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(out_, layout_, folded_); }
 
-  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0.
+  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0. `stream_fence` must follow.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
     if (stream_) {
       channels_ahead != 0 ? run_box<true, 2>(box, channels_ahead) : run_box<true, 0>(box, 0);
-      stream_fence();
     } else {
       channels_ahead != 0 ? run_box<false, 2>(box, channels_ahead) : run_box<false, 0>(box, 0);
     }
@@ -354,7 +353,10 @@ void map_channels(E const& exec, Op const& op, std::array<tensor_view<T const>, 
   kernel_type const kernel{op, in, out, how, table.data()};
   boxes const tasks = kernel.tasks();
   // Backwards: what was read last is the likeliest to be in the cache still.
-  exec.for_each(tasks.count(), [&](std::int64_t i) { kernel(tasks[tasks.count() - 1 - i], fetch.channels_ahead); });
+  exec.for_each(tasks.count(), [&](std::int64_t i) {
+    kernel(tasks[tasks.count() - 1 - i], fetch.channels_ahead);
+    stream_fence();
+  });
 }
 
 } // namespace syncnorm::host::detail
