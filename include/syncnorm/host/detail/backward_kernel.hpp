@@ -48,11 +48,7 @@ public:
       length >= double_lanes ? elements<double_lanes>(dy, x, center, group, sum_dy, sum_dy_xmu)
                              : elements<1>(dy, x, center, group, sum_dy, sum_dy_xmu);
     }
-    for (std::int64_t c = 0; c < length; ++c) {
-      double const lost =
-          mean_[static_cast<std::size_t>(first + c)] - static_cast<double>(center[static_cast<std::size_t>(c)]);
-      sum_dy_xmu[c] -= lost * sum_dy[c];
-    }
+    move_to_means<A>(mean_.data() + first, length, sum_dy, sum_dy_xmu);
   }
 
   static void merge(std::int64_t before, std::int64_t more, double* a, double* b, double const* a_more,
@@ -96,8 +92,7 @@ private:
                   double* sum_dy, double* sum_dy_xmu) const {
     short_row_sums<T, terms> const sums{{mean}, {dy, x}};
     sums(parts_.begin(group), parts_.end(group), sum_dy, sum_dy_xmu);
-    for (std::int64_t c = 0; c < x.channels; ++c)
-      sum_dy_xmu[c] -= (mean[c] - static_cast<double>(static_cast<A>(mean[c]))) * sum_dy[c];
+    move_to_means<A>(mean, x.channels, sum_dy, sum_dy_xmu);
   }
 
   /// Long pieces: one lane per channel, four positions at a time.

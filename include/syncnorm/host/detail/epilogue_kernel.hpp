@@ -92,11 +92,9 @@ private:
     std::array<tensor_view<T const>, terms<Residual>::inputs> in{of_.dy.channel_range(first, length),
                                                                  of_.x.channel_range(first, length)};
     if constexpr (Residual) in[2] = of_.residual.channel_range(first, length);
-    terms<Residual> const op{of_, first};
-    short_row_sums<T, terms<Residual>> const sums{op, in};
+    short_row_sums<T, terms<Residual>> const sums{{of_, first}, in};
     sums(parts_.begin(group), parts_.end(group), sum_dy, sum_dy_xmu);
-    for (std::int64_t c = 0; c < length; ++c)
-      sum_dy_xmu[c] -= (of_.mean[static_cast<std::size_t>(first + c)] - static_cast<double>(op(c)[0])) * sum_dy[c];
+    move_to_means<A>(of_.mean.data() + first, length, sum_dy, sum_dy_xmu);
   }
 
   /// Contiguous channels: the sums of some positions at a time go into double.

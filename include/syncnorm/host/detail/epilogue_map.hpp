@@ -334,12 +334,7 @@ void map_epilogue(E const& exec, Op const& op, typename epilogue_map<T, Op>::vie
   if (in[0].size() == 0) return;
   scratch_lease<accumulate_t<T>> table{epilogue_map<T, Op>::table_size(in[0])};
   epilogue_map<T, Op> const kernel{op, in, out, mask, how, table.data()};
-  boxes const tasks = kernel.tasks();
-  // Backwards: what was read last is the likeliest to be in the cache still.
-  exec.for_each(tasks.count(), [&](std::int64_t i) {
-    kernel(tasks[tasks.count() - 1 - i]);
-    stream_fence();
-  });
+  map_boxes(exec, kernel);
 }
 
 /// As map_of_channels.

@@ -51,7 +51,7 @@ struct epilogue_part {
       auto const c = static_cast<std::size_t>((first + i) / of.fold), to = static_cast<std::size_t>(i);
       auto const k = make_normalize_coefficients<A>(of.mean[c], of.inv_std[c], of.gamma[c], of.beta[c]);
       center[to] = k.center, scale[to] = k.scale, shift[to] = k.shift;
-      lost[to] = of.mean[c] - static_cast<double>(k.center);
+      lost[to] = lost_by_rounding<A>(of.mean[c]);
     }
   }
 };

@@ -11,6 +11,18 @@
 
 namespace syncnorm::host::detail {
 
+/// What a mean loses where it is rounded to `A`.
+template <class A>
+[[nodiscard]] inline double lost_by_rounding(double mean) {
+  return mean - static_cast<double>(static_cast<A>(mean));
+}
+
+/// Makes Σ dy·(x − mean) of sums about the means rounded to `A`.
+template <class A>
+inline void move_to_means(double const* mean, std::int64_t channels, double const* sum_dy, double* sum_dy_xmu) {
+  for (std::int64_t c = 0; c < channels; ++c) sum_dy_xmu[c] -= lost_by_rounding<A>(mean[c]) * sum_dy[c];
+}
+
 /// `dy = Σ dy` and `product = Σ dy·(x − center)` of the elements of one piece.
 template <class A>
 struct gradient_sums {
@@ -94,10 +106,10 @@ public:
   void finish(std::int64_t, double* sum_dy, double* sum_dy_xmu) const {
     for (std::int64_t c = 0; c < x_.channels; ++c) {
       auto const i = static_cast<std::size_t>(c);
-      double const lost = mean_[c] - static_cast<double>(static_cast<A>(mean_[c]));
       sum_dy[c] = first_[i];
-      sum_dy_xmu[c] = second_[i] - lost * first_[i];
+      sum_dy_xmu[c] = second_[i];
     }
+    move_to_means<A>(mean_, x_.channels, sum_dy, sum_dy_xmu);
   }
 
   static void merge(std::int64_t, std::int64_t, double* a, double* b, double const* a_more, double const* b_more,

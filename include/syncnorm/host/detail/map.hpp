@@ -51,6 +51,16 @@ private:
   std::int64_t samples_, channels_, spatial_, n_ = 0, c_ = 0, s_ = 0, count_ = 0;
 };
 
+/// Computes the boxes of a map, the last ones first: what was read last is the likeliest to be in the cache still.
+template <executor E, class Map>
+void map_boxes(E const& exec, Map const& map, std::int64_t channels_ahead = 0) {
+  boxes const tasks = map.tasks();
+  exec.for_each(tasks.count(), [&](std::int64_t i) {
+    map(tasks[tasks.count() - 1 - i], channels_ahead);
+    stream_fence();
+  });
+}
+
 /// Numbers that the coefficients of `Op` take for tensors like `x`.
 template <class A, class Op, class T>
 [[nodiscard]] constexpr std::int64_t coefficient_table_size(tensor_view<T> const& x) {
@@ -351,12 +361,7 @@ void map_channels(E const& exec, Op const& op, std::array<tensor_view<T const>, 
   if (out.size() == 0) return;
   scratch_lease<accumulate_t<T>> table{kernel_type::table_size(out)};
   kernel_type const kernel{op, in, out, how, table.data()};
-  boxes const tasks = kernel.tasks();
-  // Backwards: what was read last is the likeliest to be in the cache still.
-  exec.for_each(tasks.count(), [&](std::int64_t i) {
-    kernel(tasks[tasks.count() - 1 - i], fetch.channels_ahead);
-    stream_fence();
-  });
+  map_boxes(exec, kernel, fetch.channels_ahead);
 }
 
 } // namespace syncnorm::host::detail
