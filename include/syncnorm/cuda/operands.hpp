@@ -121,8 +121,8 @@ struct gathered_packets {
 /// The headers of all layers of a group as an allgather leaves them, `stride` bytes from rank to rank.
 struct gathered_headers {
   std::byte const* data = nullptr;
-  std::byte* faults =
-      nullptr; ///< headers of the layers' packets that the second kernels look at: rank 0's, or those of all ranks
+  /// Headers of the layers' packets that the second kernels look at: rank 0's, or those of all ranks.
+  std::byte* faults = nullptr;
   int ranks = 1, layers = 1;
   std::size_t stride = 0;
 };

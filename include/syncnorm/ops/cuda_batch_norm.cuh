@@ -96,8 +96,9 @@ template <element T, communicator C = self_communicator, class P = accumulate_t<
 using batch_norm = basic_batch_norm<T, C, P, Kernels>;
 
 /// `syncnorm::batch_norm_forward` of device memory, enqueued on the stream: two launches and, with several ranks, one
-/// allgather, or sums as `options.exchange` says. The ranks agree before the first pass of a workspace, for which it waits for the stream. Errors are those of
-/// `basic_batch_norm`: with several ranks they come up in a later call with the workspace, or in `workspace.raise()`.
+/// allgather, or sums as `options.exchange` says. The ranks agree before the first pass of a workspace, for which it waits for the
+/// stream. Errors are those of `basic_batch_norm`: with several ranks they come up in a later call with the workspace, or in
+/// `workspace.raise()`.
 template <class T, class P, allgathers_on_stream<std::byte> C>
 void batch_norm_forward(C const& comm, tensor_view<T const> x, tensor_view<T> y, affine_parameters<P> affine,
                         running_statistics<P> running, batch_norm_options const& options,
