@@ -15,8 +15,8 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/core/cuda_element.hpp>
+#include <syncnorm/cuda/compiled_kernels.hpp>
 
-#include "cuda/compiled_kernels.hpp"
 #include "cuda/double_backward_case.hpp"
 #include "cuda/in_place_case.hpp"
 #include "cuda/layer_cases.hpp"
@@ -28,7 +28,7 @@
 namespace {
 
 template <class T, class C>
-using layer_over = syncnorm::cuda::basic_batch_norm<T, C, syncnorm::accumulate_t<T>, test::compiled_kernels>;
+using layer_over = syncnorm::cuda::basic_batch_norm<T, C, syncnorm::accumulate_t<T>, syncnorm::cuda::compiled_kernels>;
 using staged_threads = syncnorm::staged<syncnorm::thread_communicator>;
 
 /// f(comm) on a thread for each rank, all on one GPU.
