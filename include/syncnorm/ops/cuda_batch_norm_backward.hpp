@@ -41,8 +41,8 @@ class backward_pass final : public groupable_pass {
 public:
   /// Borrows everything.
   backward_pass(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
-                batch_norm_workspace& workspace)
-      : groupable_pass{workspace}, in_{in}, exchange_{exchange}, saved_{&saved} {}
+                batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
+      : groupable_pass{workspace, caller}, in_{in}, exchange_{exchange}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
   [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
@@ -55,6 +55,7 @@ public:
     auto const batches = in_.x.size();
     std::int64_t count = 0;
     using syncnorm::detail::batch_name;
+    check_caller();
     check_.place(stream);
     check_.require(saved_->exists, [] { return "there was no forward pass"; });
     if (in_.kept != nullptr) check_.same_extents(in_.y, "y", in_.kept->like);
@@ -82,6 +83,7 @@ public:
     check_.values(in_.gradients.gamma, "the gradient of gamma", channels);
     check_.values(in_.gradients.beta, "the gradient of beta", channels);
     header_ = syncnorm::detail::make_header<T>(name(), channels, count, check_);
+    header_.backward = callers_backward();
     // Kernels get nothing of a call that is wrong.
     if (check_.failed()) in_ = {};
   }
@@ -159,8 +161,9 @@ private:
 /// `batch_norm_backward` by the kernels of `Kernels`.
 template <class Kernels, class T, class P, communicator C>
 void backward(C const& comm, backward_operands<T, P> const& in, batch_norm_backward_options const& options,
-              batch_norm_saved const& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
-  backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace};
+              batch_norm_saved const& saved, batch_norm_workspace& workspace, cudaStream_t stream,
+              batch_norm_caller const& caller = {}) {
+  backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace, caller};
   run_pass(comm, pass, stream);
 }
 

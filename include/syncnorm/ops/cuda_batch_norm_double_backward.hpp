@@ -30,8 +30,8 @@ class double_backward_pass final : public device_pass {
 public:
   /// Borrows everything.
   double_backward_pass(double_backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
-                       batch_norm_workspace& workspace)
-      : device_pass{workspace}, in_{in}, exchange_{exchange}, saved_{&saved} {}
+                       batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
+      : device_pass{workspace, caller}, in_{in}, exchange_{exchange}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
   [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
@@ -44,6 +44,7 @@ public:
     auto const channels = workspace_->channels();
     auto const batches = in_.x.size();
     std::int64_t count = 0;
+    check_caller();
     check_.place(stream);
     check_.require(saved_->exists, [] { return "there was no forward pass"; });
     check_.batches_of(in_.dy.size(), batches, "micro-batches of dy", false);
@@ -152,8 +153,8 @@ private:
 template <class Kernels, class T, class P, communicator C>
 void double_backward(C const& comm, double_backward_operands<T, P> const& in,
                      batch_norm_backward_options const& options, batch_norm_saved const& saved,
-                     batch_norm_workspace& workspace, cudaStream_t stream) {
-  double_backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace};
+                     batch_norm_workspace& workspace, cudaStream_t stream, batch_norm_caller const& caller = {}) {
+  double_backward_pass<Kernels, T, P> pass{in, options.exchange, saved, workspace, caller};
   run_pass(comm, pass, stream);
 }
 

@@ -58,8 +58,8 @@ class forward_pass final : public groupable_pass {
 public:
   /// Borrows everything.
   forward_pass(forward_operands<T, P> const& in, batch_norm_options const& options, batch_norm_saved& saved,
-               batch_norm_workspace& workspace)
-      : groupable_pass{workspace}, in_{in}, options_{options}, saved_{&saved} {}
+               batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
+      : groupable_pass{workspace, caller}, in_{in}, options_{options}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override {
     return constant() ? "batch_norm inference" : "batch_norm forward";
@@ -73,6 +73,7 @@ public:
     auto const batches = in_.x.size();
     std::int64_t count = 0;
     using syncnorm::detail::batch_name;
+    check_caller();
     check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
     check_.place(stream);
     check_.require(in_.y.size() == batches, [&] {
@@ -102,6 +103,7 @@ public:
                      [] { return "training needs more than 1 value per channel over all ranks, got 1"; });
     if (in_.kept != nullptr && !check_.failed()) reserve(stream);
     header_ = forward_header<T>(channels, count, in_.affine, in_.running, options_, check_);
+    header_.backward = callers_backward();
 
     // Kernels get nothing of a call that is wrong.
     if (check_.failed()) in_ = {{}, {}, {}, {}, in_.scope, {}, nullptr};
@@ -215,8 +217,9 @@ private:
 /// `batch_norm_forward` by the kernels of `Kernels`.
 template <class Kernels, class T, class P, communicator C>
 void forward(C const& comm, forward_operands<T, P> const& in, batch_norm_options const& options,
-             batch_norm_saved& saved, batch_norm_workspace& workspace, cudaStream_t stream) {
-  forward_pass<Kernels, T, P> pass{in, options, saved, workspace};
+             batch_norm_saved& saved, batch_norm_workspace& workspace, cudaStream_t stream,
+             batch_norm_caller const& caller = {}) {
+  forward_pass<Kernels, T, P> pass{in, options, saved, workspace, caller};
   run_pass(comm, pass, stream);
 }
 

@@ -23,13 +23,15 @@ namespace syncnorm::cuda {
 /// What a forward pass leaves for its backward pass, besides x, on the current device.
 class batch_norm_saved {
 public:
-  explicit batch_norm_saved(std::int64_t channels) {
-    auto const c = static_cast<std::size_t>(channels > 0 ? channels : 0);
+  explicit batch_norm_saved(std::int64_t channels) : memory_{bytes(channels)} {
+    statistics_ = in_memory(memory_.data(), channels);
+  }
+  /// The same in `memory` of `bytes(channels)`, aligned to 16 bytes, which it borrows.
+  batch_norm_saved(std::int64_t channels, std::byte* memory) : statistics_{in_memory(memory, channels)} {}
+  [[nodiscard]] static std::size_t bytes(std::int64_t channels) {
     detail::memory_cutter sizes;
-    cut(sizes, c);
-    memory_ = detail::device_memory{sizes.used()};
-    detail::memory_cutter cutter{memory_.data()};
-    cut(cutter, c);
+    (void)cut(sizes, channels);
+    return sizes.used();
   }
 
   statistics_scope scope = statistics_scope::all_ranks;  ///< of the latest pass that was enqueued
@@ -39,13 +41,20 @@ public:
   [[nodiscard]] saved_statistics statistics() const noexcept { return statistics_; }
 
 private:
-  void cut(detail::memory_cutter& cutter, std::size_t channels) {
-    statistics_.mean = cutter.take<double>(channels);
-    statistics_.inv_std = cutter.take<double>(channels);
-    statistics_.count = cutter.take<std::int64_t>(1);
+  static saved_statistics cut(detail::memory_cutter& cutter, std::int64_t channels) {
+    auto const c = static_cast<std::size_t>(channels > 0 ? channels : 0);
+    saved_statistics made;
+    made.mean = cutter.take<double>(c);
+    made.inv_std = cutter.take<double>(c);
+    made.count = cutter.take<std::int64_t>(1);
+    return made;
+  }
+  static saved_statistics in_memory(std::byte* memory, std::int64_t channels) {
+    detail::memory_cutter cutter{memory};
+    return cut(cutter, channels);
   }
 
-  detail::device_memory memory_;
+  detail::device_memory memory_; // empty where it is borrowed
   saved_statistics statistics_;
 };
 

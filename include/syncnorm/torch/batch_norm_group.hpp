@@ -50,6 +50,7 @@ public:
     std::vector<forward_inputs> inputs;
     for (auto const& member : members) {
       inputs.push_back(member.norm->inputs_of(member.input, member.epilogue));
+      require_on_cpu(inputs.back(), "passes of a group");
       needs = needs || inputs.back().requires_grad();
     }
     auto const backward = backward_of(at::GradMode::is_enabled(), needs);

@@ -8,6 +8,7 @@
 
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 
 namespace syncnorm::torch {
@@ -23,17 +24,12 @@ struct norm_epilogue {
 namespace detail {
 
 /// What is wrong with an epilogue besides what a pass checks for itself; empty where nothing is.
-[[nodiscard]] inline std::string find_fault(norm_epilogue const& epilogue, at::Tensor const& input) {
+[[nodiscard]] inline std::string find_fault(norm_epilogue const& epilogue, at::Tensor const& input,
+                                            at::Device on = at::kCPU) {
   syncnorm::detail::call_check check;
   auto const& [activation, residual, mask, masked] = epilogue;
-  auto const on_cpu = [&](at::Tensor const& tensor, char const* name) {
-    bool const usable = tensor.layout() == at::kStrided && tensor.device().is_cpu();
-    check.require(usable, [&] {
-      return check.text(name, " is ", tensor.layout(), " on ", tensor.device(), ", expected Strided on cpu");
-    });
-  };
   if (residual.defined()) {
-    on_cpu(residual, "the residual");
+    require_on(check, residual, "the residual", on);
     check.require(residual.sizes() == input.sizes(), [&, &r = residual] {
       return check.text("the residual is ", r.sizes(), ", expected ", input.sizes(), " as the input");
     });
@@ -42,7 +38,7 @@ namespace detail {
     });
   }
   if (mask.defined()) {
-    on_cpu(mask, "the mask");
+    require_on(check, mask, "the mask", on);
     auto expected = input.sizes().vec();
     expected.erase(expected.begin() + 1);
     check.require(mask.sizes() == expected, [&, &m = mask] {

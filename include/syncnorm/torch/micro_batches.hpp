@@ -117,6 +117,7 @@ public:
   explicit batches_of(SyncBatchNormImpl& norm) : norm_{norm} {}
 
   [[nodiscard]] std::vector<at::Tensor> forward(std::vector<at::Tensor> const& inputs) const {
+    require_on_cpu(norm_.inputs_of({}, {}), "passes over micro-batches");
     if (!norm_.is_training() || norm_.frozen_) {
       if (norm_.in_place_) throw invalid_argument_error{in_place};
       std::vector<at::Tensor> outputs;

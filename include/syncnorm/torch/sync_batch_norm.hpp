@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -23,6 +24,7 @@ namespace syncnorm::torch {
 
 namespace detail {
 class batches_of;
+class device_of;
 class members_of;
 } // namespace detail
 
@@ -52,7 +54,9 @@ public:
 
   void reset() override {
     // A clone shares nothing with its original, the buffers of the exchange least of all.
+    auto const device = state_->device;
     renew_state(state_->comm);
+    if (device != nullptr) state_->device = device->renewed();
     auto const channels = options.num_features() > 0 ? options.num_features() : 0;
     auto const parameter = [&](char const* name, bool exists) {
       return register_parameter(name, exists ? ::torch::empty({channels}) : ::torch::Tensor{}, exists);
@@ -88,7 +92,9 @@ public:
   /// The same with an activation, a residual added before it, and a mask `[N, …]` of the positions that count:
   /// f(forward(input) + residual), or 0. The residual has a gradient.
   ::torch::Tensor forward_with(::torch::Tensor const& input, norm_epilogue const& epilogue) {
-    auto const pass = make_pass(input, epilogue, "");
+    auto inputs = inputs_of(input, epilogue);
+    auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
+    auto const pass = detail::make_pass_anywhere(std::move(inputs), backward);
     pass->run();
     return detail::record(*pass);
   }
@@ -103,7 +109,10 @@ public:
   /// may be written to. A rank that drops a pass has no part in its backward pass, so the others must not run that. Not in
   /// place.
   [[nodiscard]] pending_forward begin_forward(::torch::Tensor const& input, norm_epilogue const& epilogue = {}) {
-    return pending_forward{make_pass(input, epilogue, in_place_ ? not_in_place : "")};
+    auto inputs = inputs_of(input, epilogue);
+    detail::require_on_cpu(inputs, "passes in two phases");
+    auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
+    return pending_forward{detail::make_forward_pass(std::move(inputs), backward, in_place_ ? not_in_place : "")};
   }
 
   void pretty_print(std::ostream& stream) const override {
@@ -114,12 +123,14 @@ public:
     else
       stream << "None";
     stream << ", affine=" << options.affine() << ", track_running_stats=" << options.track_running_stats()
-           << ", ranks=" << size(state_->comm) << (in_place_ ? ", in_place=true" : "") << ")";
+           << ", ranks=" << std::max(size(state_->comm), state_->device ? state_->device->size() : 1)
+           << (in_place_ ? ", in_place=true" : "") << ")";
   }
 
   [[nodiscard]] any_communicator const& communicator() const noexcept { return state_->comm; }
 
-  /// The communicator of the passes to come. Passes that are recorded keep theirs. The same on every rank.
+  /// The communicator of the passes to come, of CPU tensors; those of CUDA tensors are given anew by `use_cuda`. Passes that are
+  /// recorded keep theirs. The same on every rank.
   void set_communicator(any_communicator comm) { renew_state(std::move(comm)); }
 
   /// Off: backward passes are local, as if the other ranks' gradients were zero; for the steps of a gradient
@@ -147,6 +158,12 @@ public:
   /// How ranks put their statistics together: by the cost model unless set. The same on every rank.
   void set_exchange_policy(exchange_policy policy) noexcept { policy_ = policy; }
 
+  /// Waits for the passes of CUDA tensors so far, and throws what has failed in them, the same on every rank; see `use_cuda`. Of
+  /// CPU tensors everything is known, and done, when a pass returns.
+  void synchronize() {
+    if (state_->device != nullptr) state_->device->synchronize();
+  }
+
   [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
 
   ::torch::nn::BatchNormOptions options;
@@ -158,6 +175,7 @@ public:
 private:
   friend class detail::batches_of;
   friend class detail::members_of;
+  friend class detail::device_of;
 
   [[nodiscard]] std::shared_ptr<detail::exchange_state> make_state(any_communicator comm) const {
     return std::make_shared<detail::exchange_state>(
@@ -192,13 +210,6 @@ private:
 
   static constexpr char const* not_in_place = "a pass in two phases or of a group is not in place";
 
-  [[nodiscard]] std::unique_ptr<detail::forward_pass>
-  make_pass(::torch::Tensor const& input, norm_epilogue const& epilogue, std::string fault) const {
-    auto inputs = inputs_of(input, epilogue);
-    auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
-    return detail::make_forward_pass(std::move(inputs), backward, std::move(fault));
-  }
-
   static bool requires_grad(::torch::Tensor const& tensor) { return tensor.defined() && tensor.requires_grad(); }
   static c10::optional<at::Tensor> optional(::torch::Tensor const& tensor) {
     if (!tensor.defined()) return c10::nullopt;
@@ -224,6 +235,13 @@ public:
 inline void set_backward_exchange(::torch::nn::Module& root, bool on) {
   root.apply([on](::torch::nn::Module& module) {
     if (auto* norm = module.as<SyncBatchNormImpl>()) norm->set_backward_exchange(on);
+  });
+}
+
+/// `synchronize` of every SyncBatchNorm in `root`.
+inline void synchronize(::torch::nn::Module& root) {
+  root.apply([](::torch::nn::Module& module) {
+    if (auto* norm = module.as<SyncBatchNormImpl>()) norm->synchronize();
   });
 }
 

@@ -33,7 +33,9 @@ public:
     std::swap(data_, other.data_);
     return *this;
   }
-  ~device_memory() { cudaFree(data_); }
+  ~device_memory() {
+    if (data_ != nullptr) cudaFree(data_);
+  }
 
   [[nodiscard]] std::byte* data() const noexcept { return static_cast<std::byte*>(data_); }
 

@@ -15,6 +15,7 @@
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_packets.hpp>
@@ -68,10 +69,18 @@ public:
   virtual void run_alone(cudaStream_t stream) = 0;
 
 protected:
-  explicit device_pass(batch_norm_workspace& workspace) : workspace_{&workspace}, check_{workspace.device()} {}
+  explicit device_pass(batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
+      : workspace_{&workspace}, check_{workspace.device()}, caller_{caller} {}
+
+  /// What the caller knows to be wrong comes first.
+  void check_caller() {
+    check_.require(caller_.fault.empty(), [&] { return std::string{caller_.fault}; });
+  }
+  [[nodiscard]] std::int32_t callers_backward() const { return static_cast<std::int32_t>(caller_.backward); }
 
   batch_norm_workspace* workspace_;
   device_check check_;
+  batch_norm_caller caller_;
   syncnorm::detail::packet_header header_{};
 };
 

@@ -23,20 +23,28 @@ namespace syncnorm::torch::detail {
   return input.defined() && input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// What libtorch tensors can have wrong besides what a pass checks for itself; empty where nothing is.
+/// `tensor` is where the passes are.
+inline void require_on(syncnorm::detail::call_check& check, at::Tensor const& tensor, char const* name, at::Device on) {
+  check.require(tensor.layout() == at::kStrided,
+                [&] { return check.text(name, " is ", tensor.layout(), ", expected Strided"); });
+  bool const there = on.is_cpu() ? tensor.device().is_cpu() : tensor.device() == on;
+  check.require(there, [&] {
+    return check.text(name, " is on ", tensor.device(), ", expected ", on,
+                      tensor.is_cuda() && on.is_cpu() ? ": CUDA tensors need syncnorm::torch::use_cuda, and the module "
+                                                        "there, too"
+                                                      : "");
+  });
+}
+
+/// What libtorch tensors can have wrong besides what a pass on the device `on` checks for itself; empty where nothing is.
 [[nodiscard]] inline std::string find_fault(at::Tensor const& input, std::array<at::Tensor, 2> const& parameters,
                                             std::array<at::Tensor, 2> const& running,
-                                            at::Tensor const& num_batches_tracked) {
+                                            at::Tensor const& num_batches_tracked, at::Device on = at::kCPU) {
   syncnorm::detail::call_check check;
-  auto const on_cpu = [&](at::Tensor const& tensor, char const* name) {
-    check.require(tensor.layout() == at::kStrided,
-                  [&] { return check.text(name, " is ", tensor.layout(), ", expected Strided"); });
-    check.require(tensor.device().is_cpu(),
-                  [&] { return check.text(name, " is on ", tensor.device(), ", expected cpu"); });
-  };
+  auto const on_device = [&](at::Tensor const& tensor, char const* name) { require_on(check, tensor, name, on); };
   check.require(input.defined(), [] { return "the input is undefined"; });
   if (check.failed()) return check.fault();
-  on_cpu(input, "the input");
+  on_device(input, "the input");
   auto const type = input.scalar_type();
   check.require(is_supported(type),
                 [&] { return check.text("the input is of ", type, ", expected Float, Double, Half or BFloat16"); });
@@ -47,7 +55,7 @@ namespace syncnorm::torch::detail {
   auto const parameters_type = type_of_parameters(input, {parameters[0], parameters[1], running[0], running[1]});
   auto const of_channels = [&](at::Tensor const& tensor, char const* name) {
     if (!tensor.defined()) return;
-    on_cpu(tensor, name);
+    on_device(tensor, name);
     check.require(is_supported(type, tensor.scalar_type()),
                   [&] { return check.text("the input is of ", type, ", but ", name, " of ", tensor.scalar_type()); });
     check.require(tensor.scalar_type() == parameters_type, [&] {
@@ -65,7 +73,7 @@ namespace syncnorm::torch::detail {
     check.require(!tensor.defined() || tensor.is_contiguous(),
                   [] { return "running_mean or running_var is not contiguous"; });
   if (num_batches_tracked.defined()) {
-    on_cpu(num_batches_tracked, "num_batches_tracked");
+    on_device(num_batches_tracked, "num_batches_tracked");
     check.require(num_batches_tracked.numel() == 1, [] { return "num_batches_tracked is not one value"; });
   }
   return check.fault();

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -63,6 +64,19 @@ public:
   }
 };
 
+/// What a double backward pass over K inputs reads and writes.
+template <class T, class P>
+struct double_backward_views {
+  std::vector<tensor_view<T const>> dy, x;
+  std::vector<tensor_view<T>> to_dy, to_x;
+  std::vector<batch_norm_epilogue<T>> epilogues;
+  batch_norm_second_order_batches<T, P> second;
+  affine_parameters<P> affine;
+  std::span<P> gamma_gradient;
+  std::string_view fault;
+  bool exchange = true;
+};
+
 /// Records a backward pass over K inputs that has been computed already, and runs the pass that differentiates it.
 class batch_norm_backward_function : public ::torch::autograd::Function<batch_norm_backward_function> {
 public:
@@ -103,11 +117,9 @@ public:
     auto const pass = c10::static_intrusive_pointer_cast<recorded_pass>(recorded->saved_data["pass"].toCapsule());
     std::string fault;
     auto saved = saved_tensors(*recorded, fault);
-    auto const type = fault.empty() ? saved.front().scalar_type() : at::kFloat;
-    auto results = with_types(type, pass->parameters, [&]<class Types>(Types) {
-      using T = typename Types::element;
-      return run<T, typename Types::parameter>(*recorded, *pass, gradients, saved, std::move(fault));
-    });
+    auto results = pass->on_device == nullptr
+                       ? run_on_cpu(*recorded, *pass, gradients, saved, std::move(fault))
+                       : pass->state->device->double_backward(*recorded, *pass, gradients, saved, std::move(fault));
     if (at::GradMode::is_enabled()) {
       saved.insert(saved.end(), gradients.begin(), gradients.end());
       once_differentiable::refuse("the gradients of its gradients (third derivatives)", results, saved);
@@ -115,10 +127,15 @@ public:
     return results;
   }
 
-private:
-  template <class T, class P>
+  /// The type of the elements, as far as there are any.
+  [[nodiscard]] static at::ScalarType type_of(tensors const& saved, std::string const& fault) {
+    return fault.empty() ? saved.front().scalar_type() : at::kFloat;
+  }
+
+  /// The results, which `pass_over` computes.
+  template <class T, class P, class F>
   static tensors run(context const& recorded, recorded_pass const& pass, tensors const& gradients, tensors const& saved,
-                     std::string fault) {
+                     std::string fault, F const& pass_over) {
     at::AutoGradMode const no_recording{false};
     auto const present = recorded.saved_data.at("present").toIntVector();
     auto const batches = present.size() - 3;
@@ -130,61 +147,69 @@ private:
     for (auto const& each : gradients)
       if (fault.empty()) fault = find_gradient_fault(each, /*recorded=*/false);
     tensors kept, to_dy(batches), to_x(batches);
-    std::vector<tensor_view<T const>> dy_views, x_views, u_views, v_views;
-    std::vector<tensor_view<T>> to_dy_views(batches), to_x_views(batches);
-    std::vector<batch_norm_epilogue<T>> epilogues;
-    batch_norm_second_order_batches<T, P> second;
-    affine_parameters<P> affine;
-    std::span<P> gamma_gradient;
+    std::vector<tensor_view<T const>> u_views, v_views;
+    double_backward_views<T, P> of;
+    of.to_dy.resize(batches), of.to_x.resize(batches);
     at::Tensor to_weight;
     try {
       if (fault.empty()) {
         auto const keep = [&](at::Tensor const& tensor) -> at::Tensor& { return kept.emplace_back(tensor); };
-        auto const per_channel = [&](at::Tensor const& of) {
-          return of.defined() ? std::span<P const>{values_of<P>(keep(of.contiguous()))} : std::span<P const>{};
+        auto const per_channel = [&](at::Tensor const& values) {
+          return values.defined() ? std::span<P const>{values_of<P>(keep(values.contiguous()))} : std::span<P const>{};
         };
         auto next = gradients.begin();
         auto const take = [&](std::size_t i) { return present[i] != 0 ? *next++ : at::Tensor{}; };
         tensors u;
         for (std::size_t k = 0; k < batches; ++k) u.push_back(take(k));
-        second.gamma_gradient = per_channel(take(batches));
-        second.beta_gradient = per_channel(take(batches + 1));
+        of.second.gamma_gradient = per_channel(take(batches));
+        of.second.beta_gradient = per_channel(take(batches + 1));
         auto const v = take(batches + 2);
         auto const &weight = saved[2 * batches], &bias = saved[2 * batches + 1], &residual = saved[2 * batches + 2];
-        affine = {per_channel(weight), per_channel(bias)};
+        of.affine = {per_channel(weight), per_channel(bias)};
         for (std::size_t k = 0; k < batches; ++k) {
           auto const of_x = make_operands<T>(saved[batches + k]);
           auto const companion = [&](at::Tensor const& tensor) {
             return tensor.defined() ? make_companion<T>(keep(tensor), of_x) : tensor_view<T const>{};
           };
           keep(of_x.x);
-          x_views.push_back(of_x.x_view);
-          dy_views.push_back(companion(saved[k]));
+          of.x.push_back(of_x.x_view);
+          of.dy.push_back(companion(saved[k]));
           u_views.push_back(companion(u[k]));
-          if (wants(k)) to_dy_views[k] = *view_of<T>(to_dy[k] = at::empty_like(of_x.y), of_x.order);
-          if (wants(batches + k)) to_x[k] = of_x.y, to_x_views[k] = of_x.y_view;
+          if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = at::empty_like(of_x.y), of_x.order);
+          if (wants(batches + k)) to_x[k] = of_x.y, of.to_x[k] = of_x.y_view;
           if (batches > 1) continue;
           v_views.push_back(companion(v));
-          epilogues.push_back({pass.activation, companion(residual), view_of_mask(pass.mask), pass.masked});
+          of.epilogues.push_back({pass.activation, companion(residual), view_of_mask(pass.mask), pass.masked});
         }
-        second.dx = u_views, second.dresidual = v_views;
+        of.second.dx = u_views, of.second.dresidual = v_views;
         auto const options = saved.front().options().dtype(pass.parameters);
-        if (wants_weight) gamma_gradient = values_of<P>(to_weight = at::zeros({saved.front().size(1)}, options));
+        if (wants_weight) of.gamma_gradient = values_of<P>(to_weight = at::zeros({saved.front().size(1)}, options));
       }
     } catch (std::exception const& e) {
       fault = text_of(e);
     }
-    auto& state = *pass.state;
-    std::optional<batch_norm_workspace> own;
-    auto& workspace = pass.workspace_or(own);
-    bool const exchange = recorded.saved_data.at("exchange").toBool();
-    batch_norm_double_backward_batches<T, P>(at_executor{}, state.comm, second, dy_views, x_views, affine, pass.saved,
-                                             to_dy_views, to_x_views, gamma_gradient, {exchange}, workspace,
-                                             {.fault = fault}, epilogues);
+    of.fault = fault;
+    of.exchange = recorded.saved_data.at("exchange").toBool();
+    pass_over(of);
     tensors results{std::move(to_dy)};
     results.insert(results.end(), to_x.begin(), to_x.end());
     results.insert(results.end(), {to_weight, {}});
     return results;
+  }
+
+private:
+  static tensors run_on_cpu(context const& recorded, recorded_pass const& pass, tensors const& gradients,
+                            tensors const& saved, std::string fault) {
+    return with_types(type_of(saved, fault), pass.parameters, [&]<class Types>(Types) {
+      using T = typename Types::element;
+      using P = typename Types::parameter;
+      return run<T, P>(recorded, pass, gradients, saved, std::move(fault), [&](double_backward_views<T, P> const& of) {
+        std::optional<batch_norm_workspace> own;
+        batch_norm_double_backward_batches<T, P>(at_executor{}, pass.state->comm, of.second, of.dy, of.x, of.affine,
+                                                 pass.saved, of.to_dy, of.to_x, of.gamma_gradient, {of.exchange},
+                                                 pass.workspace_or(own), {.fault = of.fault}, of.epilogues);
+      });
+    });
   }
 };
 

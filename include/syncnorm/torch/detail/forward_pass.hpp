@@ -70,7 +70,8 @@ public:
   void after() {
     if (in_.scope != statistics_scope::all_ranks) return;
     if (pass_->saved.count > 0) bump_versions({in_.running_mean, in_.running_var});
-    if (in_.state->batches_tracked != tracks_) write_counter(tracked_, in_.state->batches_tracked);
+    if (tracked_.defined() && in_.state->batches_tracked != tracks_)
+      write_counter(tracked_, in_.state->batches_tracked);
   }
 
   [[nodiscard]] forward_inputs const& inputs() const noexcept { return in_; }
@@ -207,18 +208,35 @@ private:
   return !records ? backward_pass::impossible : needs ? backward_pass::needed : backward_pass::possible;
 }
 
+/// Whether passes over these tensors are those of `use_cuda`. That is for the module's own tensors to say, which are where
+/// they are on every rank; without any, there are no others.
+[[nodiscard]] inline bool is_on_device(forward_inputs const& in) {
+  if (in.state->device == nullptr) return false;
+  for (auto const* tensor : {&in.weight, &in.bias, &in.running_mean, &in.running_var})
+    if (tensor->defined()) return !tensor->device().is_cpu();
+  return true;
+}
+
+/// What is wrong with a pass over these tensors on the device `on`, besides what it checks for itself; empty where nothing is.
+[[nodiscard]] inline std::string find_fault(forward_inputs const& in, backward_pass backward,
+                                            at::Device on = at::kCPU) {
+  auto fault =
+      find_fault(in.input, {in.weight, in.bias}, {in.running_mean, in.running_var}, in.num_batches_tracked, on);
+  if (fault.empty()) fault = find_fault(in.with, in.input, on);
+  if (fault.empty() && in.in_place && in.input.is_inference() && !c10::InferenceMode::is_enabled())
+    fault = "the input is an inference tensor, which is written to in place in c10::InferenceMode alone";
+  if (fault.empty())
+    fault = find_recording_fault(
+        {{in.input, "the input"}, {in.weight, "weight"}, {in.bias, "bias"}, {in.with.residual, "the residual"}},
+        backward == backward_pass::needed);
+  return fault;
+}
+
 /// A pass over these tensors, whose faults it reports to all ranks.
 [[nodiscard]] inline std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward,
                                                                      std::string fault = {}) {
   auto const& [input, with, weight, bias, mean, var, tracked, options, channels, scope, in_place, state] = in;
-  if (fault.empty()) fault = find_fault(input, {weight, bias}, {mean, var}, tracked);
-  if (fault.empty()) fault = find_fault(with, input);
-  if (fault.empty() && in_place && input.is_inference() && !c10::InferenceMode::is_enabled())
-    fault = "the input is an inference tensor, which is written to in place in c10::InferenceMode alone";
-  if (fault.empty())
-    fault = find_recording_fault(
-        {{input, "the input"}, {weight, "weight"}, {bias, "bias"}, {with.residual, "the residual"}},
-        backward == backward_pass::needed);
+  if (fault.empty()) fault = find_fault(in, backward);
   if (fault.empty() && backward == backward_pass::possible) in.make_savable();
   auto const type = fault.empty() ? input.scalar_type() : ::torch::kFloat;
   auto const parameters = type_of_parameters(input, {weight, bias, mean, var});
@@ -226,6 +244,20 @@ private:
     return std::make_unique<typed_forward_pass<typename Types::element, typename Types::parameter>>(
         std::move(in), type, parameters, std::move(fault), backward);
   });
+}
+
+/// The same on the device where the module is.
+[[nodiscard]] inline std::unique_ptr<forward_pass> make_pass_anywhere(forward_inputs in, backward_pass backward) {
+  if (!is_on_device(in)) return make_forward_pass(std::move(in), backward);
+  auto const device = in.state->device;
+  return device->make_forward_pass(std::move(in), backward);
+}
+
+/// Throws where the pass would be on a device: there are no `passes` of that kind.
+inline void require_on_cpu(forward_inputs const& in, char const* passes) {
+  if (is_on_device(in))
+    throw invalid_argument_error{std::string{"syncnorm::torch::SyncBatchNorm: "} + passes +
+                                 " are not implemented on CUDA, where the module is; on the CPU they are"};
 }
 
 /// Describes the pass. It borrows the pass.

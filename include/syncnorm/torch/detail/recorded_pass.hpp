@@ -15,6 +15,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/ops/batch_norm_group.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/torch/detail/device_passes.hpp>
 
 namespace syncnorm::torch::detail {
 
@@ -25,6 +26,7 @@ struct exchange_state {
   bool exchange_backward = true;
   std::int64_t batches_tracked = 0;                          ///< while a pass is completed, what num_batches_tracked is
   std::optional<batch_norm_group<any_communicator>> group{}; ///< of the passes with others, of which this is the first
+  std::shared_ptr<device_passes> device{};                   ///< null: passes are of CPU tensors alone
 };
 
 /// What a recorded forward pass leaves for its backward pass, besides tensors.
@@ -35,8 +37,9 @@ struct recorded_pass : ::torch::CustomClassHolder {
   at::ScalarType parameters = at::kFloat; ///< the type of weight, bias and running statistics
   syncnorm::activation activation{};
   masked_outputs masked = masked_outputs::normalized;
-  at::Tensor mask{};                  ///< dense `[N, S]`, or undefined
-  std::shared_ptr<void const> kept{}; ///< the `batch_norm_kept` of a pass in place, or null
+  at::Tensor mask{};                          ///< dense `[N, S]`, or undefined
+  std::shared_ptr<void const> kept{};         ///< the `batch_norm_kept` of a pass in place, or null
+  std::shared_ptr<device_record> on_device{}; ///< of a pass on a device, or null
 
   /// The workspace of a pass that follows. Only passes that exchange are in one thread at a time; others have their `own`.
   [[nodiscard]] batch_norm_workspace& workspace_or(std::optional<batch_norm_workspace>& own) const {

@@ -1,0 +1,142 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/cuda/workspace.hpp>
+#include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/torch/detail/cuda_stream.hpp>
+#include <syncnorm/torch/detail/device_passes.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// What a module's passes on one device share, under one exchange policy. Passes may be on different streams, each of which
+/// comes after those before it; but for those that are captured in a graph, whose order is the user's.
+class cuda_buffers {
+public:
+  /// Allocates on the device, once, and waits for that.
+  template <communicator C>
+  cuda_buffers(C const& comm, at::Device device, std::int64_t channels, exchange_policy policy)
+      : cuda_buffers{device, channels, syncnorm::size(comm), gathers(comm, channels, policy, 2),
+                     gathers(comm, channels, policy, 7)} {}
+  cuda_buffers(cuda_buffers const&) = delete;
+  cuda_buffers& operator=(cuda_buffers const&) = delete;
+  /// Waits for the passes in flight, since what they use goes.
+  ~cuda_buffers() {
+    if (last_) cudaEventSynchronize(done_);
+    cudaEventDestroy(done_);
+  }
+
+  /// f(workspace, stream) on the current stream of the device, which is the current one meanwhile. Elements are of type `T`.
+  template <class Kernels, class T, class F>
+  void run(F const& f) {
+    c10::DeviceGuard const there{device_};
+    load<Kernels, T>();
+    auto const stream = current_stream(device_);
+    bool const captured = cuda::detail::is_capturing(stream);
+    if (!captured) order(stream);
+    struct leave { // also where f throws, which may be when everything is enqueued
+      cuda_buffers& buffers;
+      cudaStream_t stream;
+      bool captured;
+      ~leave() {
+        if (captured || cudaEventRecord(buffers.done_, stream) != cudaSuccess) return;
+        buffers.last_ = stream;
+      }
+    } const last{*this, stream, captured};
+    f(workspace_, stream);
+  }
+
+  /// Lest a first launch wait for the device, and for other ranks there.
+  template <class Kernels, class T>
+  void load_double_backward() {
+    auto& loaded = double_loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
+    if (!loaded) Kernels::template load_double_backward_kernels<T>();
+    loaded = true;
+  }
+
+  /// Waits on the current stream, as long as the communicator lets it, and throws what has failed.
+  template <communicator C>
+  void synchronize(C const& comm) {
+    c10::DeviceGuard const there{device_};
+    auto const stream = current_stream(device_);
+    order(stream);
+    cuda::batch_norm_workspace::wait(comm, stream);
+    workspace_.raise();
+    syncnorm::check(comm);
+  }
+
+  /// Memory in place of what a pass could not allocate, which reports that to the other ranks.
+  [[nodiscard]] cuda::batch_norm_saved& spare() noexcept { return spare_; }
+
+private:
+  cuda_buffers(at::Device device, std::int64_t channels, int ranks, bool gathers, bool double_gathers)
+      : device_{device}, there_{device}, limits_{cuda::current_limits()},
+        workspace_{channels, ranks, limits_, cuda::workspace_bytes(channels, limits_), gathers, double_gathers},
+        spare_{channels} {
+    syncnorm::detail::require_cuda(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming),
+                                   "cudaEventCreateWithFlags");
+    there_.reset();
+  }
+
+  /// Whether passes of so many values a channel gather packets; two are both those of forward and of backward passes.
+  template <communicator C>
+  [[nodiscard]] static bool gathers(C const& comm, std::int64_t channels, exchange_policy policy, std::size_t values) {
+    using syncnorm::detail::merge_rule;
+    auto const by = [&](merge_rule rule) {
+      return syncnorm::detail::resolve_on_stream(policy, comm, rule, channels, values) == exchange_policy::gather;
+    };
+    return by(merge_rule::sums) || (values == 2 && by(merge_rule::moments));
+  }
+
+  template <class Kernels, class T>
+  void load() {
+    auto& loaded = loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
+    if (!loaded) Kernels::template load_kernels<T>();
+    loaded = true;
+  }
+  void order(cudaStream_t stream) const {
+    if (last_ && *last_ != stream)
+      syncnorm::detail::require_cuda(cudaStreamWaitEvent(stream, done_, 0), "cudaStreamWaitEvent");
+  }
+
+  at::Device device_;
+  std::optional<c10::DeviceGuard> there_; // while the rest is made
+  cuda::device_limits limits_;
+  cuda::batch_norm_workspace workspace_;
+  cuda::batch_norm_saved spare_;
+  cudaEvent_t done_ = nullptr;
+  std::optional<cudaStream_t> last_{};
+  std::array<bool, 4> loaded_{}, double_loaded_{}; // by value_kind
+};
+
+/// What a forward pass leaves on a device, in memory of libtorch's.
+struct cuda_record final : device_record {
+  std::shared_ptr<cuda_buffers> buffers;
+  at::Tensor memory;
+  std::optional<cuda::batch_norm_saved> own;
+
+  explicit cuda_record(std::shared_ptr<cuda_buffers> of) : buffers{std::move(of)} {}
+  void allocate(std::int64_t channels, at::Device device) {
+    auto const bytes = static_cast<std::int64_t>(cuda::batch_norm_saved::bytes(channels));
+    memory = at::empty({bytes}, at::TensorOptions{}.dtype(at::kByte).device(device));
+    own.emplace(channels, static_cast<std::byte*>(memory.data_ptr()));
+  }
+  [[nodiscard]] cuda::batch_norm_saved& saved() { return own ? *own : buffers->spare(); }
+};
+
+} // namespace syncnorm::torch::detail

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <ATen/ATen.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <syncnorm/ops/batch_norm_state.hpp>
+
+namespace syncnorm::torch::detail {
+
+class backward_call;
+class forward_pass;
+struct forward_inputs;
+struct forward_tensors;
+struct recorded_pass;
+struct wanted_gradients;
+
+/// What a forward pass on a device leaves there for its backward pass.
+class device_record {
+public:
+  device_record() = default;
+  device_record(device_record const&) = delete;
+  device_record& operator=(device_record const&) = delete;
+  virtual ~device_record() = default;
+};
+
+/// The passes of a module over tensors of a device that is not the CPU, and what they share.
+class device_passes {
+public:
+  using tensors = ::torch::autograd::variable_list;
+
+  device_passes() = default;
+  device_passes(device_passes const&) = delete;
+  device_passes& operator=(device_passes const&) = delete;
+  virtual ~device_passes() = default;
+
+  /// The same for another module, which shares the communicator alone.
+  [[nodiscard]] virtual std::shared_ptr<device_passes> renewed() const = 0;
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int size() const = 0;
+
+  /// As the functions of these names do on the CPU.
+  [[nodiscard]] virtual std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward) = 0;
+  [[nodiscard]] virtual std::unique_ptr<backward_call> make_backward_call(c10::intrusive_ptr<recorded_pass> pass,
+                                                                          forward_tensors of, at::Tensor dy,
+                                                                          wanted_gradients wants,
+                                                                          std::string fault) const = 0;
+
+  [[nodiscard]] virtual tensors double_backward(::torch::autograd::AutogradContext const& recorded,
+                                                recorded_pass const& pass, tensors const& gradients,
+                                                tensors const& saved, std::string fault) const = 0;
+
+  /// Waits for the passes so far, and throws what has failed in them, the same on every rank.
+  virtual void synchronize() = 0;
+};
+
+} // namespace syncnorm::torch::detail

@@ -1,0 +1,491 @@
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <c10/core/StreamGuard.h>
+
+#include "support.hpp"
+
+#include <syncnorm/adapters/nccl.hpp>
+#include <syncnorm/adapters/staged.hpp>
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/torch/batch_norm_group.hpp>
+#include <syncnorm/torch/cuda.hpp>
+#include <syncnorm/torch/micro_batches.hpp>
+
+#include "cuda/fake_nccl.hpp"
+#include "cuda/fake_runtime.hpp"
+#include "torch/stand_in/cuda_device.hpp"
+
+// The module over CUDA tensors, on the CPU: the devices are stand-ins, the kernels' source runs on an interpreter, ranks are
+// threads. Nothing here runs on a GPU.
+namespace test::on_cuda {
+namespace {
+
+using syncnorm::activation;
+using syncnorm::run_ranks;
+using syncnorm::thread_communicator;
+using syncnorm::torch::norm_epilogue;
+using syncnorm::torch::use_cuda;
+
+using staged_threads = syncnorm::staged<thread_communicator>;
+
+/// A rank's device: autograd has one thread for each, in which the staged exchange of a backward pass waits for the others.
+torch::Device device_of(thread_communicator const& comm) {
+  return {torch::kCUDA, static_cast<c10::DeviceIndex>(comm.rank())};
+}
+
+SyncBatchNorm copy_of(SyncBatchNorm const& norm) {
+  return SyncBatchNorm{std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone())};
+}
+
+/// Copies of a module for the CPU and for the rank's device.
+SyncBatchNorm on_host(SyncBatchNorm const& norm, thread_communicator const& comm) {
+  auto copy = copy_of(norm);
+  copy->set_communicator(comm);
+  return copy;
+}
+SyncBatchNorm on_device(SyncBatchNorm const& norm, thread_communicator const& comm) {
+  auto copy = copy_of(norm);
+  copy->to(device_of(comm));
+  use_cuda(*copy, staged_threads{comm});
+  return copy;
+}
+
+/// What a step gives, on the CPU.
+struct step {
+  Tensor y, dx, dresidual, dweight, dbias;
+  std::vector<Tensor> buffers;
+};
+
+Tensor gradient_of(Tensor const& tensor) {
+  return tensor.defined() && tensor.grad().defined() ? tensor.grad().cpu() : Tensor{};
+}
+
+/// Forward and backward passes of `norm` over copies of x, of which `part` is the input, dy, residual and mask on a device.
+step run_step(
+    SyncBatchNorm& norm, Tensor const& x, Tensor const& dy, norm_epilogue with = {},
+    torch::Device const& on = torch::kCPU,
+    std::function<Tensor(Tensor const&)> const& part = [](Tensor const& whole) { return whole; }) {
+  auto const input = x.detach().to(on).requires_grad_();
+  if (with.residual.defined()) with.residual = with.residual.detach().to(on).requires_grad_();
+  if (with.mask.defined()) with.mask = with.mask.to(on);
+  norm->zero_grad();
+  auto const y = norm->forward_with(part(input), with);
+  y.backward(dy.to(on).expand_as(y));
+  norm->synchronize();
+  step done{y.detach().cpu(),          gradient_of(input),      gradient_of(with.residual),
+            gradient_of(norm->weight), gradient_of(norm->bias), {}};
+  for (auto const& buffer : norm->buffers()) done.buffers.push_back(buffer.detach().cpu());
+  return done;
+}
+
+/// Both sides are within `tolerance_of` of the exact values; results of 16 bits are rounded from such, to which they are as
+/// near as half a unit in the last place, whose double a unit is.
+double allowed(torch::Dtype type) {
+  auto const rounding = type == torch::kHalf ? 0x1p-10 : type == torch::kBFloat16 ? 0x1p-7 : 0.0;
+  return 2 * tolerance_of(type == torch::kDouble ? type : torch::kFloat) + rounding;
+}
+
+/// `scale`: of the sums that gradients of weight and bias are.
+void check_same(step const& got, step const& expected, double scale = 1) {
+  auto const same = [&](Tensor const& a, Tensor const& b, char const* what, double of) {
+    INFO(std::string{what});
+    REQUIRE(a.defined() == b.defined());
+    if (!a.defined()) return;
+    CHECK(a.dtype() == b.dtype());
+    CHECK(a.strides() == b.strides());
+    CHECK(error_of(a, b, of) <= allowed(b.scalar_type()));
+  };
+  same(got.y, expected.y, "y", 1);
+  same(got.dx, expected.dx, "dx", 1);
+  same(got.dresidual, expected.dresidual, "dresidual", 1);
+  same(got.dweight, expected.dweight, "dweight", scale);
+  same(got.dbias, expected.dbias, "dbias", scale);
+  REQUIRE(got.buffers.size() == expected.buffers.size());
+  for (std::size_t i = 0; i < got.buffers.size(); ++i) same(got.buffers[i], expected.buffers[i], "a buffer", 1);
+}
+
+void check_no_violations() {
+  for (auto const& what : fake_cuda::noted()) FAIL_CHECK(what);
+}
+
+/// This rank's part of a batch.
+Tensor part_of(Tensor const& whole, std::vector<std::int64_t> const& shares, int rank) {
+  std::int64_t first = 0;
+  for (int r = 0; r < rank; ++r) first += shares[static_cast<std::size_t>(r)];
+  return whole.slice(0, first, first + shares[static_cast<std::size_t>(rank)]).clone();
+}
+
+} // namespace
+
+TEST_CASE("CUDA tensors: training agrees with the CPU's, for uneven and empty ranks") {
+  torch::manual_seed(71);
+  struct types {
+    torch::Dtype element, parameter;
+  };
+  for (auto const& [element, parameter] :
+       {types{torch::kFloat, torch::kFloat}, types{torch::kDouble, torch::kDouble}, types{torch::kHalf, torch::kFloat},
+        types{torch::kHalf, torch::kHalf}, types{torch::kBFloat16, torch::kFloat},
+        types{torch::kBFloat16, torch::kBFloat16}})
+    for (auto const& shares : std::vector<std::vector<std::int64_t>>{{3}, {3, 2}, {2, 0, 3}})
+      for (bool const channels_last : {false, true}) {
+        if (element != torch::kFloat && shares.size() == 1) continue;
+        auto const format = channels_last ? torch::MemoryFormat::ChannelsLast : torch::MemoryFormat::Contiguous;
+        auto const x = random({5, 4, 3, 3}), dy = random({5, 4, 3, 3});
+        auto const norm = make_norm(BatchNormOptions{4}, {}, parameter);
+        run_ranks(static_cast<int>(shares.size()), [&, element = element](thread_communicator const& comm) {
+          auto const own = [&](Tensor const& whole) {
+            return part_of(whole, shares, comm.rank()).to(element).contiguous(format);
+          };
+          INFO("rank ", comm.rank(), " of ", comm.size(), ", type ", static_cast<int>(element), ", channels_last ",
+               channels_last);
+          auto host = on_host(norm, comm), device = on_device(norm, comm);
+          for (int i = 0; i < 2; ++i) {
+            auto const expected = run_step(host, own(x + i), own(dy));
+            check_same(run_step(device, own(x + i), own(dy), {}, device_of(comm)), expected, 5);
+          }
+        });
+      }
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: modes, options and layouts agree with the CPU's") {
+  torch::manual_seed(72);
+  using change = std::function<void(SyncBatchNormImpl&)>;
+  struct mode {
+    char const* name;
+    BatchNormOptions options;
+    change set;
+  };
+  auto const nothing = [](SyncBatchNormImpl&) {};
+  std::vector<mode> const modes{
+      {"evaluation", BatchNormOptions{3}, [](auto& norm) { norm.eval(); }},
+      {"evaluation by the batch", BatchNormOptions{3}.track_running_stats(false), [](auto& norm) { norm.eval(); }},
+      {"frozen statistics", BatchNormOptions{3}, [](auto& norm) { norm.freeze_statistics(); }},
+      {"frozen weight", BatchNormOptions{3}, [](auto& norm) { norm.weight.set_requires_grad(false); }},
+      {"nothing of its own", BatchNormOptions{3}.affine(false).track_running_stats(false), nothing},
+      {"cumulative average", BatchNormOptions{3}.momentum(c10::nullopt), nothing},
+      {"biased variance", BatchNormOptions{3},
+       [](auto& norm) { norm.set_running_variance(syncnorm::running_variance::biased); }},
+      {"sums", BatchNormOptions{3}, [](auto& norm) { norm.set_exchange_policy(syncnorm::exchange_policy::reduce); }},
+      {"local backward passes", BatchNormOptions{3}, [](auto& norm) { norm.set_backward_exchange(false); }}};
+  auto const same = [](Tensor const& whole) { return whole; };
+  auto const check = [&](mode const& of, std::function<Tensor(Tensor const&)> const& part, Tensor const& x,
+                         Tensor const& dy) {
+    auto norm = make_norm(of.options, {}, torch::kFloat);
+    of.set(*norm);
+    run_ranks(2, [&](thread_communicator const& comm) {
+      INFO(std::string{of.name}, ", rank ", comm.rank());
+      auto const own = part_of(x, {3, 2}, comm.rank());
+      auto const own_dy = dy.size(0) == 1 ? dy : part_of(dy, {3, 2}, comm.rank());
+      auto host = on_host(norm, comm), device = on_device(norm, comm);
+      for (int i = 0; i < 2; ++i) {
+        auto const expected = run_step(host, own + i, own_dy, {}, torch::kCPU, part);
+        check_same(run_step(device, own + i, own_dy, {}, device_of(comm), part), expected, 5);
+      }
+    });
+  };
+  auto const x = torch::randn({5, 3, 4, 4}), dy = torch::randn({5, 3, 4, 4});
+  for (auto const& of : modes) check(of, same, x, dy);
+  mode const plain{"layouts", BatchNormOptions{3}, nothing};
+  check(plain, same, x, torch::ones({1, 1, 1, 1})); // expanded
+  check(plain, same, x, dy.contiguous(torch::MemoryFormat::ChannelsLast));
+  check(
+      plain, [](Tensor const& t) { return t.transpose(2, 3); }, x, dy);
+  check(
+      plain, [](Tensor const& t) { return t.slice(3, 1, 3); }, x, dy.slice(3, 1, 3));
+  check(
+      plain, [](Tensor const& t) { return t.slice(2, 0, 4, 2); }, x, dy.slice(2, 0, 2));
+  check(
+      plain,
+      [](Tensor const& t) {
+        return t.mean({2, 3});
+      },
+      x, dy.mean({2, 3}));
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: activation, residual and mask agree with the CPU's") {
+  torch::manual_seed(73);
+  auto const x = torch::randn({5, 3, 4, 2}), dy = torch::randn({5, 3, 4, 2}), residual = torch::randn({5, 3, 4, 2});
+  auto const mask = torch::rand({5, 4, 2}) > 0.4;
+  std::vector<norm_epilogue> const epilogues{{activation::relu()},
+                                             {activation::leaky_relu(0.2), residual},
+                                             {activation{}, {}, mask},
+                                             {activation::relu(), residual, mask, syncnorm::masked_outputs::zero}};
+  for (auto const& epilogue : epilogues)
+    for (bool const channels_last : {false, true}) {
+      auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
+      run_ranks(2, [&](thread_communicator const& comm) {
+        auto const own = [&](Tensor const& whole) {
+          auto const part = part_of(whole, {4, 1}, comm.rank());
+          return channels_last && part.dim() == 4 ? part.contiguous(torch::MemoryFormat::ChannelsLast) : part;
+        };
+        auto with = epilogue;
+        if (with.residual.defined()) with.residual = own(residual).contiguous(); // of another layout
+        if (with.mask.defined()) with.mask = own(mask);
+        auto host = on_host(norm, comm), device = on_device(norm, comm);
+        auto const expected = run_step(host, own(x), own(dy), with);
+        check_same(run_step(device, own(x), own(dy), with, device_of(comm)), expected, 5);
+      });
+    }
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: a gradient penalty agrees with the CPU's") {
+  torch::manual_seed(74);
+  auto const x = torch::randn({5, 3, 4}, torch::kDouble), dy = torch::randn({5, 3, 4}, torch::kDouble),
+             residual = torch::randn({5, 3, 4}, torch::kDouble);
+  auto const norm = make_norm(BatchNormOptions{3}.eps(0.1), {}, torch::kDouble);
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto const gradients = [&](SyncBatchNorm of, torch::Device const& on) {
+      auto const own = [&](Tensor const& whole) { return part_of(whole, {3, 2}, comm.rank()).to(on).requires_grad_(); };
+      auto const in = own(x), factor = own(dy), added = own(residual);
+      auto const y = of->forward_with(in, {activation::leaky_relu(0.3), added});
+      auto const first = torch::autograd::grad({y}, {in, of->weight, of->bias, added}, {factor}, true, true);
+      auto loss = first[0].pow(2).sum() + (first[3] * in.detach()).sum();
+      loss = loss + (first[1] * of->bias.detach()).sum() + (first[2] * of->weight.detach()).sum();
+      loss.backward();
+      of->synchronize();
+      return std::vector{gradient_of(in), gradient_of(factor), gradient_of(of->weight), gradient_of(added)};
+    };
+    auto const expected = gradients(on_host(norm, comm), torch::kCPU);
+    auto const got = gradients(on_device(norm, comm), device_of(comm));
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      CAPTURE(i);
+      REQUIRE(got[i].defined() == expected[i].defined());
+      if (got[i].defined()) CHECK(error_of(got[i], expected[i], 5) <= 1e-11);
+    }
+  });
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: a step allocates nothing, and the host waits for nothing") {
+  auto const raw = fake_nccl::make_group(2);
+  struct rank {
+    SyncBatchNorm norm{BatchNormOptions{3}};
+    torch::Device on;
+    Tensor x, dy;
+
+    rank(ncclComm_t of, int index) : on{torch::kCUDA, static_cast<c10::DeviceIndex>(index)} {
+      norm->to(on);
+      use_cuda(*norm, syncnorm::nccl_communicator::adopt(of));
+      x = torch::randn({2, 3, 5}).to(on), dy = torch::randn({2, 3, 5}).to(on);
+    }
+    Tensor forward() {
+      norm->weight.mutable_grad() = norm->bias.mutable_grad() = Tensor{}; // lest it be added to, on the host
+      return norm->forward(x.detach().requires_grad_());
+    }
+  };
+  std::array<std::unique_ptr<rank>, 2> ranks;
+  for (int r = 0; r < 2; ++r)
+    ranks.at(static_cast<std::size_t>(r)) = std::make_unique<rank>(raw.at(static_cast<std::size_t>(r)), r);
+  {
+    std::jthread const other{[&] { ranks[1]->forward().backward(ranks[1]->dy); }};
+    ranks[0]->forward().backward(ranks[0]->dy);
+  }
+  auto const step = [&] { // one thread for both: neither waits for the other
+    auto const first = ranks[0]->forward(), second = ranks[1]->forward();
+    first.backward(ranks[0]->dy);
+    second.backward(ranks[1]->dy);
+  };
+  step(); // after which libtorch's allocator has what one takes
+  (void)fake_torch::host_operations();
+  fake_cuda::reset();
+  for (int i = 0; i < 3; ++i) step();
+  CHECK(fake_torch::host_operations() == 0);
+  for (auto const* const function :
+       {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaStreamSynchronize", "cudaStreamQuery", "cudaEventSynchronize",
+        "cudaMemcpy", "cudaMemcpyAsync", "load_kernels"}) {
+    CAPTURE(std::string{function});
+    CHECK(fake_cuda::calls(function) == 0);
+  }
+  CHECK(fake_cuda::calls("kernel") == 3 * 2 * 4);
+  CHECK(fake_cuda::calls("ncclAllGather") == 3 * 2 * 2);
+  for (auto const& each : ranks) each->norm->synchronize();
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: passes are on the current stream, one after the other") {
+  torch::manual_seed(75);
+  torch::Device const device{torch::kCUDA, 0};
+  auto const x = torch::randn({4, 3, 5}), dy = torch::randn({4, 3, 5});
+  SyncBatchNorm host{BatchNormOptions{3}}, norm{BatchNormOptions{3}};
+  norm->to(device);
+  use_cuda(*norm, syncnorm::self_communicator{});
+  auto const first = fake_torch::make_stream(0), second = fake_torch::make_stream(0);
+  auto const on = [&](c10::StreamId id) { return c10::Stream{c10::Stream::UNSAFE, device, id}; };
+  // While the default stream is stuck, whatever is enqueued there, or waits for that, takes until the end.
+  std::promise<void> go_on;
+  bool stuck = false;
+  fake_cuda::enqueue(fake_torch::default_stream(0), [&, wait = go_on.get_future().share()] {
+    stuck = wait.wait_for(std::chrono::seconds{20}) != std::future_status::ready;
+  });
+  auto expected = run_step(host, x, dy);
+  {
+    c10::StreamGuard const current{on(first)};
+    check_same(run_step(norm, x, dy, {}, device), expected, 4);
+  }
+  go_on.set_value();
+  cudaStreamSynchronize(fake_torch::default_stream(0));
+  CHECK(!stuck);
+
+  auto const inputs = std::array{x.to(device), (2 * x + 1).to(device)};
+  {
+    c10::StreamGuard const current{on(first)};
+    fake_cuda::enqueue(fake_torch::handle_of(first, 0),
+                       [] { std::this_thread::sleep_for(std::chrono::milliseconds{50}); });
+    (void)norm->forward(inputs[0]);
+  }
+  c10::StreamGuard const current{on(second)};
+  auto const y = norm->forward(inputs[1]);
+  norm->synchronize();
+  (void)host->forward(x);
+  CHECK(error_of(y.cpu(), host->forward(2 * x + 1), 1) <= allowed(torch::kFloat));
+  CHECK(error_of(norm->running_mean.cpu(), host->running_mean, 1) <= allowed(torch::kFloat));
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: what is wrong on one rank is an error on every rank, and changes nothing") {
+  using syncnorm::invalid_argument_error;
+  auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
+  auto const x = torch::randn({4, 3, 5}), dy = torch::randn({4, 3, 5});
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto const on = device_of(comm);
+    auto const mine = x.to(on);
+    auto const wrong_on_one = [&](Tensor const& wrong) { return comm.rank() == 1 ? wrong : mine; };
+    auto host = on_host(norm, comm), device = on_device(norm, comm);
+    CHECK(message_of<invalid_argument_error>([&] { (void)device->forward(wrong_on_one(x)); }) ==
+          "batch_norm forward: rank 1: the input is on cpu, expected cuda:1");
+    check_same(run_step(device, x, dy, {}, on), run_step(host, x, dy), 8);
+    auto const before = state_of(*device);
+    std::vector<std::pair<Tensor, std::string>> const wrong{
+        {x, "the input is on cpu, expected cuda:1"},
+        {x.to(torch::Device{torch::kCUDA, 3}), "the input is on cuda:3, expected cuda:1"},
+        {mine.to(torch::kDouble), "the input is of Double, but weight of Float"},
+        {mine.slice(1, 0, 2), "x has 2 channels, expected 3"}};
+    // By the pass itself or by what follows it, as soon as the device has come to it.
+    auto const message = [&]<class Error>(Error const*, auto const& pass) {
+      return message_of<Error>([&] {
+        (void)pass();
+        device->synchronize();
+      });
+    };
+    invalid_argument_error const* const invalid = nullptr;
+    syncnorm::mismatch_error const* const mismatch = nullptr;
+    for (auto const& [input, text] : wrong) {
+      CHECK(message(invalid, [&] { return device->forward(wrong_on_one(input)); }) ==
+            "batch_norm forward: rank 1: " + text);
+      CHECK(same_state(state_of(*device), before));
+    }
+    auto const mask = wrong_on_one(torch::ones({4, 5}, torch::kBool));
+    auto const masked = message(invalid, [&] { return device->forward_with(mine, {activation::relu(), {}, mask}); });
+    CHECK(contains(masked, "rank 0: the mask is"));
+    CHECK(contains(message(mismatch,
+                           [&] {
+                             at::AutoGradMode const recording{comm.rank() == 0};
+                             return device->forward(mine);
+                           }),
+                   "ranks disagree on whether a backward pass follows: rank 0 needs one, rank 1 records no gradients"));
+    CHECK(same_state(state_of(*device), before));
+    device->set_in_place();
+    CHECK(contains(message(invalid, [&] { return device->forward(mine); }), "not implemented on CUDA"));
+    device->set_in_place(false);
+    check_same(run_step(device, x, dy, {}, on), run_step(host, x, dy), 8);
+  });
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: a forward pass that failed is followed by a backward pass, which says nothing else") {
+  auto const raw = fake_nccl::make_group(2);
+  auto const x = torch::randn({4, 3, 5});
+  std::vector<std::jthread> threads;
+  for (int r = 0; r < 2; ++r)
+    threads.emplace_back([&, r] {
+      torch::Device const on{torch::kCUDA, static_cast<c10::DeviceIndex>(r)};
+      SyncBatchNorm norm{BatchNormOptions{3}};
+      norm->to(on);
+      use_cuda(*norm, syncnorm::nccl_communicator::adopt(raw.at(static_cast<std::size_t>(r))));
+      auto const input = x.to(on);
+      (void)norm->forward(input);
+      norm->synchronize();
+      auto const before = state_of(*norm);
+      auto const wrong = r == 1 ? input.to(torch::kDouble) : input;
+      std::promise<void> go_on; // until then the host is ahead of the device
+      fake_cuda::enqueue(fake_torch::default_stream(r), [wait = go_on.get_future().share()] { wait.wait(); });
+      auto const y = norm->forward(wrong);
+      y.backward(torch::ones_like(y));
+      go_on.set_value();
+      CHECK(message_of<syncnorm::invalid_argument_error>([&] { norm->synchronize(); }) ==
+            "batch_norm forward: rank 1: the input is of Double, but weight of Float");
+      CHECK(same_state(state_of(*norm), before));
+      (void)norm->forward(input);
+      norm->synchronize();
+    });
+  threads.clear();
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: what there is not is an error that says so") {
+  using syncnorm::invalid_argument_error;
+  torch::Device const device{torch::kCUDA, 0};
+  SyncBatchNorm norm{BatchNormOptions{3}};
+  auto const x = torch::randn({4, 3, 5}).to(device);
+  auto const missing = [&] { return message_of<invalid_argument_error>([&] { (void)norm->forward(x); }); };
+  CHECK(contains(missing(), "CUDA tensors need syncnorm::torch::use_cuda"));
+  norm->to(device);
+  CHECK(contains(missing(), "CUDA tensors need syncnorm::torch::use_cuda"));
+  use_cuda(*norm, syncnorm::self_communicator{});
+  CHECK(norm->forward(x).device() == device);
+  auto const text = [&](auto const& f) { return message_of<invalid_argument_error>(f); };
+  CHECK(contains(text([&] { (void)norm->begin_forward(x); }), "two phases are not implemented on CUDA"));
+  CHECK(contains(text([&] { (void)syncnorm::torch::group_forward({{norm, x}}); }), "not implemented on CUDA"));
+  CHECK(contains(text([&] { (void)syncnorm::torch::forward_batches(norm, {x}); }), "not implemented on CUDA"));
+
+  auto copy = copy_of(norm); // which has passes of its own
+  CHECK(copy->forward(x).device() == device);
+  norm->set_communicator(syncnorm::self_communicator{});
+  CHECK(contains(missing(), "CUDA tensors need syncnorm::torch::use_cuda"));
+  CHECK(copy->forward(x).device() == device);
+  copy->to(torch::kCPU);
+  CHECK(copy->forward(x.cpu()).device().is_cpu());
+
+  run_ranks(2, [&](thread_communicator const& comm) {
+    SyncBatchNorm of_two{BatchNormOptions{3}, comm};
+    CHECK(text([&] { use_cuda(*of_two, syncnorm::self_communicator{}); }) ==
+          "use_cuda: a module is on rank " + std::to_string(comm.rank()) +
+              " of 2, the communicator for CUDA tensors on rank 0 of 1");
+  });
+}
+
+TEST_CASE("CUDA tensors: every rank joins a backward pass, and a recorded pass outlives its module") {
+  torch::manual_seed(76);
+  auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
+  auto const x = torch::randn({5, 3, 4}), dy = torch::randn({5, 3, 4});
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto const dx = [&](SyncBatchNorm of, torch::Device const& on) {
+      for (auto& parameter : of->parameters()) parameter.set_requires_grad(false);
+      auto const in = part_of(x, {3, 2}, comm.rank()).to(on).set_requires_grad(comm.rank() == 0);
+      auto const y = of->forward(in);
+      CHECK(y.requires_grad());
+      auto const another = of->forward(3 * in.detach().flip(0)); // which keeps statistics of its own
+      of = SyncBatchNorm{nullptr};
+      y.backward(part_of(dy, {3, 2}, comm.rank()).to(on));
+      return gradient_of(in);
+    };
+    auto const expected = dx(on_host(norm, comm), torch::kCPU), got = dx(on_device(norm, comm), device_of(comm));
+    CHECK(got.defined() == (comm.rank() == 0));
+    if (got.defined()) CHECK(error_of(got, expected, 1) <= allowed(torch::kFloat));
+  });
+  check_no_violations();
+}
+
+} // namespace test::on_cuda
