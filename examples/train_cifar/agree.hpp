@@ -29,6 +29,8 @@ inline void require_agreement(syncnorm::any_communicator const& comm, options co
       std::pair{"--learning-rate", std::bit_cast<std::int64_t>(opts.learning_rate)},
       std::pair{"--seed", number(opts.seed)},
       std::pair{"--dtype", number(opts.dtype)},
+      std::pair{"--device", number(opts.device)},
+      std::pair{"--backend", number(opts.backend == backend_kind::nccl)},
       std::pair{"--record", opts.record.empty() ? 0 : number(opts.record_steps)},
       std::pair{"--no-test", number(opts.evaluate)},
       std::pair{"the number of classes", number(data.classes)},

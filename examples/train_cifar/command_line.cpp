@@ -85,10 +85,16 @@ command read_command_line(int argc, char** argv) {
   app.add_option("--ranks", opts.ranks, "ranks to start; mpirun, or WORLD_SIZE, has precedence")
       ->capture_default_str()
       ->check(whole_number(1, 1024));
-  auto const* backend =
-      add_choice(app, "--backend", opts.backend,
-                 {{"threads", backend_kind::threads}, {"gloo", backend_kind::gloo}, {"mpi", backend_kind::mpi}},
-                 "threads, gloo or mpi: what the ranks are (default: gloo)");
+  auto const* backend = add_choice(
+      app, "--backend", opts.backend,
+      {{"threads", backend_kind::threads},
+       {"gloo", backend_kind::gloo},
+       {"mpi", backend_kind::mpi},
+       {"nccl", backend_kind::nccl}},
+      "threads, gloo, mpi or nccl: what the ranks are (default: gloo); nccl is for --device cuda, gloo where batch "
+      "norm's exchanges on the device are NCCL's");
+  add_choice(app, "--device", opts.device, {{"cpu", device_kind::cpu}, {"cuda", device_kind::cuda}},
+             "cpu or cuda: where the network is (default: cpu)");
   app.add_option("--rendezvous", opts.rendezvous,
                  "file:PATH or redis:HOST:PORT: join, as rank RANK of WORLD_SIZE, others that were started elsewhere");
   app.add_option("--interface", opts.interface,

@@ -32,7 +32,7 @@ void run_over_gloo(membership const& member, options const& opts, member_body co
 }
 #else
 void run_over_gloo(membership const&, options const&, member_body const&) {
-  throw syncnorm::error{"this train_cifar was built without Gloo"};
+  throw syncnorm::error{"this train_cifar was built without Gloo, over which its ranks meet"};
 }
 #endif
 

@@ -19,7 +19,7 @@ namespace train_cifar {
 /// The share of `set` that the network tells right, on rank 0; elsewhere 0. Collective: rank 0 scatters the indices of
 /// the samples, and what the ranks count is reduced to it.
 [[nodiscard]] inline double evaluate(syncnorm::any_communicator const& comm, torch::nn::SequentialImpl& network,
-                                     image_set const& set, torch::ScalarType type) {
+                                     image_set const& set, torch::TensorOptions const& like) {
   torch::NoGradGuard const no_gradient;
   network.eval();
   int const ranks = syncnorm::size(comm);
@@ -33,7 +33,7 @@ namespace train_cifar {
   std::array<std::int64_t, 2> right_and_seen{};
   for (std::size_t first = 0; first < own.size(); first += at_once) {
     auto const samples = std::span{own}.subspan(first, std::min(at_once, own.size() - first));
-    batch const part = make_batch(set, samples, type);
+    batch const part = make_batch(set, samples, like);
     right_and_seen[0] += network.forward(part.images).argmax(1).eq(part.labels).sum().item<std::int64_t>();
     right_and_seen[1] += static_cast<std::int64_t>(samples.size());
   }

@@ -25,16 +25,18 @@ void with_elements(torch::Tensor const& tensor, F&& f) {
 
 } // namespace detail
 
-/// Replaces a contiguous tensor by its sum over the ranks.
+/// Replaces a contiguous tensor by its sum over the ranks, through memory of the host.
 inline void sum_over_ranks(syncnorm::any_communicator const& comm, torch::Tensor const& tensor) {
-  detail::with_elements(tensor, [&](auto elements) { syncnorm::allreduce(comm, elements, elements); });
+  torch::Tensor const on_host = tensor.cpu(); // on the CPU the tensor itself
+  detail::with_elements(on_host, [&](auto elements) { syncnorm::allreduce(comm, elements, elements); });
+  if (!on_host.is_same(tensor)) tensor.copy_(on_host);
 }
 
 /// Replaces the tensors by those of rank 0, in one exchange.
 inline void copy_from_rank_0(syncnorm::any_communicator const& comm, std::vector<torch::Tensor> const& tensors) {
   torch::NoGradGuard const no_gradient;
   std::vector<torch::Tensor> pieces;
-  for (auto const& tensor : tensors) pieces.push_back(tensor.reshape({-1}).to(torch::kDouble));
+  for (auto const& tensor : tensors) pieces.push_back(tensor.reshape({-1}).to(torch::kCPU, torch::kDouble));
   torch::Tensor const flat = torch::cat(pieces);
   detail::with_elements(flat, [&](auto elements) { syncnorm::broadcast(comm, elements, 0); });
   std::int64_t first = 0;

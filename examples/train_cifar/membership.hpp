@@ -17,7 +17,7 @@ enum class membership_kind : std::uint8_t {
   alone,   ///< it is the only rank
   threads, ///< its threads are the ranks
   starter, ///< it starts the ranks as processes, and is none itself
-  gloo,    ///< it is one rank of several, which meet at the rendezvous
+  gloo,    ///< it is one rank of several, which meet at the rendezvous over Gloo
   mpi      ///< it is one rank of MPI_COMM_WORLD
 };
 
@@ -51,6 +51,8 @@ inline int number_of(environment const& env, std::initializer_list<char const*> 
 /// Decides from the options and the environment what this process is. `backend_chosen`: whether the user named one.
 [[nodiscard]] inline membership find_membership(options const& opts, bool backend_chosen, environment const& env) {
   using syncnorm::invalid_argument_error;
+  if (opts.backend == backend_kind::nccl && opts.device != device_kind::cuda)
+    throw invalid_argument_error{"--backend nccl exchanges between GPUs: it needs --device cuda"};
   if (int const ranks = detail::number_of(env, {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}, 0); ranks > 0) {
     if (backend_chosen && opts.backend != backend_kind::mpi)
       throw invalid_argument_error{"mpirun has started this process: only --backend mpi can join its ranks"};
@@ -69,7 +71,8 @@ inline int number_of(environment const& env, std::initializer_list<char const*> 
     if (opts.backend == backend_kind::threads) return {membership_kind::threads, 0, opts.ranks};
     return {membership_kind::starter, 0, opts.ranks};
   }
-  if (opts.backend != backend_kind::gloo) throw invalid_argument_error{"--rendezvous is for --backend gloo"};
+  if (opts.backend != backend_kind::gloo && opts.backend != backend_kind::nccl)
+    throw invalid_argument_error{"--rendezvous is for --backend gloo and nccl"};
   if (ranks < 1 || rank < 0 || rank >= ranks)
     throw invalid_argument_error{
         "--rendezvous needs RANK and WORLD_SIZE in the environment, 0 <= RANK < WORLD_SIZE; they are " +

@@ -11,7 +11,10 @@
 namespace train_cifar {
 
 /// What the ranks are and how they talk.
-enum class backend_kind : std::uint8_t { threads, gloo, mpi };
+enum class backend_kind : std::uint8_t { threads, gloo, mpi, nccl };
+
+/// Where the network is.
+enum class device_kind : std::uint8_t { cpu, cuda };
 
 /// Whose statistics normalize: those of the rank's own share of a batch, or those of the whole batch.
 enum class batch_norm_kind : std::uint8_t { local, sync };
@@ -26,6 +29,7 @@ struct options {
 
   int ranks = 2;
   backend_kind backend = backend_kind::gloo;
+  device_kind device = device_kind::cpu;
   /// file:PATH or redis:HOST:PORT, where ranks that were started by somebody else meet.
   std::string rendezvous;
   /// The network interface that Gloo binds to. Empty: loopback for ranks started here, else the host's address.
@@ -59,6 +63,8 @@ struct options {
     return "Gloo";
   case backend_kind::mpi:
     return "MPI";
+  case backend_kind::nccl:
+    return "NCCL";
   }
   return "";
 }

@@ -70,7 +70,7 @@ private:
   }
 
   void keep(std::string quantity, torch::Tensor const& tensor) {
-    torch::Tensor const values = tensor.to(torch::kDouble).contiguous();
+    torch::Tensor const values = tensor.to(torch::kCPU, torch::kDouble).contiguous();
     auto const* const first = values.data_ptr<double>();
     record_.entries.push_back({step_ + 1, std::move(quantity), {first, first + values.numel()}});
   }

@@ -16,6 +16,7 @@
 
 #include "agree.hpp"
 #include "batch.hpp"
+#include "cuda.hpp"
 #include "evaluate.hpp"
 #include "exchange.hpp"
 #include "in_order.hpp"
@@ -31,15 +32,17 @@ namespace train_cifar {
 
 namespace {
 
-std::shared_ptr<torch::nn::SequentialImpl>
-make_seeded_network(syncnorm::any_communicator const& comm, options const& opts, int classes, torch::ScalarType type) {
+std::shared_ptr<torch::nn::SequentialImpl> make_seeded_network(syncnorm::any_communicator const& comm,
+                                                               options const& opts, int classes,
+                                                               torch::TensorOptions const& like) {
   // Ranks that are threads share libtorch's random numbers.
   static std::mutex mutex;
   std::scoped_lock const held{mutex};
   torch::manual_seed(opts.seed);
   std::shared_ptr<torch::nn::Module> network = make_network(classes).ptr();
   if (opts.batch_norm == batch_norm_kind::sync) network = syncnorm::torch::convert_sync_batchnorm(network, comm);
-  network->to(type);
+  network->to(like.device(), c10::typeMetaToScalarType(like.dtype()));
+  if (like.device().is_cuda()) use_cuda(*network, comm, opts);
   return std::dynamic_pointer_cast<torch::nn::SequentialImpl>(network);
 }
 
@@ -48,6 +51,11 @@ std::string title_of(membership const& member, options const& opts) {
   return std::to_string(member.ranks) + " ranks (" +
          name_of(member.kind == membership_kind::mpi ? backend_kind::mpi : opts.backend) + "), " +
          (opts.batch_norm == batch_norm_kind::sync ? "synchronized" : "local batch norm");
+}
+
+torch::TensorOptions tensor_options(syncnorm::any_communicator const& comm, options const& opts) {
+  auto const like = torch::TensorOptions{}.dtype(opts.dtype == number_kind::float64 ? torch::kDouble : torch::kFloat);
+  return opts.device == device_kind::cuda ? like.device(cuda_device(comm, opts)) : like;
 }
 
 /// The mean of the running loss over an epoch.
@@ -91,9 +99,8 @@ void share_cores(syncnorm::any_communicator const& comm) {
 class trainer {
 public:
   trainer(syncnorm::any_communicator comm, options const& opts, data_set const& data)
-      : comm_{std::move(comm)}, opts_{opts}, data_{data}, type_{opts.dtype == number_kind::float64 ? torch::kDouble
-                                                                                                   : torch::kFloat},
-        network_{make_seeded_network(comm_, opts, data.classes, type_)}, bucket_{network_->parameters()},
+      : comm_{std::move(comm)}, opts_{opts}, data_{data}, like_{tensor_options(comm_, opts)},
+        network_{make_seeded_network(comm_, opts, data.classes, like_)}, bucket_{network_->parameters()},
         optimizer_{network_->parameters(),
                    torch::optim::SGDOptions{opts.learning_rate}.momentum(0.9).weight_decay(5e-4)},
         recorder_{comm_, opts} {
@@ -124,7 +131,7 @@ public:
     if (!opts_.evaluate) return -1;
     // Ranks with statistics of their own go by those of rank 0, as in PyTorch's data parallelism.
     if (opts_.batch_norm == batch_norm_kind::local) copy_from_rank_0(comm_, network_->buffers());
-    return evaluate(comm_, *network_, data_.test, type_);
+    return evaluate(comm_, *network_, data_.test, like_);
   }
 
 private:
@@ -137,6 +144,7 @@ private:
       if (opts_.batch_norm == batch_norm_kind::sync) syncnorm::torch::set_backward_exchange(*network_, last);
       pass(samples.subspan(first, count), static_cast<double>(samples.size()));
     }
+    if (like_.device().is_cuda()) syncnorm::torch::synchronize(*network_); // the gradients are waited for in any case
     bucket_.sum_over_ranks(comm_);
     require_finite_loss();
     set_learning_rate();
@@ -160,10 +168,10 @@ private:
     torch::Tensor scores;
     if (share.empty() && opts_.batch_norm == batch_norm_kind::local) {
       // libtorch's own batch norm has no statistics of nothing; the synchronized one needs every rank to join.
-      scores = torch::zeros({0, data_.classes}, type_);
+      scores = torch::zeros({0, data_.classes}, like_);
     } else {
       namespace functional = torch::nn::functional;
-      batch const part = make_batch(data_.train, share, type_);
+      batch const part = make_batch(data_.train, share, like_);
       scores = network_->forward(part.images);
       torch::Tensor const loss =
           functional::cross_entropy(scores, part.labels, functional::CrossEntropyFuncOptions{}.reduction(torch::kSum)) /
@@ -183,7 +191,7 @@ private:
   syncnorm::any_communicator comm_;
   options const& opts_;
   data_set const& data_;
-  torch::ScalarType type_;
+  torch::TensorOptions like_; ///< the type and the device of what is computed
   std::shared_ptr<torch::nn::SequentialImpl> network_;
   gradient_bucket bucket_;
   torch::optim::SGD optimizer_;

@@ -160,6 +160,12 @@ TEST_CASE("What cannot be done is said, and fails") {
   CHECK(alone.status == 1);
   CHECK(alone.output.find("mpirun -n 2 train_cifar --backend mpi") != std::string::npos);
 
+#if !TRAIN_CIFAR_HAVE_CUDA
+  auto const on_gpu =
+      run(trainer + " --ranks 1 --device cuda --train-images 8 --test-images 8 --data-cache " + folder.path().string());
+  CHECK(on_gpu.status == 1);
+  CHECK(on_gpu.output.find("--device cuda: this train_cifar was built without CUDA") != std::string::npos);
+#endif
   for (auto const& [option, text] : {std::pair{"--batch-norm none", "'none' is none of local, sync"},
                                      {"--seed -1", "'-1' is not a whole number from 0 to"},
                                      {"--learning-rate nan", "'nan' is not a positive number"}}) {

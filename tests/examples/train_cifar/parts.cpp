@@ -102,6 +102,10 @@ TEST_CASE("Options and environment decide what a process is") {
   CHECK(found().ranks == 3);
   opts.backend = backend_kind::threads;
   CHECK_THROWS_WITH_AS(found(), doctest::Contains("--backend gloo"), invalid_argument_error);
+  opts.backend = backend_kind::nccl;
+  CHECK_THROWS_WITH_AS(found(), doctest::Contains("it needs --device cuda"), invalid_argument_error);
+  opts.device = device_kind::cuda;
+  CHECK(found().kind == membership_kind::gloo); // over which they meet
   opts.backend = backend_kind::gloo;
   variables["RANK"] = "3";
   CHECK_THROWS_WITH_AS(found(), doctest::Contains("they are 3 and 3"), invalid_argument_error);
