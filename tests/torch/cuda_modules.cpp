@@ -288,11 +288,13 @@ TEST_CASE("CUDA tensors: a step allocates nothing, and the host waits for nothin
   std::array<std::unique_ptr<rank>, 2> ranks;
   for (int r = 0; r < 2; ++r)
     ranks.at(static_cast<std::size_t>(r)) = std::make_unique<rank>(raw.at(static_cast<std::size_t>(r)), r);
+  fake_cuda::reset();
   {
     std::jthread const other{[&] { ranks[1]->forward().backward(ranks[1]->dy); }};
     ranks[0]->forward().backward(ranks[0]->dy);
   }
-  auto const step = [&] { // one thread for both: neither waits for the other
+  CHECK(fake_cuda::calls("load_kernels") == 2); // lest a first launch wait for the device
+  auto const step = [&] {                       // one thread for both: neither waits for the other
     auto const first = ranks[0]->forward(), second = ranks[1]->forward();
     first.backward(ranks[0]->dy);
     second.backward(ranks[1]->dy);

@@ -138,8 +138,8 @@ public:
 /// In training over several ranks, outputs require gradients wherever autograd records, so that every rank joins a backward pass that
 /// one of them needs. Several ranks of one process take a device each, as autograd has one thread for each device.
 ///
-/// Not on CUDA, and an error on every rank: passes in place, in two phases, of groups, over micro-batches. Throws invalid_argument_error where a module's communicator has several ranks, and others than `comm`; nothing has changed
-/// then.
+/// Not on CUDA, and an error on every rank: passes in place, in two phases, of groups, over micro-batches. Throws
+/// invalid_argument_error where a module's communicator has several ranks, and others than `comm`; nothing has changed then.
 template <class Kernels = cuda::compiled_kernels, communicator C>
 void use_cuda(::torch::nn::Module& root, C const& comm) {
   static_assert(allgathers_on_stream<C, std::byte> || std::same_as<C, self_communicator>,
