@@ -83,7 +83,7 @@ private:
   /// Where the module's tensors are; without any, where the input is, or the current device.
   [[nodiscard]] static at::Device device_of(forward_inputs const& in) {
     for (auto const* tensor : {&in.weight, &in.bias, &in.running_mean, &in.running_var, &in.input})
-      if (tensor->defined() && !tensor->device().is_cpu()) return tensor->device();
+      if (tensor->defined() && tensor->is_cuda()) return tensor->device();
     return c10::impl::VirtualGuardImpl{at::kCUDA}.getDevice();
   }
 
@@ -125,8 +125,8 @@ public:
 ///     syncnorm::torch::use_cuda(*net, syncnorm::nccl_communicator{comm});
 ///     net->to(torch::kCUDA);
 ///
-/// A pass is enqueued on libtorch's current stream of the module's device, by the kernels of a source that nvcc has compiled, see
-/// `kernels_of`. After the first of an element type, a pass allocates by libtorch's allocator alone, and the host does not wait
+/// A pass is enqueued on libtorch's current stream of the module's device, by the kernels of a source that nvcc has compiled, which
+/// instantiates `kernels_of` for float, double, __half and __nv_bfloat16. After the first of an element type, a pass allocates by libtorch's allocator alone, and the host does not wait
 /// for the device, unless the communicator does. `clone` gives a module passes of its own; `set_communicator`, and so
 /// `convert_sync_batchnorm`, takes them away. CPU tensors go over the module's communicator as before, in modules that are on the
 /// CPU; a module without parameters and statistics takes CUDA tensors alone.

@@ -213,7 +213,7 @@ private:
 [[nodiscard]] inline bool is_on_device(forward_inputs const& in) {
   if (in.state->device == nullptr) return false;
   for (auto const* tensor : {&in.weight, &in.bias, &in.running_mean, &in.running_var})
-    if (tensor->defined()) return !tensor->device().is_cpu();
+    if (tensor->defined()) return tensor->is_cuda();
   return true;
 }
 
