@@ -452,6 +452,14 @@ TEST_CASE("CUDA tensors: what there is not is an error that says so") {
   CHECK(contains(text([&] { (void)syncnorm::torch::group_forward({{norm, x}}); }), "not implemented on CUDA"));
   CHECK(contains(text([&] { (void)syncnorm::torch::forward_batches(norm, {x}); }), "not implemented on CUDA"));
 
+  norm->eval(); // where nothing is exchanged, nor told later
+  CHECK(text([&] { (void)norm->forward(x.cpu()); }) == "batch_norm inference: the input is on cpu, expected cuda:0");
+  norm->train();
+  SyncBatchNorm bare{BatchNormOptions{3}.affine(false).track_running_stats(false)};
+  use_cuda(*bare, syncnorm::self_communicator{});
+  CHECK(bare->forward(x).device() == device);
+  CHECK(contains(text([&] { (void)bare->forward(x.cpu()); }), "the input is on cpu, expected cuda:0"));
+
   auto copy = copy_of(norm); // which has passes of its own
   CHECK(copy->forward(x).device() == device);
   norm->set_communicator(syncnorm::self_communicator{});

@@ -126,10 +126,10 @@ public:
 ///     net->to(torch::kCUDA);
 ///
 /// A pass is enqueued on libtorch's current stream of the module's device, by the kernels of a source that nvcc has compiled, which
-/// instantiates `kernels_of` for float, double, __half and __nv_bfloat16. After the first of an element type, a pass allocates by libtorch's allocator alone, and the host does not wait
-/// for the device, unless the communicator does. `clone` gives a module passes of its own; `set_communicator`, and so
-/// `convert_sync_batchnorm`, takes them away. CPU tensors go over the module's communicator as before, in modules that are on the
-/// CPU; a module without parameters and statistics takes CUDA tensors alone.
+/// instantiates `kernels_of` for float, double, __half and __nv_bfloat16. After the first of an element type, a pass allocates by
+/// libtorch's allocator alone, and the host does not wait for the device, unless the communicator does. `clone` gives a module passes
+/// of its own; `set_communicator`, and so `convert_sync_batchnorm`, takes them away. CPU tensors go over the module's communicator as
+/// before, in modules that are on the CPU; a module without parameters and statistics takes CUDA tensors alone.
 ///
 /// Errors. What is wrong on one rank is an error on every rank. With several ranks, each throws it as soon as it hears of it from its
 /// device: in the pass, in a later one of the module, or in `synchronize(root)`, which is where all throw it at the same place. The
