@@ -68,7 +68,7 @@ TEST_CASE_TEMPLATE("a combination is the sum of its terms, and of no others", T,
 TEST_CASE("where positions do not count, a combination is its second term, if it has one") {
   std::vector<double> const a{1, 2, 3, 4}, b{10, 20, 30, 40}, x{1, 1, 1, 1};
   std::vector<unsigned char> const mask{1, 0, 0, 1};
-  host::detail::prepared_mask const counted{mask_of(mask.data(), 1, 4)};
+  host::detail::prepared_mask const counted{mask_of(mask.data(), 1, 4), 4};
   auto const view = [](std::vector<double> const& values) { return nchw(values.data(), 1, 1, 4); };
   std::vector<double> out(4);
   auto const run = [&](combination const& channel, tensor_view<double const> of_b) {

@@ -179,7 +179,8 @@ TEST_CASE("a first sample, position or element far from the rest costs no accura
         test::tensor<float> x{order, n, c, s, values};
         // The float sums of one piece take the outlier for their pivot.
         double const rounding = std::numeric_limits<float>::epsilon() / 2;
-        CHECK(variance_error({host::serial_executor{}, x.view()}, oracle) < rounding * host::detail::row_cut::longest);
+        CHECK(variance_error({host::serial_executor{}, x.view()}, oracle) <
+              rounding * host::detail::row_cut::longest<float>);
       }
     }
   }

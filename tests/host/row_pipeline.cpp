@@ -22,7 +22,8 @@ using namespace syncnorm;
 namespace {
 
 /// Rows of one piece and of several, with and without tails; one group of pieces and many.
-constexpr test::extents pipeline_shapes[] = {{3, 5, 9}, {9, 7, 333}, {1, 4, 1040}, {5, 5, 2100}, {130, 3, 260}};
+constexpr test::extents pipeline_shapes[] = {{3, 5, 9},    {9, 7, 333},  {1, 4, 1040},
+                                             {5, 5, 2100}, {2, 3, 4200}, {130, 3, 260}};
 
 template <class T>
 bool same_bits(std::vector<T> const& a, std::vector<T> const& b) {
@@ -67,7 +68,7 @@ struct pipeline_case {
 
   template <class E>
   void forward(E const& exec, std::int64_t block, pipeline_results<T>& r, tensor_view<T> y, host::stores how) const {
-    host::detail::groups const parts{x.samples, x.spatial};
+    host::detail::groups const parts{x};
     std::vector<int> finished(r.mean.size());
     using host::detail::channels_of;
     host::detail::reduce_and_map_rows<T>(
@@ -92,7 +93,7 @@ struct pipeline_case {
   void backward(E const& exec, std::int64_t block, pipeline_results<T>& r, tensor_view<T> dx, host::stores how) const {
     using host::detail::channels_of;
     host::detail::reduce_and_map_rows<T>(
-        exec, host::detail::channel_blocks{x.channels, block}, x, host::detail::groups{x.samples, x.spatial},
+        exec, host::detail::channel_blocks{x.channels, block}, x, host::detail::groups{x},
         [&](std::int64_t first, std::int64_t length) {
           return host::detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
                                                 r.mean.data() + first, host::detail::layout::rows};

@@ -22,7 +22,7 @@ namespace detail {
 template <class T, executor E>
 void plain_backward_reduce(E const& exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
                            std::span<double const> mean, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
-  groups const parts{x.samples, x.spatial};
+  groups const parts{x};
   backward_kernel<T> const kernel{dy, x, mean, parts};
   std::int64_t const chunk = std::min(reduction_chunk(dy), reduction_chunk(x));
   reduce_channels<accumulate_t<T>>(exec, parts, x.channels, chunk, kernel, sum_dy, sum_dy_xmu);

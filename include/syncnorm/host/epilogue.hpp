@@ -37,7 +37,7 @@ void reduce_epilogue(E const& exec, epilogue_operands<T> of, std::span<double> s
   bool const has_residual = of.residual.data != nullptr;
   std::int64_t const channels = of.x.channels, fold = of.x.spatial;
   auto const reduce = [&](std::span<double> first, std::span<double> second) {
-    groups const parts{of.x.samples, of.x.spatial};
+    groups const parts{of.x};
     std::int64_t const chunk = std::min(reduction_chunk(of.dy), reduction_chunk(of.x));
     reduce_channels<accumulate_t<T>>(exec, parts, of.x.channels, chunk, epilogue_kernel<T>{of, parts}, first, second);
   };

@@ -89,10 +89,9 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
     if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, in, std::array{y}))
       detail::reduce_and_map<T>(exec, blocks, x, std::ssize(in), reduce, map);
     else if (epilogue.counted() == nullptr)
-      in_rows(std::type_identity<detail::moment_rows<T>>{}, detail::groups{x.samples, x.spatial});
+      in_rows(std::type_identity<detail::moment_rows<T>>{}, detail::groups{x});
     else
-      in_rows(std::type_identity<detail::masked_moment_rows<T>>{},
-              detail::masked_groups{x.samples, x.spatial, *epilogue.counted()});
+      in_rows(std::type_identity<detail::masked_moment_rows<T>>{}, detail::masked_groups{*epilogue.counted()});
   };
   if (epilogue.has_residual())
     run(std::true_type{}, std::array<tensor_view<T const>, 2>{x, epilogue.residual()});
@@ -163,8 +162,7 @@ void backward_in_blocks(E const& exec, tensor_view<X> dy, std::type_identity_t<t
       return detail::epilogue_rows<T>{of(first, length), 0, length};
     };
     auto const finish = [](std::int64_t, std::int64_t) {};
-    detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x.samples, x.spatial}, rows, sum_dy, sum_dy_xmu,
-                                   finish, map);
+    detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, rows, sum_dy, sum_dy_xmu, finish, map);
   };
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);

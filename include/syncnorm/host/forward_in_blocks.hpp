@@ -52,7 +52,7 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
   detail::channel_blocks const blocks{x.channels, block};
   if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, std::array{x}, std::array{y}))
     return detail::reduce_and_map<T>(exec, blocks, x, 1, reduce, map);
-  detail::groups const parts{x.samples, x.spatial};
+  detail::groups const parts{x};
   auto const rows = [&](std::int64_t first, std::int64_t length) {
     return detail::moment_rows<T>{x.channel_range(first, length), parts, detail::layout::rows};
   };

@@ -20,7 +20,7 @@ namespace detail {
 
 template <class T, executor E>
 void plain_moments(E const& exec, tensor_view<T const> const& x, std::span<double> mean, std::span<double> m2) {
-  groups const parts{x.samples, x.spatial};
+  groups const parts{x};
   moments_kernel<T> const kernel{x, parts};
   reduce_channels<accumulate_t<T>>(exec, parts, x.channels, reduction_chunk(x), kernel, mean, m2);
 }

@@ -26,7 +26,7 @@ void masked_moments(E const& exec, tensor_view<T const> const& x, prepared_mask 
     local_moments(exec, x, mean, m2);
     return;
   }
-  masked_groups const parts{x.samples, x.spatial, mask};
+  masked_groups const parts{mask};
   masked_moments_kernel<T> const kernel{x, parts};
   reduce_channels<accumulate_t<T>>(exec, parts, x.channels, reduction_chunk(x), kernel, mean, m2);
 }
@@ -41,7 +41,7 @@ void masked_moments(E const& exec, tensor_view<T const> const& x, prepared_mask 
 template <class X, executor E>
 requires element<X> std::int64_t local_moments(E const& exec, tensor_view<X> x, mask_view const& mask,
                                                std::span<double> mean, std::span<double> m2) {
-  detail::prepared_mask const prepared{mask};
+  detail::prepared_mask const prepared{mask, detail::row_cut::longest<X>};
   detail::masked_moments<std::remove_const_t<X>>(exec, x, prepared, mean, m2);
   return prepared.count();
 }

@@ -40,8 +40,7 @@ void normalize_and_local_moments(E const& exec, std::type_identity_t<tensor_view
     return;
   }
   detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}};
-  detail::map_and_sum_rows<T>(op, std::array{x}, y, how,
-                              rows{next, detail::groups{next.samples, next.spatial}, detail::layout::rows},
+  detail::map_and_sum_rows<T>(op, std::array{x}, y, how, rows{next, detail::groups{next}, detail::layout::rows},
                               next.channels, next_mean.data(), next_m2.data());
 }
 

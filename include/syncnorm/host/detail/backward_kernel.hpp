@@ -107,7 +107,7 @@ private:
     std::fill_n(second.data(), slots.size(), 0.0);
     auto const used = static_cast<std::size_t>(slots.size());
     std::int64_t const ahead = positions_ahead<T>(2 * x.channels);
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+    parts_.for_each_run(group, longest_column, [&](groups::piece const& now) {
       std::int64_t const length = now.length, dy_step = dy.stride_s, x_step = x.stride_s;
       T const* const dy_row = &dy(now.sample, 0, now.begin);
       T const* const x_row = &x(now.sample, 0, now.begin);

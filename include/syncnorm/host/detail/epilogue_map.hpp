@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 
@@ -63,6 +64,8 @@ public:
       streams_[j] = out[j].data != nullptr && how == stores::streaming && can_stream<T> && !in_place &&
                     layout_ != layout::strided;
     }
+    dense_ = mask == nullptr && layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
+             all([](auto const& x) { return x.stride_c == x.spatial; });
     // Few channels without a gap to the next position: a run takes several positions.
     std::int64_t const channels = in_[0].channels;
     if (mask == nullptr && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
@@ -81,17 +84,21 @@ public:
       std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(n);
       std::int64_t const begin = box.position, end = begin + box.positions;
       if (layout_ == layout::channels) {
-        for (std::int64_t s = begin; s < end; s += run_positions_)
-          run(from(n, box.channel, s), to(n, box.channel, s), box.channels * std::min(run_positions_, end - s),
-              per_channel{table_ + box.channel, period_, mask == nullptr || mask[s] != 0 ? A{1} : A{0}}, further,
-              false);
+        for (std::int64_t s = begin; s < end; s += run_positions_) {
+          std::int64_t const length = box.channels * std::min(run_positions_, end - s);
+          run(from(n, box.channel, s), to(n, box.channel, s), length,
+              per_channel{table_ + box.channel, period_, mask == nullptr || mask[s] != 0 ? A{1} : A{0}}, further, false,
+              0, length);
+        }
         continue;
       }
+      bool const whole = box.positions == in_[0].spatial;
       for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c) {
-        constant const k{table_ + c, period_, mask == nullptr ? nullptr : mask + begin};
         if (layout_ == layout::rows) {
-          run(from(n, c, begin), to(n, c, begin), end - begin, k, further, channels_ahead != 0);
+          bool const first = c == box.channel, last = c + 1 == box.channel + box.channels;
+          run_piece({n, c, begin, end, whole && !first, whole && !last}, further, channels_ahead != 0);
         } else {
+          constant const k{table_ + c, period_, mask == nullptr ? nullptr : mask + begin};
           for (std::int64_t s = begin; s < end; ++s)
             put<1>(to(n, c, s), 0, compute<1>(from(n, c, s), 0, constant{k, s - begin}), {});
         }
@@ -99,15 +106,12 @@ public:
     }
   }
 
-  /// Computes positions [begin, end) of one row, where rows are contiguous, and meanwhile fetches the inputs at a distance.
-  /// `stream_fence` must follow.
-  void operator()(std::int64_t sample, std::int64_t channel, std::int64_t begin, std::int64_t end,
-                  row_distance const& ahead) const {
+  /// Computes a piece, where rows are contiguous, and meanwhile fetches the inputs at a distance. `stream_fence` must follow.
+  void operator()(row_piece const& piece, row_distance const& ahead) const {
     std::array<std::int64_t, inputs> further{};
     for (std::size_t j = 0; j < inputs; ++j)
       further[j] = ahead.channels * in_[j].stride_c + ahead.samples * in_[j].stride_n + ahead.positions;
-    run(from(sample, channel, begin), to(sample, channel, begin), end - begin,
-        constant{table_ + channel, period_, mask_ == nullptr ? nullptr : mask_->row(sample) + begin}, further, true);
+    run_piece(piece, further, true);
   }
 
 private:
@@ -264,32 +268,72 @@ private:
     return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
   }
 
-  /// `n` contiguous elements.
+  /// Elements from the line of the cache that all outputs begin before `to`, or there; none where not all are streamed there.
+  [[nodiscard]] std::optional<std::int64_t> since_line(targets const& to) const {
+    std::optional<std::int64_t> since;
+    for (std::size_t j = 0; j < outputs; ++j) {
+      if (to[j] == nullptr) continue;
+      if (!streams_[j] || (since && *since != elements_since_line(to[j]))) return std::nullopt;
+      since = elements_since_line(to[j]);
+    }
+    return since;
+  }
+
+  /// As that of map_kernel.
+  void run_piece(row_piece const& piece, std::array<std::int64_t, inputs> const& further, bool fetch) const {
+    auto const [sample, channel, begin, end, follows, is_followed] = piece;
+    auto const* const mask = mask_ == nullptr ? nullptr : mask_->row(sample) + begin;
+    constant const k{table_ + channel, period_, mask};
+    auto const in = from(sample, channel, begin);
+    auto const out = to(sample, channel, begin);
+    std::int64_t first = 0, last = end - begin;
+    if (auto const before = since_line(out)) {
+      if (*before != 0 && follows && (begin != 0 || dense_)) {
+        stream_seam(in, out, *before, begin != 0 ? k : constant{table_ + channel - 1, period_, nullptr}, k);
+        first = line_elements<T> - *before;
+      }
+      if (is_followed && (end != in_[0].spatial || dense_)) last -= (*before + last) % line_elements<T>;
+    }
+    run(in, out, end - begin, k, further, fetch, first, last);
+  }
+
+  /// As that of map_kernel.
+  [[gnu::noinline]] void stream_seam(pointers const& in, targets const& out, std::int64_t before,
+                                     constant const& k_before, constant const& k) const {
+    constexpr int L = native_lanes<A>;
+    for (std::int64_t i = -before; i < line_elements<T> - before; i += L) {
+      auto const a = compute<L>(in, i, k_before), b = compute<L>(in, i, k);
+      for (std::size_t j = 0; j < outputs; ++j)
+        if (out[j] != nullptr) stream<L>(out[j] + i, first_lanes<A, L>(a[j], b[j], -i));
+    }
+  }
+
+  /// `n` contiguous elements, or, where they are streamed, [first, last) of these, as of map_kernel.
   template <class K>
   void run(pointers const& from, targets const& to, std::int64_t n, K const& k,
-           std::array<std::int64_t, inputs> const& further, bool fetch) const {
+           std::array<std::int64_t, inputs> const& further, bool fetch, std::int64_t first, std::int64_t last) const {
     constexpr int L = native_lanes<A>;
     if (n < L) return short_row(from, to, n, k);
     // Vectors are aligned for the first output that is streamed, and others are streamed where they then are, too.
-    std::size_t first = 0;
-    while (first < outputs && !streams_[first]) ++first;
+    std::size_t leader = 0;
+    while (leader < outputs && !streams_[leader]) ++leader;
     std::array<bool, outputs> streams{};
-    std::int64_t i = 0;
-    if (first < outputs) {
-      std::int64_t const off = misaligned(to[first]);
-      for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && misaligned(to[j]) == off;
-      std::int64_t const head = off == 0 ? 0 : std::min<std::int64_t>(n, stream_lanes<T> - off);
+    std::int64_t i = first;
+    if (leader < outputs) {
+      std::int64_t const off = misaligned(to[leader] + i);
+      for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && misaligned(to[j] + i) == off;
+      std::int64_t const head = off == 0 ? i : std::min<std::int64_t>(n, stream_lanes<T> - off);
       for (; i + L <= head; i += L) put<L>(to, i, compute<L>(from, i, k), {});
       if (i < head) some(from, to, i, head, n, k);
       i = head;
-      i = vectors(from, to, i, n, k, further, fetch, streams);
-      if (i < n) some(from, to, i, n, n, k);
+      i = vectors(from, to, i, last, k, further, fetch, streams);
+      if (i < last) some(from, to, i, n, n, k);
       return;
     }
     // The last vector may overlap the one before it, which in place overwrites what it reads.
-    auto const last = compute<L>(from, n - L, k);
+    auto const overlapping = compute<L>(from, n - L, k);
     i = vectors(from, to, i, n, k, further, fetch, streams);
-    if (i < n) put<L>(to, n - L, last, {});
+    if (i < n) put<L>(to, n - L, overlapping, {});
   }
 
   /// All whole vectors from `i` on; returns where they end. What it is given and the op are copies, which stay in
@@ -326,6 +370,8 @@ private:
   std::array<bool, outputs> streams_{};
   layout layout_ = layout::strided;
   bool folded_ = false;
+  bool dense_ =
+      false; ///< no mask, and the rows of a sample follow each other without a gap, and are no shorter than a line
 };
 
 template <class T, class Op, executor E>

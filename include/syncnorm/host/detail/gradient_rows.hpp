@@ -120,7 +120,7 @@ public:
 
 private:
   [[gnu::noinline]] gradient_sums<A> sum_strided(std::int64_t c, groups::piece const& piece, A center) const {
-    std::array<A, static_cast<std::size_t>(row_cut::longest)> dy, x;
+    std::array<A, static_cast<std::size_t>(row_cut::longest<T>)> dy, x;
     for (std::int64_t s = 0; s < piece.length; ++s) {
       dy[static_cast<std::size_t>(s)] = load<1>(&dy_(piece.sample, c, piece.begin + s));
       x[static_cast<std::size_t>(s)] = load<1>(&x_(piece.sample, c, piece.begin + s));

@@ -116,6 +116,13 @@ struct row_distance {
   std::int64_t channels, samples, positions;
 };
 
+/// Positions [begin, end) of a channel; whether what is before and after them in the rows of consecutive channels is mapped by the
+/// same thread, and then by pieces of at least a line of the cache.
+struct row_piece {
+  std::int64_t sample, channel, begin, end;
+  bool follows, is_followed;
+};
+
 /// Elementwise `out = op(in…, coefficients of the channel)`. `Op` has
 ///
 ///     static constexpr std::size_t inputs, coefficients;
@@ -151,6 +158,9 @@ public:
     layout_ = std::apply([&](auto const&... x) { return common_layout(out_, x...); }, in_);
     // In place, the lines to be written are in the cache already.
     stream_ = how == stores::streaming && can_stream<T> && !in_place && layout_ != layout::strided;
+    auto const dense_rows = [](auto const& view) { return view.stride_c == view.spatial; };
+    dense_ = layout_ == layout::rows && out_.spatial >= line_elements<T> && dense_rows(out_) &&
+             std::ranges::all_of(in_, dense_rows);
     // Few channels without a gap to the next position: a run takes several positions.
     auto const dense = [](auto const& view) { return view.stride_s == view.channels; };
     std::int64_t const channels = out_.channels;
@@ -171,18 +181,15 @@ public:
     }
   }
 
-  /// Computes positions [begin, end) of one row, where rows are contiguous, and meanwhile fetches the inputs at a distance.
-  /// `stream_fence` must follow.
-  void operator()(std::int64_t sample, std::int64_t channel, std::int64_t begin, std::int64_t end,
-                  row_distance const& ahead) const {
-    constant const k{table_ + channel, period_};
+  /// Computes a piece, where rows are contiguous, and meanwhile fetches the inputs at a distance. `stream_fence` must follow.
+  void operator()(row_piece const& piece, row_distance const& ahead) const {
     std::array<std::int64_t, inputs> further{};
     for (std::size_t j = 0; j < inputs; ++j)
       further[j] = ahead.channels * in_[j].stride_c + ahead.samples * in_[j].stride_n + ahead.positions;
     if (stream_)
-      run<true, 1>(at(sample, channel, begin), &out_(sample, channel, begin), end - begin, k, further);
+      run_piece<true, 1>(piece, further);
     else
-      run<false, 1>(at(sample, channel, begin), &out_(sample, channel, begin), end - begin, k, further);
+      run_piece<false, 1>(piece, further);
   }
 
 private:
@@ -194,21 +201,46 @@ private:
       if (layout_ == layout::channels) {
         per_channel const k{table_ + box.channel, period_};
         std::int64_t const end = box.position + box.positions;
-        for (std::int64_t s = box.position; s < end; s += run_positions_)
-          run<Stream, 0>(at(n, box.channel, s), &out_(n, box.channel, s),
-                         box.channels * std::min(run_positions_, end - s), k, further);
+        for (std::int64_t s = box.position; s < end; s += run_positions_) {
+          std::int64_t const length = box.channels * std::min(run_positions_, end - s);
+          run<Stream, 0>(at(n, box.channel, s), &out_(n, box.channel, s), length, k, further, 0, length);
+        }
         continue;
       }
+      bool const whole = box.positions == out_.spatial;
       for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c) {
-        constant const k{table_ + c, period_};
+        std::int64_t const end = box.position + box.positions;
         if (layout_ == layout::rows) {
-          run<Stream, Fetch>(at(n, c, box.position), &out_(n, c, box.position), box.positions, k, further);
+          bool const first = c == box.channel, last = c + 1 == box.channel + box.channels;
+          run_piece<Stream, Fetch>({n, c, box.position, end, whole && !first, whole && !last}, further);
         } else {
-          for (std::int64_t s = box.position; s < box.position + box.positions; ++s)
-            store<1>(&out_(n, c, s), compute<1>(at(n, c, s), 0, k));
+          constant const k{table_ + c, period_};
+          for (std::int64_t s = box.position; s < end; ++s) store<1>(&out_(n, c, s), compute<1>(at(n, c, s), 0, k));
         }
       }
     }
+  }
+
+  /// Streams the lines of the cache that end in the piece: what is before the piece in the first of them is computed once more, and
+  /// what is left in the last comes with the next piece. A line that is written in two parts takes several times as long.
+  template <bool Stream, int Fetch>
+  void run_piece(row_piece const& piece, std::array<std::int64_t, inputs> const& further) const {
+    auto const [sample, channel, begin, end, follows, is_followed] = piece;
+    constant const k{table_ + channel, period_};
+    auto const from = at(sample, channel, begin);
+    T* const to = &out_(sample, channel, begin);
+    std::int64_t first = 0, last = end - begin;
+    if constexpr (Stream) {
+      if (std::int64_t const before = elements_since_line(to); before != 0 && follows && (begin != 0 || dense_)) {
+        if (begin != 0)
+          stream_seam(from, to, before, k, k);
+        else
+          stream_seam(from, to, before, {table_ + channel - 1, period_}, k);
+        first = line_elements<T> - before;
+      }
+      if (is_followed && (end != out_.spatial || dense_)) last -= elements_since_line(to + last);
+    }
+    run<Stream, Fetch>(from, to, end - begin, k, further, first, last);
   }
 
   /// The coefficients of one channel.
@@ -297,26 +329,36 @@ private:
     }
   }
 
-  /// `n` contiguous elements. `Fetch`: the level of cache for which those `further` on are fetched; 0: none.
+  /// Streams a line of the cache, which begins `before` elements before `to`. Those have the coefficients `k_before`.
+  static void stream_seam(pointers const& from, T* to, std::int64_t before, constant const& k_before,
+                          constant const& k) {
+    constexpr int L = native_lanes<A>;
+    for (std::int64_t i = -before; i < line_elements<T> - before; i += L)
+      stream<L>(to + i, first_lanes<A, L>(compute<L>(from, i, k_before), compute<L>(from, i, k), -i));
+  }
+
+  /// `n` contiguous elements, or, where they are streamed, [first, last) of these, which both are 0, `n`, or where a line begins.
+  /// `Fetch`: the level of cache for which those `further` on are fetched; 0: none.
   template <bool Stream, int Fetch, class K>
   static void run(pointers const& from, T* to, std::int64_t n, K const& k,
-                  std::array<std::int64_t, inputs> const& further) {
+                  std::array<std::int64_t, inputs> const& further, std::int64_t first, std::int64_t last) {
     constexpr int L = native_lanes<A>;
-    std::int64_t i = 0;
+    std::int64_t i = first;
     if (n < L) {
       for (; i < n; ++i) store<1>(to + i, compute<1>(from, i, k));
       return;
     }
     if constexpr (Stream) {
-      auto const misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
-      std::int64_t const head = misaligned == 0 ? 0 : std::min<std::int64_t>(n, stream_lanes<T> - misaligned);
+      auto const misaligned =
+          static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to + i) % simd_bytes / sizeof(T));
+      std::int64_t const head = misaligned == 0 ? i : std::min<std::int64_t>(n, stream_lanes<T> - misaligned);
       for (; i + L <= head; i += L) store<L>(to + i, compute<L>(from, i, k));
       if (i < head) some(from, to, i, head, n, k);
       i = head;
     }
     // The last vector may overlap the one before it, which in place overwrites what it reads.
-    auto const last = Stream ? vector_t<A, L>{} : compute<L>(from, n - L, k);
-    for (; i + 4 * L <= n; i += 4 * L) {
+    auto const overlapping = Stream ? vector_t<A, L>{} : compute<L>(from, n - L, k);
+    for (; i + 4 * L <= last; i += 4 * L) {
       if constexpr (Fetch != 0) fetch<Fetch, L>(from, i, further);
       auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
       auto const v2 = compute<L>(from, i + 2 * L, k), v3 = compute<L>(from, i + 3 * L, k);
@@ -324,13 +366,13 @@ private:
       put_two<Stream, L>(to + i + 2 * L, v2, v3);
     }
     if constexpr (Fetch != 0)
-      if (i < n) fetch<Fetch, L>(from, i, further);
-    for (; i + L <= n; i += L) put<Stream, L>(to + i, compute<L>(from, i, k));
-    if (i == n) return;
+      if (i < last) fetch<Fetch, L>(from, i, further);
+    for (; i + L <= last; i += L) put<Stream, L>(to + i, compute<L>(from, i, k));
+    if (i >= last) return;
     if constexpr (Stream)
       some(from, to, i, n, n, k);
     else
-      store<L>(to + n - L, last);
+      store<L>(to + n - L, overlapping);
   }
 
   views in_;
@@ -340,6 +382,7 @@ private:
   std::int64_t period_ = 0, run_positions_ = 1;
   layout layout_ = layout::strided;
   bool stream_ = false, folded_ = false;
+  bool dense_ = false; ///< the rows of a sample follow each other without a gap, and are no shorter than a line
 };
 
 /// Makes the kernel of channels [first, first + length), with `make_op(first, length)`, for `reduce_and_map`.

@@ -54,9 +54,9 @@ public:
     [[nodiscard]] bool contiguous() const { return last - first == counted; }
   };
 
-  explicit prepared_mask(mask_view const& mask)
-      : parts_{mask.samples, mask.spatial}, rows_{mask}, bytes_{is_dense(mask) ? 0 : mask.samples * mask.spatial},
-        pieces_{parts_.pieces} {
+  prepared_mask(mask_view const& mask, std::int64_t longest_piece)
+      : parts_{mask.samples, mask.spatial, longest_piece}, rows_{mask},
+        bytes_{is_dense(mask) ? 0 : mask.samples * mask.spatial}, pieces_{parts_.pieces} {
     if (!is_dense(mask)) {
       rows_ = mask_of(bytes_.data(), mask.samples, mask.spatial);
       std::uint8_t* to = bytes_.data();
@@ -72,6 +72,7 @@ public:
     }
   }
 
+  [[nodiscard]] groups const& parts() const { return parts_; }
   [[nodiscard]] std::uint8_t const* row(std::int64_t sample) const { return rows_.data + sample * rows_.stride_n; }
   [[nodiscard]] piece const& at(groups::piece const& p) const {
     return pieces_.data()[p.sample * parts_.cut.pieces + p.begin / parts_.cut.length];
@@ -102,8 +103,7 @@ private:
 
 /// Groups of pieces of which not all elements count.
 struct masked_groups : groups {
-  masked_groups(std::int64_t samples, std::int64_t spatial, prepared_mask const& of)
-      : groups{samples, spatial}, mask{of} {}
+  explicit masked_groups(prepared_mask const& of) : groups{of.parts()}, mask{of} {}
 
   [[nodiscard]] std::int64_t elements(std::int64_t g) const { return mask.elements(g); }
 

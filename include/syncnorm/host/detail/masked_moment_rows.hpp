@@ -79,7 +79,7 @@ private:
   [[gnu::noinline]] void add_some(std::int64_t c, std::int64_t sample, std::int64_t begin, std::int64_t length,
                                   std::int64_t counted) {
     auto const i = static_cast<std::size_t>(c);
-    std::array<A, static_cast<std::size_t>(row_cut::longest) + native_lanes<A>> row;
+    std::array<A, static_cast<std::size_t>(row_cut::longest<T>) + native_lanes<A>> row;
     std::uint8_t const* const mask = parts_.mask.row(sample) + begin;
     if (contiguous_) {
       compact(&x_(sample, c, begin), mask, length, row.data());

@@ -142,7 +142,7 @@ public:
 
 private:
   [[gnu::noinline]] void add_strided(pivoted_sums<A>& sum, std::int64_t c, groups::piece const& piece, bool begun) {
-    std::array<A, static_cast<std::size_t>(row_cut::longest)> row{};
+    std::array<A, static_cast<std::size_t>(row_cut::longest<T>)> row{};
     for (std::int64_t s = 0; s < piece.length; ++s)
       row[static_cast<std::size_t>(s)] = load<1>(&x_(piece.sample, c, piece.begin + s));
     add_piece(sum, row.data(), piece.length, 0, begun);

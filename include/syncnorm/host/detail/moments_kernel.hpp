@@ -102,7 +102,7 @@ private:
     std::array<double, most> pivot, first, second;
     bool begun = false;
     std::int64_t const ahead = positions_ahead<T>(x.channels) * x.stride_s;
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+    parts_.for_each_run(group, longest_column, [&](groups::piece const& now) {
       std::int64_t const length = now.length, pilot = std::min(length, shortest), step = x.stride_s;
       T const* const row = &x(now.sample, 0, now.begin);
       slots.for_each([&](std::int64_t slot, std::int64_t c) {

@@ -61,14 +61,16 @@ template <class T>
   return extent <= longest ? extent : ceil_div(ceil_div(extent, ceil_div(extent, longest)), 16) * 16;
 }
 
-/// How rows are cut into pieces, the unit of summation. Depends on the extent of a row alone.
+/// How rows are cut into pieces, the unit of summation. Depends on the extent of a row and the size of its elements alone.
 struct row_cut {
-  static constexpr std::int64_t longest = 1024;
+  /// The most elements of type `T` in a piece: two of them, beside what is written, leave room in the first-level cache.
+  template <class T>
+  static constexpr std::int64_t longest = 8192 / static_cast<std::int64_t>(sizeof(T));
 
   std::int64_t spatial, length, pieces;
 
-  constexpr explicit row_cut(std::int64_t s)
-      : spatial{s}, length{even_part(s, longest)}, pieces{s == 0 ? 0 : ceil_div(s, length)} {}
+  constexpr row_cut(std::int64_t s, std::int64_t longest_piece)
+      : spatial{s}, length{even_part(s, longest_piece)}, pieces{s == 0 ? 0 : ceil_div(s, length)} {}
 
   [[nodiscard]] constexpr std::int64_t begin(std::int64_t piece) const { return piece * length; }
   [[nodiscard]] constexpr std::int64_t size(std::int64_t piece) const {
@@ -84,8 +86,10 @@ struct groups {
   row_cut cut;
   std::int64_t pieces, length, count;
 
-  constexpr groups(std::int64_t samples, std::int64_t spatial)
-      : cut{spatial}, pieces{samples * cut.pieces}, length{1}, count{0} {
+  template <class T>
+  constexpr explicit groups(tensor_view<T> const& x) : groups{x.samples, x.spatial, row_cut::longest<T>} {}
+  constexpr groups(std::int64_t samples, std::int64_t spatial, std::int64_t longest_piece)
+      : cut{spatial, longest_piece}, pieces{samples * cut.pieces}, length{1}, count{0} {
     if (pieces == 0) return;
     length = std::max(
         {ceil_div(pieces, most), ceil_div(fewest_elements, cut.length), cut.length >= long_piece ? fewest_pieces : 1});
@@ -111,6 +115,15 @@ struct groups {
     }
   }
 
+  /// Calls f(run) for each piece of group `g`, cut into runs of at most `longest` elements.
+  template <class F>
+  constexpr void for_each_run(std::int64_t g, std::int64_t longest, F const& f) const {
+    for_each_piece(g, [&](piece const& now, piece const&) {
+      for (std::int64_t first = 0; first < now.length; first += longest)
+        f(piece{now.sample, now.begin + first, std::min(longest, now.length - first)});
+    });
+  }
+
   /// Elements of one channel in group `g`.
   [[nodiscard]] constexpr std::int64_t elements(std::int64_t g) const {
     return elements_before((g + 1) * length) - elements_before(g * length);
@@ -127,6 +140,9 @@ private:
     return end / cut.pieces * cut.spatial + end % cut.pieces * cut.length;
   }
 };
+
+/// The most positions of which sums are kept in one number per channel of the type of the elements' arithmetic.
+inline constexpr std::int64_t longest_column = 1024;
 
 /// The entries of a `[C]` array that belong to channels [first, first + length); an empty array stays empty.
 template <class T>

@@ -28,8 +28,8 @@ public:
   /// `dy_scale`, `u_scale`: `[C]`, or null.
   power_backward_kernel(tensor_view<T const> const& dy, tensor_view<T const> const& x, tensor_view<T> const& dx,
                         mask_view const& mask, channel_groups const& scaling, A const* dy_scale, A const* u_scale)
-      : dy_{dy}, x_{x}, dx_{dx}, mask_{mask}, scaling_{scaling}, dy_scale_{dy_scale}, u_scale_{u_scale},
-        parts_{x.samples, x.spatial}, layout_{Map ? common_layout(dy, x, dx) : common_layout(dy, x)} {}
+      : dy_{dy}, x_{x}, dx_{dx}, mask_{mask}, scaling_{scaling}, dy_scale_{dy_scale}, u_scale_{u_scale}, parts_{x},
+        layout_{Map ? common_layout(dy, x, dx) : common_layout(dy, x)} {}
 
   [[nodiscard]] groups const& parts() const { return parts_; }
   [[nodiscard]] std::int64_t chunk() const { return power_chunk(x_, layout_, scaling_); }
@@ -49,7 +49,7 @@ private:
   void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
     constexpr bool direct = std::is_same_v<Sum, double>;
     scratch_lease<Sum> scratch{Sums && !direct ? 2 * length : 0};
-    for_each_run(parts_, group, [&](groups::piece const& at) {
+    parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       Sum *of_dy = nullptr, *of_dy_u = nullptr;
       if constexpr (Sums && direct) {
         of_dy = sum_dy;
@@ -125,7 +125,7 @@ private:
     constexpr int lanes = native_lanes<A>;
     run_buffer<A> root, along, keep, dy_copy, x_copy, dx_copy;
     std::int64_t const width = Scaled ? scaling_.width : 1;
-    for_each_run(parts_, group, [&](groups::piece const& at) {
+    parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       bool any_masked = false;
       for (std::int64_t i = 0; mask_.data != nullptr && i < at.length; ++i) {
         bool const hidden = is_masked(mask_, at.sample, at.begin + i);

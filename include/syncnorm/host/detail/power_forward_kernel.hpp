@@ -27,7 +27,7 @@ public:
   /// `scale`, `shift`: `[C]`, or null.
   power_forward_kernel(tensor_view<T const> const& x, tensor_view<T> const& y, mask_view const& mask,
                        channel_groups const& scaling, A const* scale, A const* shift)
-      : x_{x}, y_{y}, mask_{mask}, scaling_{scaling}, scale_{scale}, shift_{shift}, parts_{x.samples, x.spatial},
+      : x_{x}, y_{y}, mask_{mask}, scaling_{scaling}, scale_{scale}, shift_{shift}, parts_{x},
         layout_{Map ? common_layout(x, y) : common_layout(x)} {}
 
   [[nodiscard]] groups const& parts() const { return parts_; }
@@ -48,7 +48,7 @@ private:
   void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
     constexpr bool direct = std::is_same_v<Sum, double>;
     scratch_lease<Sum> scratch{Sums && !direct ? 2 * length : 0};
-    for_each_run(parts_, group, [&](groups::piece const& at) {
+    parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       Sum *of_counted = nullptr, *of_masked = nullptr;
       if constexpr (Sums && direct) {
         of_counted = counted;
@@ -106,7 +106,7 @@ private:
     constexpr int lanes = native_lanes<A>;
     run_buffer<A> root, keep, x_copy, y_copy;
     std::int64_t const width = Scaled ? scaling_.width : 1;
-    for_each_run(parts_, group, [&](groups::piece const& at) {
+    parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       bool any_masked = false;
       for (std::int64_t i = 0; mask_.data != nullptr && i < at.length; ++i) {
         bool const hidden = is_masked(mask_, at.sample, at.begin + i);

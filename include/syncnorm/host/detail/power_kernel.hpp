@@ -37,16 +37,8 @@ struct channel_groups {
   return mask.data != nullptr && !mask(n, s);
 }
 
-/// Calls f(run) for each piece of group `g`, cut into runs that are short enough for sums of floats.
+/// Elements of a run that is short enough for sums of floats.
 inline constexpr std::int64_t longest_power_run = 512;
-
-template <class F>
-void for_each_run(groups const& parts, std::int64_t g, F const& f) {
-  parts.for_each_piece(g, [&](groups::piece const& at, groups::piece const&) {
-    for (std::int64_t first = 0; first < at.length; first += longest_power_run)
-      f(groups::piece{at.sample, at.begin + first, std::min(longest_power_run, at.length - first)});
-  });
-}
 
 /// One run of a row in the type of its arithmetic.
 template <class A>

@@ -47,14 +47,17 @@ public:
     for (std::int64_t g = 0; g < parts_.count; ++g) {
       bool begun = false;
       parts_.for_each_piece(g, [&](groups::piece const& now, groups::piece const& next) {
-        std::int64_t const sample = samples_ - 1 - now.sample;
-        std::int64_t const begin = whole_lines(now.begin), end = whole_lines(now.begin + now.length);
+        std::int64_t const sample = samples_ - 1 - now.sample, end = now.begin + now.length;
+        bool const begins_row = now.begin == 0, ends_row = end == parts_.cut.spatial;
         // The map takes longer than the sums, so it is what fetches the next piece to be summed.
-        row_distance const to_next_row{mapped + 1, now.sample - sample, now.begin - begin};
-        row_distance const to_next_piece{1, next.sample - sample, next.begin - begin};
+        row_distance const to_next_row{mapped + 1, now.sample - sample, 0};
+        row_distance const to_next_piece{1, next.sample - sample, next.begin - now.begin};
         for (std::int64_t c = 0; c < length; ++c) {
+          bool const last = c + 1 == length;
           rows.add(c, now, next, begun, map == nullptr);
-          if (c < mapped) (*map)(sample, c, begin, end, c + 1 < length ? to_next_row : to_next_piece);
+          if (c < mapped)
+            (*map)({sample, c, now.begin, end, !begins_row || c > 0, !ends_row || (!last && c + 1 < mapped)},
+                   last ? to_next_piece : to_next_row);
         }
         begun = true;
       });
@@ -70,12 +73,6 @@ public:
   }
 
 private:
-  /// The map goes on where streamed stores fill whole lines.
-  [[nodiscard]] std::int64_t whole_lines(std::int64_t position) const {
-    constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T));
-    return position == parts_.cut.spatial ? position : position / line * line;
-  }
-
   Parts parts_;
   std::int64_t samples_;
 };
@@ -94,7 +91,7 @@ void map_and_sum_rows(Op const& op, std::array<tensor_view<T const>, Inputs> con
                       stores how, Rows rows, std::int64_t length, double* a, double* b) {
   scratch_lease<accumulate_t<T>> table{map_kernel<T, Op>::table_size(out)};
   map_kernel<T, Op> const map{op, in, out, how, table.data()};
-  row_pipeline<T, Rows, map_kernel<T, Op>, groups> const pipeline{out.samples, {out.samples, out.spatial}};
+  row_pipeline<T, Rows, map_kernel<T, Op>, groups> const pipeline{out.samples, groups{out}};
   pipeline(rows, length, a, b, &map, out.channels);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
   stream_fence();

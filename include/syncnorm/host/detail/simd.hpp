@@ -125,6 +125,16 @@ template <int Lanes, class T>
 template <class T>
 inline constexpr int stream_lanes = simd_bytes / static_cast<int>(sizeof(T));
 
+/// Elements of a line of the cache.
+template <class T>
+inline constexpr std::int64_t line_elements = 64 / static_cast<std::int64_t>(sizeof(T));
+
+/// Elements from the last line of the cache that begins before `to`, or there.
+template <class T>
+[[nodiscard, gnu::always_inline]] inline std::int64_t elements_since_line(T const* to) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % 64 / sizeof(T));
+}
+
 /// Lanes [first, last) of `v`, each to its place from `to` on, and no other; past the cache if `Stream`, as far as they are
 /// whole numbers of four bytes: a line of which the cache gets a part would have to be read first.
 template <bool Stream, int Lanes, class T>
@@ -231,9 +241,9 @@ template <class A, int Lanes>
     return sum_lanes<A, Lanes / 2>(lanes_of<0, Lanes / 2>(v) + lanes_of<Lanes / 2, Lanes / 2>(v));
 }
 
-/// `v` with all but its last `count` lanes zeroed: a vector that overlaps what was summed already adds nothing twice.
+/// The number of each lane.
 template <class A, int Lanes>
-[[nodiscard, gnu::always_inline]] inline vector_t<A, Lanes> keep_last(vector_t<A, Lanes> const& v, int count) {
+[[nodiscard, gnu::always_inline]] inline vector_t<A, Lanes> lane_numbers() {
   static constexpr auto numbers = [] {
     std::array<A, static_cast<std::size_t>(Lanes)> lane{};
     for (int i = 0; i < Lanes; ++i) lane[static_cast<std::size_t>(i)] = static_cast<A>(i);
@@ -241,8 +251,21 @@ template <class A, int Lanes>
   }();
   vector_t<A, Lanes> lane;
   std::memcpy(&lane, numbers.data(), sizeof lane);
+  return lane;
+}
+
+/// `v` with all but its last `count` lanes zeroed: a vector that overlaps what was summed already adds nothing twice.
+template <class A, int Lanes>
+[[nodiscard, gnu::always_inline]] inline vector_t<A, Lanes> keep_last(vector_t<A, Lanes> const& v, int count) {
   vector_t<A, Lanes> const zero{};
-  return lane >= splat<A, Lanes>(static_cast<A>(Lanes - count)) ? v : zero;
+  return lane_numbers<A, Lanes>() >= splat<A, Lanes>(static_cast<A>(Lanes - count)) ? v : zero;
+}
+
+/// The first `count` lanes of `a`, none if that is negative, and the others of `b`.
+template <class A, int Lanes>
+[[nodiscard, gnu::always_inline]] inline vector_t<A, Lanes>
+first_lanes(vector_t<A, Lanes> const& a, vector_t<A, Lanes> const& b, std::int64_t count) {
+  return lane_numbers<A, Lanes>() < splat<A, Lanes>(static_cast<A>(count)) ? a : b;
 }
 
 template <class A, int Lanes>
