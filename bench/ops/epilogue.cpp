@@ -114,11 +114,12 @@ int main(int argc, char** argv) {
     if (how.others.contains("threads")) threads = std::stoi(how.others.at("threads"));
     omp_set_num_threads(threads);
     using shape = std::array<std::int64_t, 3>;
-    shape const images{32, 256, 3136}, small_images{32, 1024, 196}, sequences{64, 1024, 512};
+    shape const images{32, 256, 3136}, small_images{32, 1024, 196}, half_lines{32, 512, 784}, sequences{64, 1024, 512};
     std::vector<bench::row> rows;
     for (char const* layout : {"NCHW", "NHWC"}) {
       if (how.quick && std::string{layout} == "NHWC") continue;
       add<syncnorm::bfloat16>(rows, "", layout, images);
+      add<syncnorm::bfloat16>(rows, "", layout, half_lines);
       if (!how.quick) add<syncnorm::float16>(rows, "", layout, images);
       add<float>(rows, "+relu", layout, images);
       add<syncnorm::bfloat16>(rows, "+relu", layout, small_images);
