@@ -370,8 +370,8 @@ private:
   std::array<bool, outputs> streams_{};
   layout layout_ = layout::strided;
   bool folded_ = false;
-  bool dense_ =
-      false; ///< no mask, and the rows of a sample follow each other without a gap, and are no shorter than a line
+  /// No mask, and the rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
+  bool dense_ = false;
 };
 
 template <class T, class Op, executor E>

@@ -116,8 +116,8 @@ struct row_distance {
   std::int64_t channels, samples, positions;
 };
 
-/// Positions [begin, end) of a channel; whether what is before and after them in the rows of consecutive channels is mapped by the
-/// same thread, and then by pieces of at least a line of the cache.
+/// Positions [begin, end) of a channel, and whether the same thread maps what is before and after them in this row, or in those of
+/// the channels before and after, in pieces of at least a line of the cache.
 struct row_piece {
   std::int64_t sample, channel, begin, end;
   bool follows, is_followed;
@@ -382,7 +382,8 @@ private:
   std::int64_t period_ = 0, run_positions_ = 1;
   layout layout_ = layout::strided;
   bool stream_ = false, folded_ = false;
-  bool dense_ = false; ///< the rows of a sample follow each other without a gap, and are no shorter than a line
+  /// The rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
+  bool dense_ = false;
 };
 
 /// Makes the kernel of channels [first, first + length), with `make_op(first, length)`, for `reduce_and_map`.

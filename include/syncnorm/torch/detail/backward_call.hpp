@@ -81,17 +81,17 @@ protected:
   at::Tensor dx_, dgamma_, dbeta_, dresidual_;
 };
 
-/// The same for elements of type `T` and parameters of type `P`.
+/// The same for elements of type `T` and parameters of type `P`: what a pass reads and writes, wherever it runs.
 template <class T, class P>
-class typed_backward_call final : public backward_call {
-public:
+class prepared_backward_call : public backward_call {
+protected:
   /// `fault` is what is wrong already.
-  typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy, wanted_gradients wants,
-                      std::string fault)
+  prepared_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy,
+                         wanted_gradients wants, std::string fault)
       : backward_call{std::move(pass), std::move(of), std::move(dy), wants}, fault_{std::move(fault)} {
-    bool const twice = at::GradMode::is_enabled() && pass_->kept == nullptr;
-    differentiable_ = twice && wants_.any() ? backward_pass::needed : backward_pass::impossible;
-    if (fault_.empty()) fault_ = find_gradient_fault(dy_, differentiable_ == backward_pass::needed);
+    bool const recorded = at::GradMode::is_enabled() && pass_->kept == nullptr && wants_.any();
+    differentiable_ = recorded ? backward_pass::needed : backward_pass::impossible;
+    if (fault_.empty()) fault_ = find_gradient_fault(dy_, recorded);
     at::AutoGradMode const no_recording{false};
     epilogue_.activation = pass_->activation;
     try {
@@ -101,23 +101,13 @@ public:
     }
   }
 
-  void run() override {
-    at::AutoGradMode const no_recording{false};
-    std::optional<batch_norm_workspace> own;
-    auto& workspace = pass_->workspace_or(own);
-    batch_norm_backward<T const, P>(at_executor{}, pass_->state->comm, dy_view_, x_view_, dx_view_, affine_,
-                                    pass_->saved, gradients_, {pass_->state->exchange_backward}, workspace,
-                                    {fault_, differentiable_}, epilogue_, dresidual_view_);
-  }
-
-  /// Describes the pass. It borrows this.
-  [[nodiscard]] batch_norm_pass plan() {
-    auto const channels = static_cast<std::int64_t>(pass_->saved.mean.size());
-    std::span<tensor_view<T> const> const dx{&dx_view_, dx_.defined() ? 1U : 0U};
-    return plan_batch_norm_backward<T, P>(at_executor{}, channels, {&dy_view_, 1}, {&x_view_, 1}, dx, affine_,
-                                          pass_->saved, gradients_, {pass_->state->exchange_backward},
-                                          {fault_, differentiable_}, {&epilogue_, 1}, {&dresidual_view_, 1});
-  }
+  std::string fault_;
+  backward_pass differentiable_;
+  tensor_view<T const> x_view_{}, dy_view_{};
+  tensor_view<T> dx_view_{}, dresidual_view_{};
+  affine_parameters<P> affine_;
+  affine_gradients<P> gradients_;
+  batch_norm_epilogue<T> epilogue_;
 
 private:
   void take() {
@@ -144,14 +134,39 @@ private:
     if (wants_.residual) dresidual_view_ = *view_of<T>(dresidual_ = at::empty_like(of_x.y), of_x.order);
   }
 
-  std::string fault_;
-  backward_pass differentiable_;
   at::Tensor read_x_, read_dy_, read_residual_, gamma_, beta_;
-  tensor_view<T const> x_view_{}, dy_view_{};
-  tensor_view<T> dx_view_{}, dresidual_view_{};
-  affine_parameters<P> affine_;
-  affine_gradients<P> gradients_;
-  batch_norm_epilogue<T> epilogue_;
+};
+
+/// The same on the CPU.
+template <class T, class P>
+class typed_backward_call final : public prepared_backward_call<T, P> {
+  using base = prepared_backward_call<T, P>;
+  using base::affine_, base::differentiable_, base::dresidual_view_, base::dx_, base::dx_view_, base::dy_view_,
+      base::epilogue_, base::fault_, base::gradients_, base::pass_, base::x_view_;
+
+public:
+  /// `fault` is what is wrong already.
+  typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy, wanted_gradients wants,
+                      std::string fault)
+      : base{std::move(pass), std::move(of), std::move(dy), wants, std::move(fault)} {}
+
+  void run() override {
+    at::AutoGradMode const no_recording{false};
+    std::optional<batch_norm_workspace> own;
+    auto& workspace = pass_->workspace_or(own);
+    batch_norm_backward<T const, P>(at_executor{}, pass_->state->comm, dy_view_, x_view_, dx_view_, affine_,
+                                    pass_->saved, gradients_, {pass_->state->exchange_backward}, workspace,
+                                    {fault_, differentiable_}, epilogue_, dresidual_view_);
+  }
+
+  /// Describes the pass. It borrows this.
+  [[nodiscard]] batch_norm_pass plan() {
+    auto const channels = static_cast<std::int64_t>(pass_->saved.mean.size());
+    std::span<tensor_view<T> const> const dx{&dx_view_, dx_.defined() ? 1U : 0U};
+    return plan_batch_norm_backward<T, P>(at_executor{}, channels, {&dy_view_, 1}, {&x_view_, 1}, dx, affine_,
+                                          pass_->saved, gradients_, {pass_->state->exchange_backward},
+                                          {fault_, differentiable_}, {&epilogue_, 1}, {&dresidual_view_, 1});
+  }
 };
 
 /// A backward pass by `dy`, which throws faults of any rank on every rank.
