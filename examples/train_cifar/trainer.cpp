@@ -42,7 +42,6 @@ std::shared_ptr<torch::nn::SequentialImpl> make_seeded_network(syncnorm::any_com
   std::shared_ptr<torch::nn::Module> network = make_network(classes).ptr();
   if (opts.batch_norm == batch_norm_kind::sync) network = syncnorm::torch::convert_sync_batchnorm(network, comm);
   network->to(like.device(), c10::typeMetaToScalarType(like.dtype()));
-  if (like.device().is_cuda()) use_cuda(*network, comm, opts);
   return std::dynamic_pointer_cast<torch::nn::SequentialImpl>(network);
 }
 
@@ -104,6 +103,7 @@ public:
         optimizer_{network_->parameters(),
                    torch::optim::SGDOptions{opts.learning_rate}.momentum(0.9).weight_decay(5e-4)},
         recorder_{comm_, opts} {
+    if (like_.device().is_cuda()) use_cuda(*network_, comm_, opts_);
     std::size_t const step_samples = opts.batch_size * opts.grad_accumulation;
     steps_per_epoch_ = std::min(opts.steps, (data.train.size() + step_samples - 1) / step_samples);
   }
