@@ -56,10 +56,10 @@ void add(std::vector<bench::row>& rows, std::string const& op, std::string const
         syncnorm::affine_parameters<T> const affine{gamma, beta};
         using fixed = std::span<double const>;
         if (op == "local_moments") host::local_moments<T>(exec, x, v.mean, v.m2);
-        if (op == "normalize") host::normalize<T, T>(exec, x, out, fixed{v.mean}, fixed{v.inv_std}, affine);
+        if (op == "normalize") host::normalize<T>(exec, x, out, fixed{v.mean}, fixed{v.inv_std}, affine);
         if (op == "backward_reduce") host::backward_reduce<T>(exec, dy, x, fixed{v.mean}, v.sum_dy, v.sum_dy_xmu);
         if (op == "backward_elemt")
-          host::backward_elemt<T, T>(exec, dy, x, out, fixed{v.mean}, fixed{v.inv_std}, std::span<T const>{gamma},
+          host::backward_elemt<T>(exec, dy, x, out, fixed{v.mean}, fixed{v.inv_std}, std::span<T const>{gamma},
                                      fixed{v.sum_dy}, fixed{v.sum_dy_xmu}, x.count());
       };
     };

@@ -146,7 +146,6 @@ bool close_dx(std::vector<T> const& got, problem<T> const& p) {
 
 template <class T>
 void check_problem(problem<T> const& p, test::arrangement order) {
-  using A = accumulate_t<T>;
   constexpr host::serial_executor serial{};
   test::shuffling_executor const shuffled{};
   auto const channels = static_cast<std::size_t>(p.c);
@@ -157,15 +156,15 @@ void check_problem(problem<T> const& p, test::arrangement order) {
   host::second_moments(serial, x.view(), p.view(), p.scaling, counted, masked);
   CHECK(close_sums<T>(counted, p.counted, p.counted));
   CHECK(close_sums<T>(masked, p.masked, p.masked));
-  host::power_forward<T, A>(shuffled, x.view(), y.view(), p.view(), p.scaling, p.inv_root, p.affine(true), again, more);
+  host::power_forward<T>(shuffled, x.view(), y.view(), p.view(), p.scaling, p.inv_root, p.affine(true), again, more);
   CHECK(close_sums<T>(again, p.counted, p.counted));
   CHECK(close_sums<T>(more, p.masked, p.masked));
   CHECK(test::error_of(y.values(), p.y) <= test::accuracy<T>);
   CHECK(y.intact());
-  host::power_normalize<T, A>(serial, x.view(), z.view(), p.scaling, p.inv_root, p.affine(true));
+  host::power_normalize<T>(serial, x.view(), z.view(), p.scaling, p.inv_root, p.affine(true));
   CHECK(test::error_of(z.values(), p.y) <= test::accuracy<T>);
   auto in_place = x;
-  host::power_forward<T, A>(serial, in_place.view(), in_place.view(), p.view(), p.scaling, p.inv_root, p.affine(true),
+  host::power_forward<T>(serial, in_place.view(), in_place.view(), p.view(), p.scaling, p.inv_root, p.affine(true),
                             counted, masked);
   CHECK(test::error_of(in_place.values(), y.values()) == 0);
   CHECK(counted == again); // the same bits, whatever the executor
@@ -222,9 +221,9 @@ TEST_CASE("without parameters y is u by its root") {
       without{test::arrangement::nhwc, 3, 4, 5};
   p.gamma.assign(4, 1);
   p.beta.assign(4, 0);
-  host::power_normalize<double, double>(host::serial_executor{}, x.view(), with.view(), p.scaling, p.inv_root,
+  host::power_normalize<double>(host::serial_executor{}, x.view(), with.view(), p.scaling, p.inv_root,
                                         p.affine(true));
-  host::power_normalize<double, double>(host::serial_executor{}, x.view(), without.view(), p.scaling, p.inv_root,
+  host::power_normalize<double>(host::serial_executor{}, x.view(), without.view(), p.scaling, p.inv_root,
                                         p.affine(false));
   CHECK(with.values() == without.values());
 }

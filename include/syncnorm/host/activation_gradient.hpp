@@ -7,6 +7,7 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/epilogue_map.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
 #include <syncnorm/host/epilogue.hpp>
@@ -20,16 +21,16 @@ namespace syncnorm::host {
 /// activated, and the linear map by which a second derivative goes back to dy.
 ///
 /// Shapes: dy, x, dv and the residual `[N, C, S]`, the mask `[N, S]`, the rest `[C]`. Local. dv may be dy.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void activation_gradient(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+void activation_gradient(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                          std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dv, std::span<double const> mean,
-                         std::span<double const> inv_std, affine_parameters<P> params,
+                         std::span<double const> inv_std, affine_values const& params,
                          prepared_epilogue<T> const& epilogue) {
   using A = accumulate_t<T>;
   auto const make = [&]<bool Residual>(std::bool_constant<Residual>) {
-    return detail::epilogue_gradient_op<A, Residual>{
-        mean, inv_std, {params.gamma, 1}, {params.beta, 0}, {}, {}, 0, epilogue.slope(), A{0}, true};
+    return detail::epilogue_gradient_op<A, Residual>{mean, inv_std, params.gamma,     params.beta, {},
+                                                     {},   0,       epilogue.slope(), A{0},        true};
   };
   if (epilogue.has_residual())
     detail::map_epilogue<T>(exec, make(std::true_type{}), {dy, x, epilogue.residual()}, {dv, detail::nowhere<T>(x)},

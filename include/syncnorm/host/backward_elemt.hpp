@@ -10,7 +10,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_block.hpp>
-#include <syncnorm/host/detail/channel_values.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -52,14 +52,14 @@ struct backward_elemt_op {
 /// dx = gamma·inv_std·dy, and the sums may be empty. An empty gamma stands for 1.
 ///
 /// Shapes: dy, x and dx `[N, C, S]`, the rest `[C]`. Local. dx may be dy or x. `how` and `fetch`: see `normalize`.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void backward_elemt(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+void backward_elemt(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                     std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx, std::span<double const> mean,
-                    std::span<double const> inv_std, std::span<P const> gamma, std::span<double const> sum_dy,
+                    std::span<double const> inv_std, channel_values const& gamma, std::span<double const> sum_dy,
                     std::span<double const> sum_dy_xmu, std::int64_t count, stores how = stores::automatic,
                     next_block fetch = {}) {
-  detail::backward_elemt_op<accumulate_t<T>> const op{mean, inv_std, {gamma, 1}, sum_dy, sum_dy_xmu, count};
+  detail::backward_elemt_op<accumulate_t<T>> const op{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
   detail::map_channels<T>(exec, op, {dy, x}, dx, how, fetch);
 }
 

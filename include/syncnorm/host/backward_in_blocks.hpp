@@ -11,6 +11,7 @@
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
@@ -23,11 +24,11 @@ namespace syncnorm::host {
 /// reading of dy and x in the cache. The bits are those of the two calls one after the other.
 ///
 /// Shapes: dy, x and dx `[N, C, S]`, the rest `[C]`. Local. dx may be dy or x.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                         std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx, std::span<double const> mean,
-                        std::span<double const> inv_std, std::span<P const> gamma, std::span<double> sum_dy,
+                        std::span<double const> inv_std, channel_values const& gamma, std::span<double> sum_dy,
                         std::span<double> sum_dy_xmu, std::int64_t count, stores how = stores::automatic) {
   if (how == stores::automatic) how = stores_for(dx);
   std::int64_t const block = std::min(detail::block_of_channels(x, 2), detail::block_of_channels(dy, 2));
@@ -45,7 +46,7 @@ void backward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>
     return detail::backward_elemt_op<accumulate_t<T>>{
         detail::channels_of(mean, first, length),
         detail::channels_of(inv_std, first, length),
-        {detail::channels_of(gamma, first, length), 1},
+        gamma.from(first),
         detail::channels_of(std::span<double const>{sum_dy}, first, length),
         detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
         count};

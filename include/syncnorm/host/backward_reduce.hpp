@@ -19,8 +19,8 @@ namespace syncnorm::host {
 
 namespace detail {
 
-template <class T, executor E>
-void plain_backward_reduce(E const& exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
+template <class T>
+void plain_backward_reduce(executor_ref exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
                            std::span<double const> mean, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
   groups const parts{x};
   backward_kernel<T> const kernel{dy, x, mean, parts};
@@ -28,8 +28,8 @@ void plain_backward_reduce(E const& exec, tensor_view<T const> const& dy, tensor
   reduce_channels<accumulate_t<T>>(exec, parts, x.channels, chunk, kernel, sum_dy, sum_dy_xmu);
 }
 
-template <class T, executor E>
-void folded_backward_reduce(E const& exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
+template <class T>
+void folded_backward_reduce(executor_ref exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
                             std::span<double const> mean, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
   std::int64_t const lanes = x.channels * x.spatial;
   auto const size = static_cast<std::size_t>(lanes);
@@ -55,9 +55,9 @@ void folded_backward_reduce(E const& exec, tensor_view<T const> const& dy, tenso
 ///     sum_dy[c] = Σ dy,  sum_dy_xmu[c] = Σ dy·(x − mean[c])
 ///
 /// Shapes: dy and x `[N, C, S]`, the rest `[C]`. Local. The same bits whatever the executor.
-template <class X, executor E>
+template <class X>
 requires element<X>
-void backward_reduce(E const& exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+void backward_reduce(executor_ref exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                      std::span<double const> mean, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
   using T = std::remove_const_t<X>;
   if (detail::folds(dy) && detail::folds(x)) {

@@ -55,11 +55,11 @@ struct combine_op {
 /// term, nor is a tensor whose scale is 0 in every channel: it is not read, whatever numbers, or none, it holds.
 ///
 /// Shapes: a, b, x and out `[N, C, S]`, channels `[C]`. Local. out may be any of the inputs. `how`: see `normalize`.
-template <class T, executor E>
+template <class T>
 requires element<T>
-void combine(E const& exec, std::type_identity_t<tensor_view<T const>> a, std::type_identity_t<tensor_view<T const>> b,
-             std::type_identity_t<tensor_view<T const>> x, tensor_view<T> out, std::span<combination const> channels,
-             stores how = stores::automatic) {
+void combine(executor_ref exec, std::type_identity_t<tensor_view<T const>> a,
+             std::type_identity_t<tensor_view<T const>> b, std::type_identity_t<tensor_view<T const>> x,
+             tensor_view<T> out, std::span<combination const> channels, stores how = stores::automatic) {
   std::array<tensor_view<T const>, 3> in;
   std::array<double combination::*, 3> scales{};
   std::size_t terms = 0;
@@ -91,9 +91,9 @@ void combine(E const& exec, std::type_identity_t<tensor_view<T const>> a, std::t
 }
 
 /// The same where positions count, and out = b·scale_b elsewhere. `counted`: null where all count. out is not b.
-template <class T, executor E>
+template <class T>
 requires element<T>
-void combine_counted(E const& exec, std::type_identity_t<tensor_view<T const>> a,
+void combine_counted(executor_ref exec, std::type_identity_t<tensor_view<T const>> a,
                      std::type_identity_t<tensor_view<T const>> b, std::type_identity_t<tensor_view<T const>> x,
                      tensor_view<T> out, std::span<combination const> channels, detail::prepared_mask const* counted,
                      stores how = stores::automatic) {

@@ -10,6 +10,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/backward_reduce.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/epilogue_kernel.hpp>
 #include <syncnorm/host/detail/epilogue_map.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
@@ -32,8 +33,9 @@ template <class T>
   return {nullptr, x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s};
 }
 
-template <class T, executor E>
-void reduce_epilogue(E const& exec, epilogue_operands<T> of, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
+template <class T>
+void reduce_epilogue(executor_ref exec, epilogue_operands<T> of, std::span<double> sum_dy,
+                     std::span<double> sum_dy_xmu) {
   bool const has_residual = of.residual.data != nullptr;
   std::int64_t const channels = of.x.channels, fold = of.x.spatial;
   auto const reduce = [&](std::span<double> first, std::span<double> second) {
@@ -67,9 +69,9 @@ void reduce_epilogue(E const& exec, epilogue_operands<T> of, std::span<double> s
 } // namespace detail
 
 /// Moments of the positions that count; `masked_moments.hpp`.
-template <class X, executor E>
+template <class X>
 requires element<X>
-void local_moments(E const& exec, tensor_view<X> x, prepared_epilogue<std::remove_const_t<X>> const& epilogue,
+void local_moments(executor_ref exec, tensor_view<X> x, prepared_epilogue<std::remove_const_t<X>> const& epilogue,
                    std::span<double> mean, std::span<double> m2) {
   if (epilogue.counted() == nullptr)
     local_moments(exec, x, mean, m2);
@@ -81,10 +83,10 @@ void local_moments(E const& exec, tensor_view<X> x, prepared_epilogue<std::remov
 ///
 /// Shapes: x, y and the residual `[N, C, S]`, the mask `[N, S]`, the rest `[C]`. Local. y may be x or the residual. `how`:
 /// see `normalize`.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
-               std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+void normalize(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+               std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
                std::type_identity_t<prepared_epilogue<T>> const& epilogue, stores how = stores::automatic) {
   if (!epilogue.does_something()) {
     normalize(exec, x, y, mean, inv_std, params, how);
@@ -92,10 +94,10 @@ void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tens
   }
   using A = accumulate_t<T>;
   if (epilogue.has_residual()) {
-    detail::epilogue_op<A, true> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, epilogue.slope()};
+    detail::epilogue_op<A, true> const op{mean, inv_std, params.gamma, params.beta, epilogue.slope()};
     detail::map_epilogue<T>(exec, op, {x, epilogue.residual()}, {y}, epilogue.written(), how);
   } else {
-    detail::epilogue_op<A, false> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, epilogue.slope()};
+    detail::epilogue_op<A, false> const op{mean, inv_std, params.gamma, params.beta, epilogue.slope()};
     detail::map_epilogue<T>(exec, op, {x}, {y}, epilogue.written(), how);
   }
 }
@@ -108,10 +110,10 @@ void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tens
 /// is 0 by the mask. Positions that do not count are part of the sums if their outputs are normalized.
 ///
 /// Shapes: dy, x and the residual `[N, C, S]`, the mask `[N, S]`, the rest `[C]`. Local. The same bits whatever the executor.
-template <class X, class P, executor E>
+template <class X>
 requires element<X>
-void backward_reduce(E const& exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
-                     std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+void backward_reduce(executor_ref exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+                     std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
                      prepared_epilogue<std::remove_const_t<X>> const& epilogue, std::span<double> sum_dy,
                      std::span<double> sum_dy_xmu) {
   using T = std::remove_const_t<X>;
@@ -119,17 +121,10 @@ void backward_reduce(E const& exec, tensor_view<X> dy, std::type_identity_t<tens
     backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);
     return;
   }
-  detail::reduce_epilogue<T>(exec,
-                             {dy,
-                              x,
-                              epilogue.residual(),
-                              epilogue.written(),
-                              mean,
-                              inv_std,
-                              {params.gamma, 1},
-                              {params.beta, 0},
-                              epilogue.slope()},
-                             sum_dy, sum_dy_xmu);
+  detail::reduce_epilogue<T>(
+      exec,
+      {dy, x, epilogue.residual(), epilogue.written(), mean, inv_std, params.gamma, params.beta, epilogue.slope()},
+      sum_dy, sum_dy_xmu);
 }
 
 /// The gradients of the input and of the residual,
@@ -141,12 +136,12 @@ void backward_reduce(E const& exec, tensor_view<X> dy, std::type_identity_t<tens
 ///
 /// Shapes: see `backward_reduce`. Local. dx and dresidual may each be dy, x or the residual; without data they are not
 /// needed. `how`: see `normalize`.
-template <class X, class P, executor E>
+template <class X>
 requires element<X>
-void backward_elemt(E const& exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                     std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx,
                     std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual, std::span<double const> mean,
-                    std::span<double const> inv_std, affine_parameters<P> params, std::span<double const> sum_dy,
+                    std::span<double const> inv_std, affine_values const& params, std::span<double const> sum_dy,
                     std::span<double const> sum_dy_xmu, std::int64_t count,
                     prepared_epilogue<std::remove_const_t<X>> const& epilogue, stores how = stores::automatic) {
   using T = std::remove_const_t<X>;
@@ -160,12 +155,12 @@ void backward_elemt(E const& exec, tensor_view<X> dy, std::type_identity_t<tenso
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (epilogue.has_residual()) {
     if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-    detail::epilogue_gradient_op<A, true> const op{mean,       inv_std, {params.gamma, 1}, {params.beta, 0}, sum_dy,
-                                                   sum_dy_xmu, count,   epilogue.slope(),  uncounted};
+    detail::epilogue_gradient_op<A, true> const op{mean,       inv_std, params.gamma,     params.beta, sum_dy,
+                                                   sum_dy_xmu, count,   epilogue.slope(), uncounted};
     detail::map_epilogue<T>(exec, op, {dy, x, epilogue.residual()}, {dx, dresidual}, epilogue.counted(), how);
   } else {
-    detail::epilogue_gradient_op<A, false> const op{mean,       inv_std, {params.gamma, 1}, {params.beta, 0}, sum_dy,
-                                                    sum_dy_xmu, count,   epilogue.slope(),  uncounted};
+    detail::epilogue_gradient_op<A, false> const op{mean,       inv_std, params.gamma,     params.beta, sum_dy,
+                                                    sum_dy_xmu, count,   epilogue.slope(), uncounted};
     detail::map_epilogue<T>(exec, op, {dy, x}, {dx}, epilogue.counted(), how);
   }
 }

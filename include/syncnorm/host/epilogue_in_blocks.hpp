@@ -9,9 +9,11 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_in_blocks.hpp>
 #include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/epilogue_map.hpp>
 #include <syncnorm/host/detail/epilogue_rows.hpp>
@@ -28,12 +30,6 @@ namespace syncnorm::host {
 
 namespace detail {
 
-template <class P>
-[[nodiscard]] affine_parameters<P> channels_of(affine_parameters<P> const& params, std::int64_t first,
-                                               std::int64_t length) {
-  return {channels_of(params.gamma, first, length), channels_of(params.beta, first, length)};
-}
-
 /// Channels of a block of tensors like `x`: only without a mask are positions taken for channels.
 template <class T, class U>
 [[nodiscard]] std::int64_t block_of_channels(prepared_epilogue<T> const& epilogue, tensor_view<U> const& x,
@@ -45,11 +41,11 @@ template <class T, class U>
 
 /// `forward_in_blocks` with an epilogue, of whose statistics only the positions that count are part. Every tensor is read
 /// once from memory where blocks of channels of x fit the cache. `finish` as there.
-template <class T, class P, executor E, class Finish>
+template <class T>
 requires element<T>
-void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                        std::span<double> mean, std::span<double> m2, std::span<double const> inv_std,
-                       affine_parameters<P> params, Finish const& finish,
+                       affine_values const& params, function_ref<void(std::int64_t, std::int64_t)> finish,
                        std::type_identity_t<prepared_epilogue<T>> const& epilogue, stores how = stores::automatic) {
   if (!epilogue.does_something()) {
     forward_in_blocks(exec, x, y, mean, m2, inv_std, params, finish, how);
@@ -72,13 +68,11 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
   auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in) {
     auto const map = detail::epilogue_of_channels<T>(
         in, std::array{y}, epilogue.written(), how, [&](std::int64_t first, std::int64_t length) {
-          auto const of_block = detail::channels_of(params, first, length);
+          auto const of_block = params.from(first);
           using A = accumulate_t<T>;
           return detail::epilogue_op<A, Residual>{detail::channels_of(std::span<double const>{mean}, first, length),
-                                                  detail::channels_of(inv_std, first, length),
-                                                  {of_block.gamma, 1},
-                                                  {of_block.beta, 0},
-                                                  epilogue.slope()};
+                                                  detail::channels_of(inv_std, first, length), of_block.gamma,
+                                                  of_block.beta, epilogue.slope()};
         });
     auto const in_rows = [&]<class Rows>(std::type_identity<Rows>, auto const& parts) {
       auto const rows = [&](std::int64_t first, std::int64_t length) {
@@ -100,12 +94,12 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
 }
 
 /// `backward_in_blocks` with an epilogue; dx and dresidual as for `backward_elemt`.
-template <class X, class P, executor E>
+template <class X>
 requires element<X>
-void backward_in_blocks(E const& exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                         std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx,
                         std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual,
-                        std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+                        std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
                         std::span<double> sum_dy, std::span<double> sum_dy_xmu, std::int64_t count,
                         prepared_epilogue<std::remove_const_t<X>> const& epilogue, stores how = stores::automatic) {
   using T = std::remove_const_t<X>;
@@ -125,15 +119,15 @@ void backward_in_blocks(E const& exec, tensor_view<X> dy, std::type_identity_t<t
   }
   using A = accumulate_t<T>;
   auto const of = [&](std::int64_t first, std::int64_t length) {
-    auto const of_block = detail::channels_of(params, first, length);
+    auto const of_block = params.from(first);
     return detail::epilogue_operands<T>{dy.channel_range(first, length),
                                         x.channel_range(first, length),
                                         epilogue.residual().channel_range(first, length),
                                         epilogue.written(),
                                         detail::channels_of(mean, first, length),
                                         detail::channels_of(inv_std, first, length),
-                                        {of_block.gamma, 1},
-                                        {of_block.beta, 0},
+                                        of_block.gamma,
+                                        of_block.beta,
                                         epilogue.slope()};
   };
   auto const reduce = [&](std::int64_t first, std::int64_t length) {

@@ -2,6 +2,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <type_traits>
 
 namespace syncnorm::host {
 
@@ -22,6 +23,43 @@ template <class E>
 concept executor = requires(E const& exec, void (&f)(std::int64_t)) {
   { exec.concurrency() } -> std::same_as<int>;
   exec.for_each(std::int64_t{}, f);
+};
+
+/// Any executor, by reference, as the primitives take it, which so are compiled once for all executors. An executor without
+/// state need not outlive it.
+class executor_ref {
+public:
+  executor_ref(serial_executor) noexcept {}
+  template <executor E>
+  requires(!std::same_as<E, executor_ref>) executor_ref(E const& exec)
+      : executor_{&exec}, for_each_{&for_each_by<E>}, concurrency_{exec.concurrency()} {}
+
+  [[nodiscard]] int concurrency() const noexcept { return concurrency_; }
+
+  template <class F>
+  void for_each(std::int64_t n, F const& f) const {
+    if (for_each_ == nullptr) return serial_executor{}.for_each(n, f);
+    for_each_(executor_, n, {&f, [](void const* of, std::int64_t i) { (*static_cast<F const*>(of))(i); }});
+  }
+
+private:
+  struct call {
+    void const* f;
+    void (*invoke)(void const*, std::int64_t);
+    void operator()(std::int64_t i) const { invoke(f, i); }
+  };
+
+  template <class E>
+  static void for_each_by(void const* exec, std::int64_t n, call f) {
+    if constexpr (std::is_empty_v<E> && std::default_initializable<E>)
+      E{}.for_each(n, f);
+    else
+      static_cast<E const*>(exec)->for_each(n, f);
+  }
+
+  void const* executor_ = nullptr;
+  void (*for_each_)(void const*, std::int64_t, call) = nullptr;
+  int concurrency_ = 1;
 };
 
 } // namespace syncnorm::host

@@ -7,8 +7,10 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
@@ -24,11 +26,12 @@ namespace syncnorm::host {
 /// mean and m2 and leaves their inv_std. The bits are those of the three calls one after the other.
 ///
 /// Shapes: x and y `[N, C, S]`, the rest `[C]`. Local. y may be x.
-template <class T, class P, executor E, class Finish>
+template <class T>
 requires element<T>
-void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                        std::span<double> mean, std::span<double> m2, std::span<double const> inv_std,
-                       affine_parameters<P> params, Finish const& finish, stores how = stores::automatic) {
+                       affine_values const& params, function_ref<void(std::int64_t, std::int64_t)> finish,
+                       stores how = stores::automatic) {
   if (how == stores::automatic) how = stores_for(y);
   std::int64_t const block = detail::block_of_channels(x);
   if (!detail::worth_blocking(exec, x, block)) {
@@ -44,9 +47,8 @@ void forward_in_blocks(E const& exec, std::type_identity_t<tensor_view<T const>>
   };
   auto const op = [&](std::int64_t first, std::int64_t length) {
     return detail::normalize_op<accumulate_t<T>>{detail::channels_of(std::span<double const>{mean}, first, length),
-                                                 detail::channels_of(inv_std, first, length),
-                                                 {detail::channels_of(params.gamma, first, length), 1},
-                                                 {detail::channels_of(params.beta, first, length), 0}};
+                                                 detail::channels_of(inv_std, first, length), params.gamma.from(first),
+                                                 params.beta.from(first)};
   };
   auto const map = detail::map_of_channels<T>(std::array{x}, y, how, op);
   detail::channel_blocks const blocks{x.channels, block};

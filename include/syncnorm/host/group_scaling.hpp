@@ -54,9 +54,9 @@ void fill_identity(A* table, std::int64_t channels) {
 ///
 /// x and y `[N, C, S]`, C a multiple of `scaling.groups` ≥ 1. Local; y may be x. Throws invalid_argument_error. Source: the
 /// authors' code of "PowerNorm" (Shen et al., 2020), GroupScaling1D.
-template <class T, executor E>
+template <class T>
 requires element<T>
-void group_scaling(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+void group_scaling(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                    channel_scaling const& scaling) {
   using A = accumulate_t<T>;
   detail::require_scalable("group_scaling", x, y, "y", scaling);
@@ -70,9 +70,9 @@ void group_scaling(E const& exec, std::type_identity_t<tensor_view<T const>> x, 
 ///     dx = r·(dy − u·(mean of dy·u over the group's channels))
 ///
 /// dy, x and dx `[N, C, S]`. Local; dx may be dy or x. Throws invalid_argument_error.
-template <class T, executor E>
+template <class T>
 requires element<T>
-void group_scaling_backward(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+void group_scaling_backward(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                             std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx,
                             channel_scaling const& scaling) {
   using A = accumulate_t<T>;

@@ -18,15 +18,15 @@ namespace syncnorm::host {
 
 namespace detail {
 
-template <class T, executor E>
-void plain_moments(E const& exec, tensor_view<T const> const& x, std::span<double> mean, std::span<double> m2) {
+template <class T>
+void plain_moments(executor_ref exec, tensor_view<T const> const& x, std::span<double> mean, std::span<double> m2) {
   groups const parts{x};
   moments_kernel<T> const kernel{x, parts};
   reduce_channels<accumulate_t<T>>(exec, parts, x.channels, reduction_chunk(x), kernel, mean, m2);
 }
 
-template <class T, executor E>
-void folded_moments(E const& exec, tensor_view<T const> const& x, std::span<double> mean, std::span<double> m2) {
+template <class T>
+void folded_moments(executor_ref exec, tensor_view<T const> const& x, std::span<double> mean, std::span<double> m2) {
   tensor_view<T const> const lanes = folded(x);
   auto const size = static_cast<std::size_t>(lanes.channels);
   scratch_lease<double> scratch{2 * lanes.channels};
@@ -48,9 +48,9 @@ void folded_moments(E const& exec, tensor_view<T const> const& x, std::span<doub
 /// Zeros where that is 0.
 ///
 /// Shapes: x `[N, C, S]`, mean and m2 `[C]`. Local. The same bits whatever the executor.
-template <class X, executor E>
+template <class X>
 requires element<X>
-void local_moments(E const& exec, tensor_view<X> x, std::span<double> mean, std::span<double> m2) {
+void local_moments(executor_ref exec, tensor_view<X> x, std::span<double> mean, std::span<double> m2) {
   using T = std::remove_const_t<X>;
   if (detail::folds(x)) {
     detail::folded_moments<T>(exec, x, mean, m2);

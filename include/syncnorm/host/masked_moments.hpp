@@ -19,8 +19,8 @@ namespace syncnorm::host {
 
 namespace detail {
 
-template <class T, executor E>
-void masked_moments(E const& exec, tensor_view<T const> const& x, prepared_mask const& mask, std::span<double> mean,
+template <class T>
+void masked_moments(executor_ref exec, tensor_view<T const> const& x, prepared_mask const& mask, std::span<double> mean,
                     std::span<double> m2) {
   if (mask.count() == x.count()) {
     local_moments(exec, x, mean, m2);
@@ -38,8 +38,8 @@ void masked_moments(E const& exec, tensor_view<T const> const& x, prepared_mask 
 ///
 /// Shapes: x `[N, C, S]`, mask `[N, S]`, mean and m2 `[C]`. Local. The same bits whatever the executor, and those of
 /// `local_moments` where all positions count.
-template <class X, executor E>
-requires element<X> std::int64_t local_moments(E const& exec, tensor_view<X> x, mask_view const& mask,
+template <class X>
+requires element<X> std::int64_t local_moments(executor_ref exec, tensor_view<X> x, mask_view const& mask,
                                                std::span<double> mean, std::span<double> m2) {
   detail::prepared_mask const prepared{mask, detail::row_cut::longest<X>};
   detail::masked_moments<std::remove_const_t<X>>(exec, x, prepared, mean, m2);

@@ -11,7 +11,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_block.hpp>
-#include <syncnorm/host/detail/channel_values.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -45,12 +45,12 @@ struct normalize_op {
 ///
 /// Shapes: x and y `[N, C, S]`, the rest `[C]`. Local. y may be x. `how` says how y is written; a caller that works block
 /// by block asks `stores_for` with the whole of y, and names by `fetch` the block that it goes on with.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
-               std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+void normalize(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+               std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
                stores how = stores::automatic, next_block fetch = {}) {
-  detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}};
+  detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, params.gamma, params.beta};
   detail::map_channels<T>(exec, op, {x}, y, how, fetch);
 }
 

@@ -11,6 +11,7 @@
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/channel_block.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
@@ -26,11 +27,11 @@ namespace syncnorm::host {
 /// other. The bits are those of the two calls.
 ///
 /// Shapes: x and y `[N, C, S]`, next `[N, C', S]`, the rest `[C]` or `[C']`. Local. y may be x.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void normalize_and_local_moments(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+void normalize_and_local_moments(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                                  std::span<double const> mean, std::span<double const> inv_std,
-                                 affine_parameters<P> params, stores how,
+                                 affine_values const& params, stores how,
                                  std::type_identity_t<tensor_view<T const>> next, std::span<double> next_mean,
                                  std::span<double> next_m2) {
   using rows = detail::moment_rows<T>;
@@ -39,19 +40,20 @@ void normalize_and_local_moments(E const& exec, std::type_identity_t<tensor_view
     local_moments(exec, next, next_mean, next_m2);
     return;
   }
-  detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}};
+  detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, params.gamma, params.beta};
   detail::map_and_sum_rows<T>(op, std::array{x}, y, how, rows{next, detail::groups{next}, detail::layout::rows},
                               next.channels, next_mean.data(), next_m2.data());
 }
 
 /// The same for `backward_elemt` and `backward_reduce`. dx may be dy or x.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void backward_elemt_and_reduce(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                                std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx,
-                               std::span<double const> mean, std::span<double const> inv_std, std::span<P const> gamma,
-                               std::span<double const> sum_dy, std::span<double const> sum_dy_xmu, std::int64_t count,
-                               stores how, std::type_identity_t<tensor_view<T const>> next_dy,
+                               std::span<double const> mean, std::span<double const> inv_std,
+                               channel_values const& gamma, std::span<double const> sum_dy,
+                               std::span<double const> sum_dy_xmu, std::int64_t count, stores how,
+                               std::type_identity_t<tensor_view<T const>> next_dy,
                                std::type_identity_t<tensor_view<T const>> next_x, std::span<double const> next_mean,
                                std::span<double> next_sum_dy, std::span<double> next_sum_dy_xmu) {
   using rows = detail::gradient_rows<T>;
@@ -61,7 +63,7 @@ void backward_elemt_and_reduce(E const& exec, std::type_identity_t<tensor_view<T
     backward_reduce(exec, next_dy, next_x, next_mean, next_sum_dy, next_sum_dy_xmu);
     return;
   }
-  detail::backward_elemt_op<accumulate_t<T>> const op{mean, inv_std, {gamma, 1}, sum_dy, sum_dy_xmu, count};
+  detail::backward_elemt_op<accumulate_t<T>> const op{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
   detail::map_and_sum_rows<T>(op, std::array{dy, x}, dx, how,
                               rows{next_dy, next_x, next_mean.data(), detail::layout::rows}, next_x.channels,
                               next_sum_dy.data(), next_sum_dy_xmu.data());

@@ -19,8 +19,8 @@ namespace syncnorm::host {
 namespace detail {
 
 /// Runs the backward kernel over all of dy and x.
-template <bool Sums, bool Map, class T, executor E>
-void power_backward_pass(E const& exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
+template <bool Sums, bool Map, class T>
+void power_backward_pass(executor_ref exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
                          tensor_view<T> const& dx, mask_view const& mask, channel_scaling const& scaling,
                          accumulate_t<T> const* dy_scale, accumulate_t<T> const* u_scale, std::span<double> sum_dy,
                          std::span<double> sum_dy_u) {
@@ -43,9 +43,9 @@ void power_backward_pass(E const& exec, tensor_view<T const> const& dy, tensor_v
 ///
 /// Shapes: dy, x and dx `[N, C, S]`, mask `[N, S]`, the rest `[C]`. Local. dx may be dy or x. The same bits whatever the
 /// executor.
-template <class T, executor E>
+template <class T>
 requires element<T>
-void power_backward(E const& exec, std::type_identity_t<tensor_view<T const>> dy,
+void power_backward(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                     std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx, mask_view const& mask,
                     channel_scaling const& scaling, std::span<double const> dy_scale, std::span<double const> u_scale,
                     std::span<double> sum_dy, std::span<double> sum_dy_u) {

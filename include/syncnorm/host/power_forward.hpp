@@ -9,6 +9,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/second_moments.hpp>
@@ -18,13 +19,12 @@ namespace syncnorm::host {
 namespace detail {
 
 /// Scale and shift of y = gamma·u·inv_root + beta, one after the other.
-template <class A, class P>
-void fill_power_table(A* table, std::span<double const> inv_root, affine_parameters<P> const& affine) {
+template <class A>
+void fill_power_table(A* table, std::span<double const> inv_root, affine_values const& affine) {
   std::size_t const channels = inv_root.size();
   for (std::size_t c = 0; c < channels; ++c) {
-    double const gamma = affine.gamma.empty() ? 1.0 : as_double(affine.gamma[c]);
-    table[c] = static_cast<A>(gamma * inv_root[c]);
-    table[channels + c] = affine.beta.empty() ? A{0} : static_cast<A>(as_double(affine.beta[c]));
+    table[c] = static_cast<A>(affine.gamma[c] * inv_root[c]);
+    table[channels + c] = static_cast<A>(affine.beta[c]);
   }
 }
 
@@ -33,10 +33,10 @@ void fill_power_table(A* table, std::span<double const> inv_root, affine_paramet
 /// y = gamma·u·inv_root + beta. An empty gamma stands for 1, an empty beta for 0.
 ///
 /// Shapes: x and y `[N, C, S]`, the rest `[C]`. Local. y may be x.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void power_normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
-                     channel_scaling const& scaling, std::span<double const> inv_root, affine_parameters<P> affine) {
+void power_normalize(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+                     channel_scaling const& scaling, std::span<double const> inv_root, affine_values const& affine) {
   using A = accumulate_t<T>;
   detail::scratch_lease<A> table{2 * x.channels};
   detail::fill_power_table(table.data(), inv_root, affine);
@@ -44,11 +44,11 @@ void power_normalize(E const& exec, std::type_identity_t<tensor_view<T const>> x
 }
 
 /// `second_moments` and `power_normalize` by an inv_root that does not depend on them, in one reading of x.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void power_forward(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y, mask_view const& mask,
-                   channel_scaling const& scaling, std::span<double const> inv_root, affine_parameters<P> affine,
-                   std::span<double> counted, std::span<double> masked) {
+void power_forward(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+                   mask_view const& mask, channel_scaling const& scaling, std::span<double const> inv_root,
+                   affine_values const& affine, std::span<double> counted, std::span<double> masked) {
   using A = accumulate_t<T>;
   detail::scratch_lease<A> table{2 * x.channels};
   detail::fill_power_table(table.data(), inv_root, affine);

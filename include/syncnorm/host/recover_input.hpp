@@ -10,7 +10,7 @@
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/detail/channel_values.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/epilogue_map.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
@@ -51,18 +51,18 @@ struct recover_op {
 ///
 /// Shapes: as of `normalize`; x may be y. The epilogue is that of the forward pass; where its mask made y 0, x is not x.
 /// Local.
-template <class T, class P, executor E>
+template <class T>
 requires element<T>
-void recover_input(E const& exec, std::type_identity_t<tensor_view<T const>> y, tensor_view<T> x,
-                   std::span<double const> mean, std::span<double const> inv_std, affine_parameters<P> params,
+void recover_input(executor_ref exec, std::type_identity_t<tensor_view<T const>> y, tensor_view<T> x,
+                   std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
                    std::type_identity_t<prepared_epilogue<T>> const& epilogue) {
   using A = accumulate_t<T>;
   A const inverse = A{1} / epilogue.slope();
   if (epilogue.has_residual()) {
-    detail::recover_op<A, true> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, inverse};
+    detail::recover_op<A, true> const op{mean, inv_std, params.gamma, params.beta, inverse};
     detail::map_epilogue<T>(exec, op, {y, epilogue.residual()}, {x}, nullptr, stores::automatic);
   } else {
-    detail::recover_op<A, false> const op{mean, inv_std, {params.gamma, 1}, {params.beta, 0}, inverse};
+    detail::recover_op<A, false> const op{mean, inv_std, params.gamma, params.beta, inverse};
     detail::map_epilogue<T>(exec, op, {y}, {x}, nullptr, stores::automatic);
   }
 }

@@ -27,10 +27,10 @@ namespace detail {
 }
 
 /// Runs the forward kernel over all of x.
-template <bool Sums, bool Map, class T, executor E>
-void power_forward_pass(E const& exec, tensor_view<T const> const& x, tensor_view<T> const& y, mask_view const& mask,
-                        channel_scaling const& scaling, accumulate_t<T> const* scale, accumulate_t<T> const* shift,
-                        std::span<double> counted, std::span<double> masked) {
+template <bool Sums, bool Map, class T>
+void power_forward_pass(executor_ref exec, tensor_view<T const> const& x, tensor_view<T> const& y,
+                        mask_view const& mask, channel_scaling const& scaling, accumulate_t<T> const* scale,
+                        accumulate_t<T> const* shift, std::span<double> counted, std::span<double> masked) {
   auto const run = [&](auto scaled) {
     power_forward_kernel<T, scaled.value, Sums, Map> const kernel{x,     y,    mask, groups_of(scaling, x.channels),
                                                                   scale, shift};
@@ -44,9 +44,9 @@ void power_forward_pass(E const& exec, tensor_view<T const> const& x, tensor_vie
 /// Σ u² of each channel, in `counted` over the positions that count, in `masked` over the others.
 ///
 /// Shapes: x `[N, C, S]`, mask `[N, S]`, counted and masked `[C]`. Local. The same bits whatever the executor.
-template <class X, executor E>
+template <class X>
 requires element<std::remove_const_t<X>>
-void second_moments(E const& exec, tensor_view<X> x, mask_view const& mask, channel_scaling const& scaling,
+void second_moments(executor_ref exec, tensor_view<X> x, mask_view const& mask, channel_scaling const& scaling,
                     std::span<double> counted, std::span<double> masked) {
   using T = std::remove_const_t<X>;
   detail::power_forward_pass<true, false, T>(exec, x, tensor_view<T>{}, mask, scaling, nullptr, nullptr, counted,

@@ -154,10 +154,10 @@ public:
     detail::forward_operands<T, P> in{x, y, {gamma_, beta_}, running(), statistics_scope::all_ranks, epilogues};
     if (!by_batch() && options_.track_running_stats)
       return batch_norm_pass{
-          std::make_unique<detail::planned_inference<T, P, E>>(exec_, channels_, in, options_.norm, saved_)};
+          std::make_unique<detail::planned_inference<T, P>>(exec_, channels_, in, options_.norm, saved_)};
     if (!by_batch()) in.scope = statistics_scope::this_rank;
-    return batch_norm_pass{std::make_unique<detail::planned_forward<T, P, E>>(exec_, channels_, in, options_.norm,
-                                                                              saved_, batch_norm_caller{})};
+    return batch_norm_pass{std::make_unique<detail::planned_forward<T, P>>(exec_, channels_, in, options_.norm, saved_,
+                                                                           batch_norm_caller{})};
   }
   /// `backward`, described for a `batch_norm_group`.
   [[nodiscard]] batch_norm_pass plan_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,

@@ -25,8 +25,9 @@ namespace syncnorm {
 /// gradients of gamma and beta are unchanged. The epilogue, gamma and beta are those of the forward pass, and `dresidual`,
 /// `[N, C, S]` or a default view, is where the gradient of its residual goes; it may be dy, x or the residual.
 /// Throws invalid_argument_error, mismatch_error, communicator_error.
-template <class X, class P = accumulate_t<X>, host::executor E, communicator C>
-void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+template <class X, class P = accumulate_t<X>, communicator C>
+void batch_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> dy,
+                         std::type_identity_t<tensor_view<X const>> x,
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx, affine_parameters<P> affine,
                          batch_norm_saved const& saved, affine_gradients<P> gradients,
                          batch_norm_backward_options const& options, batch_norm_workspace& workspace,
@@ -43,8 +44,9 @@ void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::t
 }
 
 /// The same with a workspace of its own.
-template <class X, class P = accumulate_t<X>, host::executor E, communicator C>
-void batch_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+template <class X, class P = accumulate_t<X>, communicator C>
+void batch_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> dy,
+                         std::type_identity_t<tensor_view<X const>> x,
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx, affine_parameters<P> affine,
                          batch_norm_saved const& saved, affine_gradients<P> gradients = {},
                          batch_norm_backward_options const& options = {},

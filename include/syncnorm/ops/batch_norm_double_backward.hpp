@@ -35,8 +35,8 @@ namespace syncnorm {
 /// `epilogue` is that of the forward pass. After a pass in place, x is that which the backward pass has restored. Collective,
 /// one exchange, on every rank of the backward pass and with the same options. On an error, which every rank throws,
 /// `gamma_gradient` is unchanged. Throws invalid_argument_error, mismatch_error, communicator_error.
-template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
-void batch_norm_double_backward(E const& exec, C const& comm, batch_norm_second_order<T, P> const& second,
+template <class T, class P = accumulate_t<T>, communicator C>
+void batch_norm_double_backward(host::executor_ref exec, C const& comm, batch_norm_second_order<T, P> const& second,
                                 std::type_identity_t<tensor_view<T const>> dy,
                                 std::type_identity_t<tensor_view<T const>> x,
                                 std::type_identity_t<affine_parameters<P>> affine, batch_norm_saved const& saved,
@@ -45,27 +45,27 @@ void batch_norm_double_backward(E const& exec, C const& comm, batch_norm_second_
                                 batch_norm_backward_options const& options, batch_norm_workspace& workspace,
                                 batch_norm_caller const& caller = {},
                                 std::type_identity_t<batch_norm_epilogue<T>> const& epilogue = {}) {
-  detail::double_backward<T, P, E>{exec,
-                                   workspace.double_packets.channels().front(),
-                                   {{&dy, 1},
-                                    {&x, 1},
-                                    {&second.dx, 1},
-                                    {&second.dresidual, 1},
-                                    second.gamma_gradient,
-                                    second.beta_gradient,
-                                    affine,
-                                    {&to_dy, 1},
-                                    {&to_x, 1},
-                                    gamma_gradient,
-                                    {&epilogue, 1}},
-                                   saved,
-                                   caller}
+  detail::double_backward<T, P>{exec,
+                                workspace.double_packets.channels().front(),
+                                {{&dy, 1},
+                                 {&x, 1},
+                                 {&second.dx, 1},
+                                 {&second.dresidual, 1},
+                                 second.gamma_gradient,
+                                 second.beta_gradient,
+                                 affine,
+                                 {&to_dy, 1},
+                                 {&to_x, 1},
+                                 gamma_gradient,
+                                 {&epilogue, 1}},
+                                saved,
+                                caller}
       .run(comm, options.exchange, workspace);
 }
 
 /// The same with a workspace of its own.
-template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
-void batch_norm_double_backward(E const& exec, C const& comm, batch_norm_second_order<T, P> const& second,
+template <class T, class P = accumulate_t<T>, communicator C>
+void batch_norm_double_backward(host::executor_ref exec, C const& comm, batch_norm_second_order<T, P> const& second,
                                 std::type_identity_t<tensor_view<T const>> dy,
                                 std::type_identity_t<tensor_view<T const>> x,
                                 std::type_identity_t<affine_parameters<P>> affine, batch_norm_saved const& saved,
@@ -79,19 +79,19 @@ void batch_norm_double_backward(E const& exec, C const& comm, batch_norm_second_
 
 /// `batch_norm_double_backward` of `batch_norm_backward_batches`: that of the concatenation of the K micro-batches. to_dy and
 /// to_x are none, or one for each.
-template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
+template <class T, class P = accumulate_t<T>, communicator C>
 void batch_norm_double_backward_batches(
-    E const& exec, C const& comm, batch_norm_second_order_batches<T, P> const& second,
+    host::executor_ref exec, C const& comm, batch_norm_second_order_batches<T, P> const& second,
     std::span<tensor_view<T const> const> dy, std::span<tensor_view<T const> const> x, affine_parameters<P> affine,
     batch_norm_saved const& saved, std::span<tensor_view<T> const> to_dy, std::span<tensor_view<T> const> to_x,
     std::span<P> gamma_gradient, batch_norm_backward_options const& options, batch_norm_workspace& workspace,
     batch_norm_caller const& caller = {}, std::span<batch_norm_epilogue<T> const> epilogues = {}) {
-  detail::double_backward<T, P, E>{exec,
-                                   workspace.double_packets.channels().front(),
-                                   {dy, x, second.dx, second.dresidual, second.gamma_gradient, second.beta_gradient,
-                                    affine, to_dy, to_x, gamma_gradient, epilogues},
-                                   saved,
-                                   caller}
+  detail::double_backward<T, P>{exec,
+                                workspace.double_packets.channels().front(),
+                                {dy, x, second.dx, second.dresidual, second.gamma_gradient, second.beta_gradient,
+                                 affine, to_dy, to_x, gamma_gradient, epilogues},
+                                saved,
+                                caller}
       .run(comm, options.exchange, workspace);
 }
 

@@ -34,20 +34,20 @@ namespace syncnorm {
 /// Throws invalid_argument_error (an argument of any rank; n = 1), mismatch_error, communicator_error.
 /// An epilogue activates, adds a residual and masks; it is this rank's own, and rank by rank may differ.
 /// Source: Ioffe and Szegedy, "Batch normalization", 2015.
-template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
-void batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
-                        affine_parameters<P> affine, running_statistics<P> running, batch_norm_options const& options,
-                        batch_norm_saved& saved, batch_norm_workspace& workspace, batch_norm_caller const& caller = {},
-                        batch_norm_epilogue<T> const& epilogue = {}) {
+template <class T, class P = accumulate_t<T>, communicator C>
+void batch_norm_forward(host::executor_ref exec, C const& comm, std::type_identity_t<tensor_view<T const>> x,
+                        tensor_view<T> y, affine_parameters<P> affine, running_statistics<P> running,
+                        batch_norm_options const& options, batch_norm_saved& saved, batch_norm_workspace& workspace,
+                        batch_norm_caller const& caller = {}, batch_norm_epilogue<T> const& epilogue = {}) {
   batch_norm_forward_batches<T, P>(exec, comm, std::array<tensor_view<T const>, 1>{x}, std::array{y}, affine, running,
                                    options, saved, workspace, caller, std::span{&epilogue, 1});
 }
 
 /// The same with a workspace of its own, returning what the backward pass needs.
-template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
+template <class T, class P = accumulate_t<T>, communicator C>
 [[nodiscard]] batch_norm_saved
-batch_norm_forward(E const& exec, C const& comm, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
-                   affine_parameters<P> affine = {}, running_statistics<P> running = {},
+batch_norm_forward(host::executor_ref exec, C const& comm, std::type_identity_t<tensor_view<T const>> x,
+                   tensor_view<T> y, affine_parameters<P> affine = {}, running_statistics<P> running = {},
                    batch_norm_options const& options = {}, batch_norm_epilogue<T> const& epilogue = {}) {
   batch_norm_saved saved;
   batch_norm_workspace workspace{x.channels};
@@ -96,8 +96,8 @@ void check_inference(call_check& check, inference_operands<T, P> const& in) {
 }
 
 /// The pass, of valid operands.
-template <class T, class P, host::executor E>
-void infer(E const& exec, inference_operands<T, P> const& in, batch_norm_saved& saved) {
+template <class T, class P>
+void infer(host::executor_ref exec, inference_operands<T, P> const& in, batch_norm_saved& saved) {
   saved.scope = statistics_scope::constant;
   saved.count = 0;
   saved.mean.resize(in.mean.size());
@@ -114,8 +114,8 @@ void infer(E const& exec, inference_operands<T, P> const& in, batch_norm_saved& 
 } // namespace detail
 
 /// `batch_norm_inference` of K micro-batches, K may be zero. Epilogues: none, or one for each.
-template <class T, class P, host::executor E>
-void batch_norm_inference_batches(E const& exec, std::span<tensor_view<T const> const> x,
+template <class T, class P>
+void batch_norm_inference_batches(host::executor_ref exec, std::span<tensor_view<T const> const> x,
                                   std::span<tensor_view<T> const> y, affine_parameters<P> affine,
                                   std::type_identity_t<std::span<P const>> mean,
                                   std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved,
@@ -132,8 +132,8 @@ void batch_norm_inference_batches(E const& exec, std::span<tensor_view<T const> 
 /// frozen statistics. Where `kind` says that var is the standard deviation, y = gamma·(x − mean)/var + beta. Not
 /// collective. x, y `[N, C, S]`, y may be x; mean and var `[C]`. A mask in `epilogue` decides about outputs of 0 alone.
 /// Throws invalid_argument_error.
-template <class T, class P, host::executor E>
-void batch_norm_inference(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+template <class T, class P>
+void batch_norm_inference(host::executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                           affine_parameters<P> affine, std::type_identity_t<std::span<P const>> mean,
                           std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved,
                           running_variance kind = running_variance::unbiased,

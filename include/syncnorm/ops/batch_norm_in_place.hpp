@@ -12,7 +12,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/recoverable.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/detail/channel_values.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
@@ -36,7 +36,7 @@ public:
     holds_x_ = false;
     like_ = x;
     like_.data = nullptr;
-    host::detail::channel_values const gamma{affine.gamma, 1}, beta{affine.beta, 0};
+    host::channel_values const gamma{affine.gamma, 1}, beta{affine.beta, 0};
     auto const fits = [&](std::span<P const> values) {
       return values.empty() || values.size() == static_cast<std::size_t>(x.channels);
     };
@@ -53,8 +53,8 @@ public:
 
   /// Makes y, which the forward pass wrote over x, x again, unless it is so already. Positions that a mask made 0 become
   /// anything finite, on which no gradient depends. Says what is wrong with y, or nothing.
-  template <class P, host::executor E>
-  [[nodiscard]] std::string restore(E const& exec, tensor_view<T> y, affine_parameters<P> affine,
+  template <class P>
+  [[nodiscard]] std::string restore(host::executor_ref exec, tensor_view<T> y, affine_parameters<P> affine,
                                     batch_norm_saved const& saved, batch_norm_epilogue<T> const& epilogue) {
     if (!holds_x_) {
       auto fault = recover(exec, y, y, affine, saved, epilogue);
@@ -67,9 +67,9 @@ public:
   }
 
   /// The same into x, which may be y, any number of times.
-  template <class P, host::executor E>
-  [[nodiscard]] std::string recover(E const& exec, std::type_identity_t<tensor_view<T const>> y, tensor_view<T> x,
-                                    affine_parameters<P> affine, batch_norm_saved const& saved,
+  template <class P>
+  [[nodiscard]] std::string recover(host::executor_ref exec, std::type_identity_t<tensor_view<T const>> y,
+                                    tensor_view<T> x, affine_parameters<P> affine, batch_norm_saved const& saved,
                                     batch_norm_epilogue<T> const& epilogue) const {
     detail::call_check check;
     auto const channels = static_cast<std::int64_t>(saved.mean.size());

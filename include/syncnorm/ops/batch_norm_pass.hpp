@@ -29,54 +29,51 @@ public:
   [[nodiscard]] virtual pass_steps& steps() = 0;
 };
 
-template <class T, class P, host::executor E>
+template <class T, class P>
 class planned_forward final : public planned_pass {
 public:
-  planned_forward(E exec, std::int64_t channels, forward_operands<T, P> const& in, batch_norm_options const& options,
-                  batch_norm_saved& saved, batch_norm_caller const& caller)
-      : exec_{std::move(exec)}, x_(in.x.begin(), in.x.end()), y_(in.y.begin(), in.y.end()),
+  planned_forward(host::executor_ref exec, std::int64_t channels, forward_operands<T, P> const& in,
+                  batch_norm_options const& options, batch_norm_saved& saved, batch_norm_caller const& caller)
+      : x_(in.x.begin(), in.x.end()), y_(in.y.begin(), in.y.end()),
         epilogues_(in.epilogues.begin(), in.epilogues.end()),
-        steps_{exec_,    channels, {x_, y_, in.affine, in.running, in.scope, epilogues_}, options, saved,
+        steps_{exec,     channels, {x_, y_, in.affine, in.running, in.scope, epilogues_}, options, saved,
                buffers_, caller} {}
   pass_steps& steps() override { return steps_; }
 
 private:
-  E exec_;
   std::vector<tensor_view<T const>> x_;
   std::vector<tensor_view<T>> y_;
   std::vector<batch_norm_epilogue<T>> epilogues_;
   pass_buffers buffers_;
-  forward_steps<T, P, E> steps_;
+  forward_steps<T, P> steps_;
 };
 
-template <class T, class P, host::executor E>
+template <class T, class P>
 class planned_backward final : public planned_pass {
 public:
-  planned_backward(E exec, std::int64_t channels, backward_operands<T, P> const& in, batch_norm_saved const& saved,
-                   bool exchange, batch_norm_caller const& caller)
-      : exec_{std::move(exec)}, dy_(in.dy.begin(), in.dy.end()), x_(in.x.begin(), in.x.end()),
-        dx_(in.dx.begin(), in.dx.end()), dresidual_(in.dresidual.begin(), in.dresidual.end()),
-        epilogues_(in.epilogues.begin(), in.epilogues.end()),
-        steps_{exec_,    channels, {dy_, x_, dx_, in.affine, in.gradients, epilogues_, dresidual_}, saved, exchange,
+  planned_backward(host::executor_ref exec, std::int64_t channels, backward_operands<T, P> const& in,
+                   batch_norm_saved const& saved, bool exchange, batch_norm_caller const& caller)
+      : dy_(in.dy.begin(), in.dy.end()), x_(in.x.begin(), in.x.end()), dx_(in.dx.begin(), in.dx.end()),
+        dresidual_(in.dresidual.begin(), in.dresidual.end()), epilogues_(in.epilogues.begin(), in.epilogues.end()),
+        steps_{exec,     channels, {dy_, x_, dx_, in.affine, in.gradients, epilogues_, dresidual_}, saved, exchange,
                buffers_, caller} {}
   pass_steps& steps() override { return steps_; }
 
 private:
-  E exec_;
   std::vector<tensor_view<T const>> dy_, x_;
   std::vector<tensor_view<T>> dx_, dresidual_;
   std::vector<batch_norm_epilogue<T>> epilogues_;
   pass_buffers buffers_;
-  backward_steps<T, P, E> steps_;
+  backward_steps<T, P> steps_;
 };
 
 /// A forward pass by constant statistics, which takes part in no exchange.
-template <class T, class P, host::executor E>
+template <class T, class P>
 class planned_inference final : public planned_pass, private pass_steps {
 public:
-  planned_inference(E exec, std::int64_t channels, forward_operands<T, P> const& in, batch_norm_options const& options,
-                    batch_norm_saved& saved, batch_norm_caller const& caller = {})
-      : exec_{std::move(exec)}, channels_{channels}, x_(in.x.begin(), in.x.end()), y_(in.y.begin(), in.y.end()),
+  planned_inference(host::executor_ref exec, std::int64_t channels, forward_operands<T, P> const& in,
+                    batch_norm_options const& options, batch_norm_saved& saved, batch_norm_caller const& caller = {})
+      : exec_{exec}, channels_{channels}, x_(in.x.begin(), in.x.end()), y_(in.y.begin(), in.y.end()),
         epilogues_(in.epilogues.begin(), in.epilogues.end()), affine_{in.affine}, running_{in.running},
         options_{options}, saved_{&saved} {
     check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
@@ -106,7 +103,7 @@ private:
     return {x_, y_, affine_, running_.mean, running_.var, options_.eps, options_.variance, epilogues_};
   }
 
-  E exec_;
+  host::executor_ref exec_;
   std::int64_t channels_;
   std::vector<tensor_view<T const>> x_;
   std::vector<tensor_view<T>> y_;
@@ -138,27 +135,29 @@ inline void run_alone(std::span<batch_norm_pass const> passes) {
 }
 
 /// Describes `batch_norm_forward_batches`.
-template <class T, class P = accumulate_t<T>, host::executor E>
+template <class T, class P = accumulate_t<T>>
 [[nodiscard]] batch_norm_pass
-plan_batch_norm_forward(E exec, std::int64_t channels, std::span<tensor_view<T const> const> x,
+plan_batch_norm_forward(host::executor_ref exec, std::int64_t channels, std::span<tensor_view<T const> const> x,
                         std::span<tensor_view<T> const> y, affine_parameters<P> affine, running_statistics<P> running,
                         batch_norm_options const& options, batch_norm_saved& saved,
                         batch_norm_caller const& caller = {}, std::span<batch_norm_epilogue<T> const> epilogues = {}) {
   detail::forward_operands<T, P> const operands{x, y, affine, running, statistics_scope::all_ranks, epilogues};
   return batch_norm_pass{
-      std::make_unique<detail::planned_forward<T, P, E>>(std::move(exec), channels, operands, options, saved, caller)};
+      std::make_unique<detail::planned_forward<T, P>>(exec, channels, operands, options, saved, caller)};
 }
 
 /// Describes `batch_norm_backward_batches`.
-template <class T, class P = accumulate_t<T>, host::executor E>
-[[nodiscard]] batch_norm_pass plan_batch_norm_backward(
-    E exec, std::int64_t channels, std::span<tensor_view<T const> const> dy, std::span<tensor_view<T const> const> x,
-    std::span<tensor_view<T> const> dx, affine_parameters<P> affine, batch_norm_saved const& saved,
-    affine_gradients<P> gradients, batch_norm_backward_options const& options, batch_norm_caller const& caller = {},
-    std::span<batch_norm_epilogue<T> const> epilogues = {}, std::span<tensor_view<T> const> dresidual = {}) {
+template <class T, class P = accumulate_t<T>>
+[[nodiscard]] batch_norm_pass
+plan_batch_norm_backward(host::executor_ref exec, std::int64_t channels, std::span<tensor_view<T const> const> dy,
+                         std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> dx,
+                         affine_parameters<P> affine, batch_norm_saved const& saved, affine_gradients<P> gradients,
+                         batch_norm_backward_options const& options, batch_norm_caller const& caller = {},
+                         std::span<batch_norm_epilogue<T> const> epilogues = {},
+                         std::span<tensor_view<T> const> dresidual = {}) {
   detail::backward_operands<T, P> const operands{dy, x, dx, affine, gradients, epilogues, dresidual};
-  return batch_norm_pass{std::make_unique<detail::planned_backward<T, P, E>>(std::move(exec), channels, operands, saved,
-                                                                             options.exchange, caller)};
+  return batch_norm_pass{
+      std::make_unique<detail::planned_backward<T, P>>(exec, channels, operands, saved, options.exchange, caller)};
 }
 
 } // namespace syncnorm

@@ -36,8 +36,9 @@ namespace syncnorm {
 /// then what is wrong with it on any rank is thrown on every rank by the next backward pass or `workspace.synchronize()`,
 /// and gradients of this rank have been given already. On an error, whenever it is thrown, ema_gz is unchanged.
 /// Throws what the forward pass left to throw, invalid_argument_error, mismatch_error, communicator_error.
-template <class X, class P = accumulate_t<X>, host::executor E, communicator C>
-void power_norm_backward(E const& exec, C const& comm, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
+template <class X, class P = accumulate_t<X>, communicator C>
+void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> dy,
+                         std::type_identity_t<tensor_view<X const>> x,
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx, affine_parameters<P> affine,
                          power_norm_state<P> const& state, power_norm_options const& options,
                          power_norm_saved const& saved, affine_gradients<P> gradients,

@@ -58,10 +58,10 @@ void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) 
 /// On an error, whenever it is thrown, the state is unchanged. Throws invalid_argument_error (an argument of any rank; a
 /// running_phi that would not be finite), mismatch_error, communicator_error.
 /// Source: Shen et al., "PowerNorm: Rethinking batch normalization in transformers", 2020, and its authors' code.
-template <class T, class P = accumulate_t<T>, host::executor E, communicator C>
-void power_norm_forward(E const& exec, C const& comm, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
-                        mask_view const& mask, affine_parameters<P> affine, power_norm_state<P> const& state,
-                        power_norm_options const& options, power_norm_saved& saved,
+template <class T, class P = accumulate_t<T>, communicator C>
+void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identity_t<tensor_view<T const>> x,
+                        tensor_view<T> y, mask_view const& mask, affine_parameters<P> affine,
+                        power_norm_state<P> const& state, power_norm_options const& options, power_norm_saved& saved,
                         power_norm_workspace<C, P>& workspace, power_norm_caller const& caller = {}) {
   static constexpr std::string_view name = "power_norm forward";
   saved.pass.reset();
@@ -108,21 +108,21 @@ void power_norm_forward(E const& exec, C const& comm, std::type_identity_t<tenso
       host::second_moments(exec, x, mask, scaling, pass->counted, pass->masked);
     } else {
       detail::inverse_roots(state.running_phi, options.eps, pass->inv_z);
-      host::power_forward<T, P>(exec, x, y, mask, scaling, pass->inv_z, affine, pass->counted, pass->masked);
+      host::power_forward<T>(exec, x, y, mask, scaling, pass->inv_z, affine, pass->counted, pass->masked);
     }
     std::ranges::copy(pass->counted, own_sums.begin());
   };
   detail::run_or_report(comm, own, compute);
   pass->faulty = own.fault[0] != '\0';
   workspace.start_forward(comm, own, options, state, pass, /*may_overlap=*/!by_batch);
-  if (by_batch) host::power_normalize<T, P>(exec, x, y, scaling, pass->inv_z, affine);
+  if (by_batch) host::power_normalize<T>(exec, x, y, scaling, pass->inv_z, affine);
 }
 
 /// Power normalization by constant statistics, y = gamma·u/√(running_phi + eps) + beta: inference. Not collective; the
 /// state must be up to date (`workspace.synchronize()`). x, y `[N, C, S]`, y may be x; running_phi `[C]`. Throws
 /// invalid_argument_error.
-template <class T, class P, host::executor E>
-void power_norm_inference(E const& exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
+template <class T, class P>
+void power_norm_inference(host::executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                           affine_parameters<P> affine, std::type_identity_t<std::span<P const>> running_phi,
                           power_norm_options const& options, power_norm_saved& saved) {
   saved.pass.reset();
@@ -141,7 +141,7 @@ void power_norm_inference(E const& exec, std::type_identity_t<tensor_view<T cons
   pass->spatial = x.spatial;
   detail::inverse_roots(running_phi, options.eps, pass->inv_z);
   pass->inv_dx = pass->inv_z;
-  host::power_normalize<T, P>(exec, x, y, detail::scaling_of(options), pass->inv_z, affine);
+  host::power_normalize<T>(exec, x, y, detail::scaling_of(options), pass->inv_z, affine);
   saved.pass = pass;
 }
 

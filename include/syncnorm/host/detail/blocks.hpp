@@ -24,8 +24,8 @@ template <class T>
 
 /// Whether to take channels in blocks: not where a block is all of them, nor where blocks are too few to occupy the
 /// executor, which then does better with parts of channels.
-template <class T, executor E>
-[[nodiscard]] bool worth_blocking(E const& exec, tensor_view<T> const& x, std::int64_t block) {
+template <class T>
+[[nodiscard]] bool worth_blocking(executor_ref exec, tensor_view<T> const& x, std::int64_t block) {
   if (x.size() == 0) return false;
   std::int64_t const blocks = x.channels / block, concurrency = exec.concurrency();
   return concurrency == 1 ? blocks > 1 : blocks >= 4 * concurrency || (blocks > 1 && blocks % concurrency == 0);
@@ -43,8 +43,8 @@ struct channel_blocks {
 };
 
 /// Calls f(begin, end) for runs of consecutive blocks, so many to a thread; for one of all where there is one thread.
-template <executor E, class F>
-void for_each_run(E const& exec, channel_blocks const& blocks, std::int64_t runs_per_thread, F const& f) {
+template <class F>
+void for_each_run(executor_ref exec, channel_blocks const& blocks, std::int64_t runs_per_thread, F const& f) {
   std::int64_t const concurrency = exec.concurrency();
   std::int64_t const runs = concurrency == 1 ? 1 : std::min(blocks.count, runs_per_thread * concurrency);
   exec.for_each(runs, [&](std::int64_t run) { f(run * blocks.count / runs, (run + 1) * blocks.count / runs); });
@@ -54,8 +54,8 @@ void for_each_run(E const& exec, channel_blocks const& blocks, std::int64_t runs
 /// which makes a `map_kernel` or an `epilogue_map` of `inputs` tensors like `x`. Each thread takes several blocks in a row,
 /// and reads the next while it writes one, if both have room: reading and writing memory at the same time is faster than one
 /// after the other.
-template <class T, executor E, class Reduce, class MakeMap>
-void reduce_and_map(E const& exec, channel_blocks const& blocks, tensor_view<T const> const& x, std::int64_t inputs,
+template <class T, class Reduce, class MakeMap>
+void reduce_and_map(executor_ref exec, channel_blocks const& blocks, tensor_view<T const> const& x, std::int64_t inputs,
                     Reduce const& reduce, MakeMap const& make_map) {
   using A = accumulate_t<T>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;

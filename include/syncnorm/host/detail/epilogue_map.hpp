@@ -374,8 +374,8 @@ private:
   bool dense_ = false;
 };
 
-template <class T, class Op, executor E>
-void map_epilogue(E const& exec, Op const& op, typename epilogue_map<T, Op>::views const& in,
+template <class T, class Op>
+void map_epilogue(executor_ref exec, Op const& op, typename epilogue_map<T, Op>::views const& in,
                   typename epilogue_map<T, Op>::out_views const& out, prepared_mask const* mask, stores how) {
   if (in[0].size() == 0) return;
   scratch_lease<accumulate_t<T>> table{epilogue_map<T, Op>::table_size(in[0])};

@@ -6,7 +6,7 @@
 #include <span>
 
 #include <syncnorm/core/coefficients.hpp>
-#include <syncnorm/host/detail/channel_values.hpp>
+#include <syncnorm/host/channel_values.hpp>
 
 namespace syncnorm::host::detail {
 

@@ -8,7 +8,7 @@
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/detail/channel_values.hpp>
+#include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/mask.hpp>

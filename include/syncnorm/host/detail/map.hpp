@@ -52,8 +52,8 @@ private:
 };
 
 /// Computes the boxes of a map, the last ones first: what was read last is the likeliest to be in the cache still.
-template <executor E, class Map>
-void map_boxes(E const& exec, Map const& map, std::int64_t channels_ahead = 0) {
+template <class Map>
+void map_boxes(executor_ref exec, Map const& map, std::int64_t channels_ahead = 0) {
   boxes const tasks = map.tasks();
   exec.for_each(tasks.count(), [&](std::int64_t i) {
     map(tasks[tasks.count() - 1 - i], channels_ahead);
@@ -398,8 +398,8 @@ template <class T, std::size_t Inputs, class MakeOp>
   };
 }
 
-template <class T, class Op, executor E>
-void map_channels(E const& exec, Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in,
+template <class T, class Op>
+void map_channels(executor_ref exec, Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in,
                   tensor_view<T> const& out, stores how, next_block fetch = {}) {
   using kernel_type = map_kernel<T, Op>;
   if (out.size() == 0) return;

@@ -126,8 +126,8 @@ template <class T>
 
 /// Runs kernel(first, length, group, a, b) for every chunk of channels and group of pieces, and sums a and b over the
 /// groups, in order. `Sums`: whether there are any.
-template <bool Sums, executor E, class Kernel>
-void run_power(E const& exec, groups const& parts, std::int64_t channels, std::int64_t chunk, Kernel const& kernel,
+template <bool Sums, class Kernel>
+void run_power(executor_ref exec, groups const& parts, std::int64_t channels, std::int64_t chunk, Kernel const& kernel,
                std::span<double> out_a, std::span<double> out_b) {
   if constexpr (Sums) {
     std::ranges::fill(out_a, 0.0);

@@ -20,9 +20,9 @@ namespace syncnorm::host::detail {
 ///
 /// where `before` and `more` count the elements of a channel. Groups fold in order, on whatever thread, but for those of
 /// which no element counts. `parts` are the groups, masked ones perhaps.
-template <class A, executor E, class Parts, class Kernel>
-void reduce_channels(E const& exec, Parts const& parts, std::int64_t channels, std::int64_t chunk, Kernel const& kernel,
-                     std::span<double> out_a, std::span<double> out_b) {
+template <class A, class Parts, class Kernel>
+void reduce_channels(executor_ref exec, Parts const& parts, std::int64_t channels, std::int64_t chunk,
+                     Kernel const& kernel, std::span<double> out_a, std::span<double> out_b) {
   constexpr std::int64_t most = chunk_channels<A>;
   if (channels == 0) return;
   if (parts.count == 0) {

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/map.hpp>
@@ -78,8 +79,8 @@ private:
 };
 
 /// Whether `map_and_sum_rows` can take `out` and, after it, `next_channels` more channels.
-template <class Rows, class T, executor E, std::size_t Inputs>
-[[nodiscard]] bool suits_map_and_sum(E const& exec, std::array<tensor_view<T const>, Inputs> const& in,
+template <class Rows, class T, std::size_t Inputs>
+[[nodiscard]] bool suits_map_and_sum(executor_ref exec, std::array<tensor_view<T const>, Inputs> const& in,
                                      tensor_view<T> const& out, std::int64_t next_channels) {
   return exec.concurrency() == 1 && out.size() != 0 && next_channels <= Rows::channels_at_once &&
          suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
@@ -100,10 +101,10 @@ void map_and_sum_rows(Op const& op, std::array<tensor_view<T const>, Inputs> con
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
 /// `make_map(first, length, table)` while the next block is summed. `x` and `parts` are those of all. Each thread takes
 /// several blocks in a row.
-template <class T, executor E, class Parts, class MakeRows, class Finish, class MakeMap>
-void reduce_and_map_rows(E const& exec, channel_blocks const& blocks, tensor_view<T const> const& x, Parts const& parts,
-                         MakeRows const& make_rows, std::span<double> a, std::span<double> b, Finish const& finish,
-                         MakeMap const& make_map) {
+template <class T, class Parts, class MakeRows, class MakeMap>
+void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor_view<T const> const& x,
+                         Parts const& parts, MakeRows const& make_rows, std::span<double> a, std::span<double> b,
+                         function_ref<void(std::int64_t, std::int64_t)> finish, MakeMap const& make_map) {
   using A = accumulate_t<T>;
   using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;

@@ -45,15 +45,15 @@ struct backward_operands {
 };
 
 /// The steps of a backward pass.
-template <class T, class P, host::executor E>
+template <class T, class P>
 class backward_steps final : public pass_steps {
 public:
   static constexpr std::string_view name = "batch_norm backward";
 
   /// Everything is borrowed, and checked. `exchange` as in `batch_norm_backward_options`.
-  backward_steps(E const& exec, std::int64_t channels, backward_operands<T, P> const& operands,
+  backward_steps(host::executor_ref exec, std::int64_t channels, backward_operands<T, P> const& operands,
                  batch_norm_saved const& saved, bool exchange, pass_buffers& buffers, batch_norm_caller const& caller)
-      : exec_{&exec}, channels_{channels}, in_{operands}, saved_{&saved}, buffers_{&buffers},
+      : exec_{exec}, channels_{channels}, in_{operands}, saved_{&saved}, buffers_{&buffers},
         exchanges_{exchange && saved.scope == statistics_scope::all_ranks}, backward_{caller.backward} {
     check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
     check_.require(saved.mean.size() == static_cast<std::size_t>(channels) && saved.inv_std.size() == saved.mean.size(),
@@ -111,10 +111,10 @@ public:
     auto const reduce = [&](std::size_t k, std::span<double> first, std::span<double> second) {
       auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
       if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something())
-        host::backward_reduce(*exec_, dy, x, mean, part_of(std::span<double const>{saved_->inv_std}, part),
+        host::backward_reduce(exec_, dy, x, mean, part_of(std::span<double const>{saved_->inv_std}, part),
                               affine_of(part), epilogue.channel_range(part.first, part.length), first, second);
       else
-        host::backward_reduce(*exec_, dy, x, mean, first, second);
+        host::backward_reduce(exec_, dy, x, mean, first, second);
     };
     if (in_.x.size() == 1) return reduce(0, sum_dy, sum_dy_xmu);
     std::ranges::fill(sum_dy, 0.0);
@@ -150,11 +150,11 @@ public:
       auto const stores = host::stores_for(in_.x[k]);
       if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something()) {
         if (in_.dx.empty() && !is_wanted(dresidual(k))) continue;
-        host::backward_elemt(*exec_, dy, x, part_of(in_.dx.empty() ? tensor_view<T>{} : in_.dx[k], part),
+        host::backward_elemt(exec_, dy, x, part_of(in_.dx.empty() ? tensor_view<T>{} : in_.dx[k], part),
                              part_of(dresidual(k), part), mean, inv_std, affine_of(part), sum_dy, sum_dy_xmu,
                              saved_->count, epilogue.channel_range(part.first, part.length), stores);
       } else if (!in_.dx.empty()) {
-        host::backward_elemt(*exec_, dy, x, part_of(in_.dx[k], part), mean, inv_std, part_of(in_.affine.gamma, part),
+        host::backward_elemt(exec_, dy, x, part_of(in_.dx[k], part), mean, inv_std, part_of(in_.affine.gamma, part),
                              sum_dy, sum_dy_xmu, saved_->count, stores, next_of(in_.x, k, 2, part));
       }
     }
@@ -166,7 +166,7 @@ public:
       return pass_steps::apply_and_local(part, next, next_sum_dy, next_sum_dy_xmu);
     std::span<double const> const mean{saved_->mean}, inv_std{saved_->inv_std}, sum_dy{buffers_->first},
         sum_dy_xmu{buffers_->second};
-    host::backward_elemt_and_reduce(*exec_, part_of(in_.dy[0], part), part_of(in_.x[0], part), part_of(in_.dx[0], part),
+    host::backward_elemt_and_reduce(exec_, part_of(in_.dy[0], part), part_of(in_.x[0], part), part_of(in_.dx[0], part),
                                     part_of(mean, part), part_of(inv_std, part), part_of(in_.affine.gamma, part),
                                     part_of(sum_dy, part), part_of(sum_dy_xmu, part), saved_->count,
                                     host::stores_for(in_.x[0]), part_of(in_.dy[0], next), part_of(in_.x[0], next),
@@ -184,7 +184,7 @@ public:
     channel_span const all{0, channels_};
     std::span const sum_dy{buffers_->first}, sum_dy_xmu{buffers_->second};
     if (in_.x.size() == 1 && (!in_.dx.empty() || is_wanted(dresidual(0)))) {
-      host::backward_in_blocks(*exec_, in_.dy[0], in_.x[0], in_.dx.empty() ? tensor_view<T>{} : in_.dx[0], dresidual(0),
+      host::backward_in_blocks(exec_, in_.dy[0], in_.x[0], in_.dx.empty() ? tensor_view<T>{} : in_.dx[0], dresidual(0),
                                std::span<double const>{saved_->mean}, std::span<double const>{saved_->inv_std},
                                in_.affine, sum_dy, sum_dy_xmu, saved_->count, (*epilogues_)[0]);
     } else {
@@ -205,7 +205,7 @@ private:
     return {part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)};
   }
 
-  E const* exec_;
+  host::executor_ref exec_;
   std::int64_t channels_;
   backward_operands<T, P> in_;
   batch_norm_saved const* saved_;

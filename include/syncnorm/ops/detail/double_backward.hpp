@@ -30,7 +30,7 @@
 namespace syncnorm::detail {
 
 /// A double backward pass, as `batch_norm_double_backward` documents it.
-template <class T, class P, host::executor E>
+template <class T, class P>
 class double_backward {
   using buffers_type = double_backward_buffers;
   using row = buffers_type::row;
@@ -39,9 +39,9 @@ public:
   static constexpr std::string_view name = "batch_norm 2nd backward";
 
   /// Everything is borrowed, and checked.
-  double_backward(E const& exec, std::int64_t channels, double_backward_operands<T, P> const& operands,
+  double_backward(host::executor_ref exec, std::int64_t channels, double_backward_operands<T, P> const& operands,
                   batch_norm_saved const& saved, batch_norm_caller const& caller)
-      : exec_{&exec}, channels_{channels}, length_{static_cast<std::size_t>(std::max<std::int64_t>(0, channels))},
+      : exec_{exec}, channels_{channels}, length_{static_cast<std::size_t>(std::max<std::int64_t>(0, channels))},
         in_{operands}, saved_{&saved} {
     check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
     check_.require(saved.mean.size() == length_ && saved.inv_std.size() == length_, [&] {
@@ -99,7 +99,7 @@ public:
     packets.total(0, totals);
     finish(0, channels_);
     for (std::size_t k = 0; k < in_.x.size(); ++k)
-      host::second_order_elemt(*exec_, operands(k), std::span<combination const>{buffers_->for_dy},
+      host::second_order_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
                                std::span<combination const>{buffers_->for_x});
   }
 
@@ -135,7 +135,7 @@ private:
   [[nodiscard]] std::span<double> own(row which) const { return buffers_type::of(buffers_->own, which); }
   [[nodiscard]] std::span<double> all(row which) const { return buffers_type::of(buffers_->all, which); }
 
-  [[nodiscard]] host::second_order_operands<T, P> operands(std::size_t k) const {
+  [[nodiscard]] host::second_order_operands<T> operands(std::size_t k) const {
     return {in_.dy[k],       in_.x[k],     of(in_.u, k),    of(in_.v, k), of(in_.to_dy, k),
             of(in_.to_x, k), saved_->mean, saved_->inv_std, in_.affine,   (*epilogues_)[k]};
   }
@@ -148,7 +148,7 @@ private:
   void local() {
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
       bool const first = k == 0;
-      host::second_order_reduce(*exec_, operands(k), sums_in(first ? buffers_->own : buffers_->more));
+      host::second_order_reduce(exec_, operands(k), sums_in(first ? buffers_->own : buffers_->more));
       for (std::size_t i = 0; !first && i < buffers_->own.size(); ++i) buffers_->own[i] += buffers_->more[i];
     }
     weigh(0, channels_);
@@ -160,12 +160,12 @@ private:
       buffers_->all = buffers_->own;
       finish(0, channels_);
       for (std::size_t k = 0; k < in_.x.size(); ++k)
-        host::second_order_elemt(*exec_, operands(k), std::span<combination const>{buffers_->for_dy},
+        host::second_order_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
                                  std::span<combination const>{buffers_->for_x});
       return;
     }
     host::second_order_in_blocks(
-        *exec_, operands(0), sums_in(buffers_->own), std::span<combination const>{buffers_->for_dy},
+        exec_, operands(0), sums_in(buffers_->own), std::span<combination const>{buffers_->for_dy},
         std::span<combination const>{buffers_->for_x}, [&](std::int64_t first, std::int64_t length) {
           weigh(first, length);
           for (std::size_t v = 0; v < buffers_type::rows; ++v) {
@@ -216,7 +216,7 @@ private:
     }
   }
 
-  E const* exec_;
+  host::executor_ref exec_;
   std::int64_t channels_;
   std::size_t length_;
   double_backward_operands<T, P> in_;

@@ -61,16 +61,16 @@ struct forward_operands {
 };
 
 /// The steps of a forward pass in training.
-template <class T, class P, host::executor E>
+template <class T, class P>
 class forward_steps final : public pass_steps {
 public:
   static constexpr std::string_view name = "batch_norm forward";
 
   /// Everything is borrowed, and checked.
-  forward_steps(E const& exec, std::int64_t channels, forward_operands<T, P> const& operands,
+  forward_steps(host::executor_ref exec, std::int64_t channels, forward_operands<T, P> const& operands,
                 batch_norm_options const& options, batch_norm_saved& saved, pass_buffers& buffers,
                 batch_norm_caller const& caller)
-      : exec_{&exec}, channels_{channels}, in_{operands}, options_{options}, saved_{&saved}, buffers_{&buffers},
+      : exec_{exec}, channels_{channels}, in_{operands}, options_{options}, saved_{&saved}, buffers_{&buffers},
         backward_{caller.backward} {
     check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
     check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
@@ -159,9 +159,9 @@ public:
       auto const y = part_of(in_.y[k], part);
       auto const stores = host::stores_for(in_.y[k]);
       if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something())
-        host::normalize(*exec_, x, y, mean, inv_std, affine, epilogue.channel_range(part.first, part.length), stores);
+        host::normalize(exec_, x, y, mean, inv_std, affine, epilogue.channel_range(part.first, part.length), stores);
       else
-        host::normalize(*exec_, x, y, mean, inv_std, affine, stores, next_of(in_.x, k, 1, part));
+        host::normalize(exec_, x, y, mean, inv_std, affine, stores, next_of(in_.x, k, 1, part));
     }
   }
 
@@ -171,7 +171,7 @@ public:
       return pass_steps::apply_and_local(part, next, next_mean, next_m2);
     finish(part);
     host::normalize_and_local_moments(
-        *exec_, part_of(in_.x[0], part), part_of(in_.y[0], part), part_of(std::span<double const>{saved_->mean}, part),
+        exec_, part_of(in_.x[0], part), part_of(in_.y[0], part), part_of(std::span<double const>{saved_->mean}, part),
         part_of(std::span<double const>{saved_->inv_std}, part),
         affine_parameters<P>{part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)},
         host::stores_for(in_.y[0]), part_of(in_.x[0], next), next_mean, next_m2);
@@ -189,7 +189,7 @@ public:
     channel_span const all{0, channels_};
     if (in_.x.size() == 1) {
       host::forward_in_blocks(
-          *exec_, in_.x[0], in_.y[0], saved_->mean, buffers_->first, saved_->inv_std, in_.affine,
+          exec_, in_.x[0], in_.y[0], saved_->mean, buffers_->first, saved_->inv_std, in_.affine,
           [&](std::int64_t first, std::int64_t length) {
             finish({first, length});
           },
@@ -206,7 +206,7 @@ private:
   [[nodiscard]] std::int64_t counted(std::size_t k) const { return (*epilogues_)[k].count(in_.x[k]); }
 
   void moments_of(std::size_t k, channel_span part, std::span<double> mean, std::span<double> m2) const {
-    host::local_moments(*exec_, part_of(in_.x[k], part), (*epilogues_)[k], mean, m2);
+    host::local_moments(exec_, part_of(in_.x[k], part), (*epilogues_)[k], mean, m2);
   }
 
   void finish(channel_span part) {
@@ -214,7 +214,7 @@ private:
                       part_of(std::span{saved_->inv_std}, part));
   }
 
-  E const* exec_;
+  host::executor_ref exec_;
   std::int64_t channels_;
   forward_operands<T, P> in_;
   batch_norm_options options_;

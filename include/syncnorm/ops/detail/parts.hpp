@@ -25,8 +25,8 @@ struct part_choice {
 /// than the arithmetic of a block that fits the cache: in such blocks, one for each thread, finished before the next, since
 /// two would not fit as well. Else, of a tensor whose arithmetic takes far longer than an exchange, in halves, so that what a
 /// message is late is spent on the other half. Else in one.
-template <host::executor E, class C, class T>
-[[nodiscard]] part_choice choose_parts(E const& exec, C const& comm, tensor_view<T> const& x, int tensors) {
+template <class C, class T>
+[[nodiscard]] part_choice choose_parts(host::executor_ref exec, C const& comm, tensor_view<T> const& x, int tensors) {
   constexpr double bytes_per_second = 1e10, worthwhile = 10;
   if (x.size() == 0) return {1, false}; // has no say
   std::int64_t const concurrency = exec.concurrency(), half = (x.channels + 1) / 2;

@@ -64,8 +64,8 @@ void run_pass(C const& comm, Steps& steps, batch_norm_workspace& workspace, exch
 }
 
 /// The parts in which this rank would exchange a pass over K micro-batches that reads `tensors` tensors like x twice.
-template <host::executor E, communicator C, class T>
-[[nodiscard]] part_choice choose_parts(E const& exec, C const& comm, std::span<tensor_view<T const> const> x,
+template <communicator C, class T>
+[[nodiscard]] part_choice choose_parts(host::executor_ref exec, C const& comm, std::span<tensor_view<T const> const> x,
                                        int tensors, bool failed) {
   if (failed) return {1, false};
   if (x.size() == 1) return choose_parts(exec, comm, x[0], tensors);

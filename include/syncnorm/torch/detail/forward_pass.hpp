@@ -136,9 +136,9 @@ public:
     batch_norm_caller const caller{fault_, backward_};
     auto& saved = pass_->saved;
     if (in_.scope == statistics_scope::constant)
-      return batch_norm_pass{std::make_unique<syncnorm::detail::planned_inference<T, P, at_executor>>(
+      return batch_norm_pass{std::make_unique<syncnorm::detail::planned_inference<T, P>>(
           at_executor{}, in_.channels, operands, in_.options, saved, caller)};
-    return batch_norm_pass{std::make_unique<syncnorm::detail::planned_forward<T, P, at_executor>>(
+    return batch_norm_pass{std::make_unique<syncnorm::detail::planned_forward<T, P>>(
         at_executor{}, in_.channels, operands, in_.options, saved, caller)};
   }
 
