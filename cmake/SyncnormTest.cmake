@@ -1,7 +1,7 @@
 # Functions for the project's own tests, examples and benchmarks. Nothing in here reaches a consumer.
 
 option(SYNCNORM_WERROR "Treat warnings in the project's own code as errors" OFF)
-set(SYNCNORM_TORCH_OPTIONS "" CACHE STRING "Compile options of tests and examples that include libtorch")
+set(SYNCNORM_CALLER_OPTIONS "" CACHE STRING "Compile options of tests and examples but for the primitives that they call")
 set(SYNCNORM_SANITIZE "" CACHE STRING "Sanitizers for tests and examples, such as address,undefined or thread")
 
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
@@ -58,12 +58,50 @@ function(syncnorm_register_test name)
     LABELS "${arg_LABELS}" ENVIRONMENT "${SYNCNORM_TEST_ENVIRONMENT};${arg_ENVIRONMENT}")
 endfunction()
 
-function(syncnorm_use_torch_options target)
+# syncnorm_add_compiled(<name> HEADERS a.hpp... INSTANCES "..."... LIBRARIES ...): a library of instances, each compiled in a source
+# of its own, after the headers, which the sources that link it include first.
+function(syncnorm_add_compiled name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "HEADERS;INSTANCES;LIBRARIES")
+  list(TRANSFORM arg_HEADERS REPLACE "(.+)" "#include <\\1>" OUTPUT_VARIABLE includes)
+  list(JOIN includes "\n" includes)
+  set(sources)
+  foreach(instance IN LISTS arg_INSTANCES)
+    list(LENGTH sources i)
+    set(source "${PROJECT_BINARY_DIR}/compiled/${name}_${i}.cpp")
+    file(CONFIGURE OUTPUT "${source}" CONTENT "${includes}\n${instance}\n" @ONLY)
+    list(APPEND sources "${source}")
+  endforeach()
+  add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})
+  target_link_libraries(${name} PUBLIC ${arg_LIBRARIES} PRIVATE syncnorm_development)
+  list(TRANSFORM arg_HEADERS REPLACE "(.+)" "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-include \\1>")
+  target_compile_options(${name} INTERFACE ${arg_HEADERS})
+endfunction()
+
+function(syncnorm_use_caller_options target)
   get_target_property(libraries ${target} LINK_LIBRARIES)
-  if("syncnorm::torch" IN_LIST libraries)
-    target_compile_options(${target} PRIVATE ${SYNCNORM_TORCH_OPTIONS})
+  if(libraries MATCHES "syncnorm_compiled|syncnorm::torch")
+    target_compile_options(${target} PRIVATE ${SYNCNORM_CALLER_OPTIONS})
   endif()
 endfunction()
+
+# The primitives of the CPU, and the passes of the libtorch module, which call them.
+syncnorm_add_compiled(syncnorm_compiled_primitives HEADERS syncnorm/host/compiled_primitives.hpp LIBRARIES syncnorm::syncnorm
+  INSTANCES "SYNCNORM_PRIMITIVES(, float)" "SYNCNORM_PRIMITIVES(, double)" "SYNCNORM_PRIMITIVES(, syncnorm::float16)"
+    "SYNCNORM_PRIMITIVES(, syncnorm::bfloat16)")
+if(TARGET syncnorm::torch)
+  syncnorm_add_compiled(syncnorm_compiled_torch_primitives LIBRARIES syncnorm::torch
+    HEADERS syncnorm/host/compiled_primitives.hpp syncnorm/torch/element.hpp
+    INSTANCES "SYNCNORM_PRIMITIVES(, c10::Half)" "SYNCNORM_PRIMITIVES(, c10::BFloat16)")
+  syncnorm_add_compiled(syncnorm_compiled_passes HEADERS syncnorm/torch/compiled_passes.hpp
+    LIBRARIES syncnorm_compiled_primitives syncnorm_compiled_torch_primitives syncnorm::torch
+    INSTANCES "SYNCNORM_TORCH_PASSES(, float, float)
+SYNCNORM_TORCH_PASSES(, double, double)
+SYNCNORM_TORCH_PASSES(, c10::Half, c10::Half)
+SYNCNORM_TORCH_PASSES(, c10::Half, float)
+SYNCNORM_TORCH_PASSES(, c10::BFloat16, c10::BFloat16)
+SYNCNORM_TORCH_PASSES(, c10::BFloat16, float)")
+  syncnorm_use_caller_options(syncnorm_compiled_passes)
+endif()
 
 # syncnorm_add_test(<name> SOURCES a.cpp... [LIBRARIES syncnorm::mpi...] [MPI_RANKS n...] [NO_MAIN] [ARGUMENTS ...]
 #   [LABELS ...] [TIMEOUT seconds] [PROCESSORS n] [RUN_SERIAL] [ENVIRONMENT VAR=value...])
@@ -79,7 +117,7 @@ function(syncnorm_add_test name)
   add_executable(${name} ${arg_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
   target_link_libraries(${name} PRIVATE syncnorm::syncnorm doctest::doctest ${arg_LIBRARIES} syncnorm_development)
-  syncnorm_use_torch_options(${name})
+  syncnorm_use_caller_options(${name})
   if(NOT arg_NO_MAIN)
     target_link_libraries(${name} PRIVATE syncnorm_test_main)
   endif()
@@ -122,7 +160,7 @@ function(syncnorm_add_example name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE syncnorm::syncnorm ${arg_LIBRARIES} syncnorm_development)
-  syncnorm_use_torch_options(${name})
+  syncnorm_use_caller_options(${name})
   if(SYNCNORM_BUILD_TESTS AND NOT arg_NO_TEST)
     syncnorm_register_test(examples.${name} COMMAND ${name} ${arg_ARGUMENTS}
       PROCESSORS ${arg_PROCESSORS} TIMEOUT ${arg_TIMEOUT})

@@ -201,14 +201,19 @@ private:
   static tensors run_on_cpu(context const& recorded, recorded_pass const& pass, tensors const& gradients,
                             tensors const& saved, std::string fault) {
     return with_types(type_of(saved, fault), pass.parameters, [&]<class Types>(Types) {
-      using T = typename Types::element;
-      using P = typename Types::parameter;
-      return run<T, P>(recorded, pass, gradients, saved, std::move(fault), [&](double_backward_views<T, P> const& of) {
-        std::optional<batch_norm_workspace> own;
-        batch_norm_double_backward_batches<T, P>(at_executor{}, pass.state->comm, of.second, of.dy, of.x, of.affine,
-                                                 pass.saved, of.to_dy, of.to_x, of.gamma_gradient, {of.exchange},
-                                                 pass.workspace_or(own), {.fault = of.fault}, of.epilogues);
-      });
+      return run_typed<typename Types::element, typename Types::parameter>(recorded, pass, gradients, saved,
+                                                                           std::move(fault));
+    });
+  }
+
+  template <class T, class P>
+  static tensors run_typed(context const& recorded, recorded_pass const& pass, tensors const& gradients,
+                           tensors const& saved, std::string fault) {
+    return run<T, P>(recorded, pass, gradients, saved, std::move(fault), [&](double_backward_views<T, P> const& of) {
+      std::optional<batch_norm_workspace> own;
+      batch_norm_double_backward_batches<T, P>(at_executor{}, pass.state->comm, of.second, of.dy, of.x, of.affine,
+                                               pass.saved, of.to_dy, of.to_x, of.gamma_gradient, {of.exchange},
+                                               pass.workspace_or(own), {.fault = of.fault}, of.epilogues);
     });
   }
 };

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <torch/types.h>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/host/compiled_primitives.hpp>
+#include <syncnorm/torch/detail/backward_call.hpp>
+#include <syncnorm/torch/detail/double_backward.hpp>
+#include <syncnorm/torch/detail/forward_pass.hpp>
+#include <syncnorm/torch/element.hpp>
+#include <syncnorm/torch/micro_batches.hpp>
+
+// As host/compiled_primitives.hpp, for programs of several sources with SyncBatchNorm. Such a source then leaves out the passes
+// of all types, and one or more others have them; these define those of float, which any needs, and of double:
+//
+//     #include <syncnorm/torch/compiled_passes.hpp>
+//     SYNCNORM_PRIMITIVES(, float)
+//     SYNCNORM_PRIMITIVES(, double)
+//     SYNCNORM_TORCH_PASSES(, float, float)
+//     SYNCNORM_TORCH_PASSES(, double, double)
+//
+// The module chooses its types as it runs, so a program has all six pairs, whichever it uses: those of float and double, and of
+// c10::Half and c10::BFloat16, each with parameters of its own type and of float.
+
+/// Instantiates the passes over elements of T with parameters of P, or with `extern` says that another source does.
+#define SYNCNORM_TORCH_PASSES(EXTERN, T, P)                                                                            \
+  namespace syncnorm::torch::detail {                                                                                  \
+  EXTERN template class typed_forward_pass<T, P>;                                                                      \
+  EXTERN template class prepared_backward_call<T, P>;                                                                  \
+  EXTERN template class typed_backward_call<T, P>;                                                                     \
+  EXTERN template batch_norm_backward_function::tensors                                                                \
+  batch_norm_backward_function::run_typed<T, P>(context const&, recorded_pass const&, tensors const&, tensors const&,  \
+                                                std::string);                                                          \
+  EXTERN template batches_function::tensors batches_function::run<T, P>(context const&, recorded_pass const&,          \
+                                                                        tensors const&, tensors, std::string);         \
+  EXTERN template std::vector<at::Tensor> batches_of::run<T, P>(std::vector<at::Tensor>, at::ScalarType,               \
+                                                                backward_pass, std::string) const;                     \
+  }
+
+SYNCNORM_PRIMITIVES(extern, c10::Half)
+SYNCNORM_PRIMITIVES(extern, c10::BFloat16)
+SYNCNORM_TORCH_PASSES(extern, float, float)
+SYNCNORM_TORCH_PASSES(extern, double, double)
+SYNCNORM_TORCH_PASSES(extern, c10::Half, c10::Half)
+SYNCNORM_TORCH_PASSES(extern, c10::Half, float)
+SYNCNORM_TORCH_PASSES(extern, c10::BFloat16, c10::BFloat16)
+SYNCNORM_TORCH_PASSES(extern, c10::BFloat16, float)
