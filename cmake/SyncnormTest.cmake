@@ -59,7 +59,7 @@ function(syncnorm_register_test name)
 endfunction()
 
 # syncnorm_add_compiled(<name> HEADERS a.hpp... INSTANCES "..."... LIBRARIES ...): a library of instances, each compiled in a source
-# of its own, after the headers, which the sources that link it include first.
+# of its own, after the headers.
 function(syncnorm_add_compiled name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "HEADERS;INSTANCES;LIBRARIES")
   list(TRANSFORM arg_HEADERS REPLACE "(.+)" "#include <\\1>" OUTPUT_VARIABLE includes)
@@ -73,8 +73,6 @@ function(syncnorm_add_compiled name)
   endforeach()
   add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})
   target_link_libraries(${name} PUBLIC ${arg_LIBRARIES} PRIVATE syncnorm_development)
-  list(TRANSFORM arg_HEADERS REPLACE "(.+)" "$<$<COMPILE_LANGUAGE:CXX>:SHELL:-include \\1>")
-  target_compile_options(${name} INTERFACE ${arg_HEADERS})
 endfunction()
 
 function(syncnorm_use_caller_options target)

@@ -60,7 +60,7 @@ void add(std::vector<bench::row>& rows, std::string const& op, std::string const
         if (op == "backward_reduce") host::backward_reduce<T>(exec, dy, x, fixed{v.mean}, v.sum_dy, v.sum_dy_xmu);
         if (op == "backward_elemt")
           host::backward_elemt<T>(exec, dy, x, out, fixed{v.mean}, fixed{v.inv_std}, std::span<T const>{gamma},
-                                     fixed{v.sum_dy}, fixed{v.sum_dy_xmu}, x.count());
+                                  fixed{v.sum_dy}, fixed{v.sum_dy_xmu}, x.count());
       };
     };
     auto const floor = [=] {

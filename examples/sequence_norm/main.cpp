@@ -20,6 +20,7 @@
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/torch/compiled_passes.hpp>
 
 #include "model.hpp"
 #include "task.hpp"

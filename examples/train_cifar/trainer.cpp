@@ -12,6 +12,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <syncnorm/torch/compiled_passes.hpp>
 #include <syncnorm/torch/convert.hpp>
 
 #include "agree.hpp"

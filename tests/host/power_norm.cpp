@@ -165,7 +165,7 @@ void check_problem(problem<T> const& p, test::arrangement order) {
   CHECK(test::error_of(z.values(), p.y) <= test::accuracy<T>);
   auto in_place = x;
   host::power_forward<T>(serial, in_place.view(), in_place.view(), p.view(), p.scaling, p.inv_root, p.affine(true),
-                            counted, masked);
+                         counted, masked);
   CHECK(test::error_of(in_place.values(), y.values()) == 0);
   CHECK(counted == again); // the same bits, whatever the executor
   CHECK(masked == more);
@@ -221,10 +221,9 @@ TEST_CASE("without parameters y is u by its root") {
       without{test::arrangement::nhwc, 3, 4, 5};
   p.gamma.assign(4, 1);
   p.beta.assign(4, 0);
-  host::power_normalize<double>(host::serial_executor{}, x.view(), with.view(), p.scaling, p.inv_root,
-                                        p.affine(true));
+  host::power_normalize<double>(host::serial_executor{}, x.view(), with.view(), p.scaling, p.inv_root, p.affine(true));
   host::power_normalize<double>(host::serial_executor{}, x.view(), without.view(), p.scaling, p.inv_root,
-                                        p.affine(false));
+                                p.affine(false));
   CHECK(with.values() == without.values());
 }
 

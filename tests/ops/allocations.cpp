@@ -8,6 +8,7 @@
 
 #include <doctest/doctest.h>
 
+#include <syncnorm/host/compiled_primitives.hpp>
 #include <syncnorm/syncnorm.hpp>
 
 #include "support/allocations.hpp"

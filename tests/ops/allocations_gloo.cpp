@@ -10,6 +10,7 @@
 
 #include <syncnorm/adapters/gloo.hpp>
 #include <syncnorm/adapters/gloo_context.hpp>
+#include <syncnorm/host/compiled_primitives.hpp>
 #include <syncnorm/syncnorm.hpp>
 
 #include "support/allocations.hpp"

@@ -9,6 +9,7 @@
 
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/host/compiled_primitives.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
 

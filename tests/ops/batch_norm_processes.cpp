@@ -8,6 +8,7 @@
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/half.hpp>
+#include <syncnorm/host/compiled_primitives.hpp>
 
 #include <ops/double_backward_cases.hpp>
 #include <ops/epilogue_cases.hpp>

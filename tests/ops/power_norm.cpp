@@ -8,6 +8,7 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/core/half.hpp>
+#include <syncnorm/host/compiled_primitives.hpp>
 
 #include <ops/power_norm_run.hpp>
 #include <support/sanitized.hpp>

@@ -8,6 +8,7 @@
 
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/host/compiled_primitives.hpp>
 
 #include <ops/power_norm_run.hpp>
 

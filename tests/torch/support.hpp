@@ -18,6 +18,7 @@
 #undef CHECK_GT
 #include <doctest/doctest.h>
 
+#include <syncnorm/torch/compiled_passes.hpp>
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
 namespace test {

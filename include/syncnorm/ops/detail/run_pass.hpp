@@ -16,8 +16,8 @@ namespace syncnorm::detail {
 
 /// Runs the steps of one layer's pass to the end. Collective unless there is one rank,
 /// or the pass is of this rank alone.
-template <class Steps, communicator C>
-void run_pass(C const& comm, Steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
+template <communicator C>
+void run_pass(C const& comm, pass_steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
               part_choice const& parts) {
   if (size(comm) == 1 || !steps.collective()) {
     steps.require_valid();
