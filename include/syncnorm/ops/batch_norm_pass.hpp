@@ -117,7 +117,7 @@ private:
 
 } // namespace detail
 
-/// A pass of one layer that has been described, but not begun. It borrows the tensors, the layer's state and `saved`.
+/// A pass of one layer that has been described, but not begun. It borrows the executor, the tensors, the layer's state and `saved`.
 class batch_norm_pass {
 public:
   explicit batch_norm_pass(std::unique_ptr<detail::planned_pass> planned) : planned_{std::move(planned)} {}
