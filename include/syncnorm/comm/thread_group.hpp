@@ -194,11 +194,10 @@ private:
   std::shared_ptr<detail::thread_state> state_;
 };
 
-/// Calls `f(comm)` on `size` threads at once, each with its own rank's `thread_communicator`, and joins them.
-/// Where a rank throws, the others' collectives fail at once, and the exception is rethrown here: the first
-/// one that is not a communicator_error, which may be but an echo of it, else the first.
-template <class F>
-void run_ranks(int size, F&& f, std::chrono::milliseconds timeout = default_timeout) {
+namespace detail {
+
+inline void run_ranks(int size, void (*call)(void const*, thread_communicator), void const* f,
+                      std::chrono::milliseconds timeout) {
   thread_group const group{size, timeout};
   std::mutex mutex;
   std::exception_ptr cause;
@@ -220,7 +219,7 @@ void run_ranks(int size, F&& f, std::chrono::milliseconds timeout = default_time
       for (int rank = 0; rank < size; ++rank)
         threads.emplace_back([&, rank] {
           try {
-            f(group.communicator(rank));
+            call(f, group.communicator(rank));
           } catch (communicator_error const& e) {
             record(std::current_exception(), true, "rank " + std::to_string(rank) + " threw: " + e.what());
           } catch (std::exception const& e) {
@@ -234,6 +233,22 @@ void run_ranks(int size, F&& f, std::chrono::milliseconds timeout = default_time
     }
   }
   if (cause != nullptr) std::rethrow_exception(cause);
+}
+
+} // namespace detail
+
+/// Calls `f(comm)` on `size` threads at once, each with its own rank's `thread_communicator`, and joins them.
+/// Where a rank throws, the others' collectives fail at once, and the exception is rethrown here: the first
+/// one that is not a communicator_error, which may be but an echo of it, else the first.
+template <class F>
+void run_ranks(int size, F&& f, std::chrono::milliseconds timeout = default_timeout) {
+  auto* const callable = std::addressof(f);
+  detail::run_ranks(
+      size,
+      [](void const* pointer, thread_communicator comm) {
+        (**static_cast<decltype(callable)*>(pointer))(std::move(comm));
+      },
+      &callable, timeout);
 }
 
 } // namespace syncnorm
