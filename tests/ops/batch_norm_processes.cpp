@@ -1,6 +1,8 @@
 #include <ops/over_processes.hpp>
 
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -81,6 +83,26 @@ void check_batch_norm_over_processes(syncnorm::any_communicator const& world) {
     auto const mismatch = spoiled(false, rank == 1 ? channels - 1 : channels);
     CHECK_MESSAGE(mismatch.find("rank 1 has " + std::to_string(channels - 1)) != std::string::npos, mismatch);
   }
+}
+
+std::function<void(syncnorm::any_communicator const&)> batch_norm_check(int ranks) {
+  std::vector<case_data<float>> floats;
+  std::vector<case_data<double>> doubles;
+  int turn = ranks; // the element types take turns, since the oracle is the slowest part
+  for_each_case(ranks, [&](grid_case const& cell) {
+    if (++turn % 2 == 0)
+      floats.emplace_back(cell);
+    else
+      doubles.emplace_back(cell);
+  });
+  return [floats = std::move(floats), doubles = std::move(doubles)](syncnorm::any_communicator const& comm) {
+    auto const check = [&](auto const& cases) {
+      for (auto const& data : cases)
+        for (auto const& failure : run_case(data, comm)) FAIL_CHECK(failure);
+    };
+    check(floats);
+    check(doubles);
+  };
 }
 
 } // namespace test

@@ -68,4 +68,12 @@ void check_power_norm_over_processes(syncnorm::any_communicator const& world) {
   syncnorm::barrier(world);
 }
 
+void check_power_norm_layouts(syncnorm::any_communicator const& comm) {
+  for (auto const order : {layout::nc, layout::nhwc}) {
+    power_norm_case run{{syncnorm::size(comm), 6, 2, order == layout::nc ? 1 : 5, partition::with_empty_ranks, order}};
+    run.groups = order == layout::nc ? 0 : 2, run.warmup = 6, run.steps = 14;
+    for (auto const& failure : run_power_norm(power_norm_data<double>{run}, comm)) FAIL_CHECK(failure);
+  }
+}
+
 } // namespace test

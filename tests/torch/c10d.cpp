@@ -21,8 +21,7 @@
 #include <syncnorm/torch/convert.hpp>
 
 #include <comm/contract.hpp>
-#include <ops/grid.hpp>
-#include <ops/power_norm_run.hpp>
+#include <ops/over_processes.hpp>
 #include <support/processes.hpp>
 
 using namespace std::chrono_literals;
@@ -85,33 +84,15 @@ TEST_CASE("over processes: the contract, the grid, and a model as one process tr
   torch::manual_seed(31);
   auto const x = torch::randn({14, 2, 5, 5}), dy = torch::randn({14, 3, 3, 3});
   for (int const size : {1, 2, 3, 4, 7}) {
-    // The oracle is asked once, before there are processes, and the element types take turns: it is the slowest part.
-    std::vector<case_data<float>> floats;
-    std::vector<case_data<double>> doubles;
-    auto turn = size;
-    for_each_case(size, [&](grid_case const& cell) {
-      if (++turn % 2 == 0)
-        floats.emplace_back(cell);
-      else
-        doubles.emplace_back(cell);
-    });
+    auto const check_batch_norm = batch_norm_check(size); // before there are processes
     test_support::temporary_directory const directory;
     test_support::check_passed(test_support::run_processes(size, 120s, [&](int rank) {
       auto const store = c10::make_intrusive<c10d::FileStore>(directory.path() + "/store", size);
       c10d_communicator const comm{make_group(store, rank, size)};
       if (size == 3) contract::check_contract(comm);
-      auto const check = [&](auto const& data) {
-        for (auto const& failure : run_case(data, comm)) FAIL_CHECK(failure);
-      };
-      std::ranges::for_each(floats, check);
-      std::ranges::for_each(doubles, check);
+      check_batch_norm(comm);
       check_model(comm, x, dy);
-      if (size == 3)
-        for (auto const order : {layout::nc, layout::nhwc}) {
-          power_norm_case run{{size, 6, 2, order == layout::nc ? 1 : 5, partition::with_empty_ranks, order}};
-          run.groups = order == layout::nc ? 0 : 2, run.warmup = 6, run.steps = 14;
-          for (auto const& failure : run_power_norm(power_norm_data<double>{run}, comm)) FAIL_CHECK(failure);
-        }
+      if (size == 3) check_power_norm_layouts(comm);
       syncnorm::barrier(comm);
     }));
   }
