@@ -1,7 +1,7 @@
 # Functions for the project's own tests, examples and benchmarks. Nothing in here reaches a consumer.
 
 option(SYNCNORM_WERROR "Treat warnings in the project's own code as errors" OFF)
-set(SYNCNORM_CALLER_OPTIONS "" CACHE STRING "Compile options of tests and examples but for the primitives that they call")
+set(SYNCNORM_PRIMITIVE_OPTIONS "" CACHE STRING "Compile options of the primitives that tests and examples call")
 set(SYNCNORM_SANITIZE "" CACHE STRING "Sanitizers for tests and examples, such as address,undefined or thread")
 
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
@@ -79,21 +79,16 @@ function(syncnorm_add_compiled name)
   target_link_libraries(${name} PUBLIC ${arg_LIBRARIES} PRIVATE syncnorm_development)
 endfunction()
 
-function(syncnorm_use_caller_options target)
-  get_target_property(libraries ${target} LINK_LIBRARIES)
-  if(libraries MATCHES "syncnorm_compiled|syncnorm::torch")
-    target_compile_options(${target} PRIVATE ${SYNCNORM_CALLER_OPTIONS})
-  endif()
-endfunction()
-
 # The primitives of the CPU, and the passes of the libtorch module, which call them.
 syncnorm_add_compiled(syncnorm_compiled_primitives HEADERS syncnorm/host/compiled_primitives.hpp LIBRARIES syncnorm::syncnorm
   INSTANCES "SYNCNORM_PRIMITIVES(, float)" "SYNCNORM_PRIMITIVES(, double)" "SYNCNORM_PRIMITIVES(, syncnorm::float16)"
     "SYNCNORM_PRIMITIVES(, syncnorm::bfloat16)")
+target_compile_options(syncnorm_compiled_primitives PRIVATE ${SYNCNORM_PRIMITIVE_OPTIONS})
 if(TARGET syncnorm::torch)
   syncnorm_add_compiled(syncnorm_compiled_torch_primitives LIBRARIES syncnorm::torch
     HEADERS syncnorm/host/compiled_primitives.hpp syncnorm/torch/element.hpp
     INSTANCES "SYNCNORM_PRIMITIVES(, c10::Half)" "SYNCNORM_PRIMITIVES(, c10::BFloat16)")
+  target_compile_options(syncnorm_compiled_torch_primitives PRIVATE ${SYNCNORM_PRIMITIVE_OPTIONS})
   syncnorm_add_compiled(syncnorm_compiled_passes HEADERS syncnorm/torch/compiled_passes.hpp
     LIBRARIES syncnorm_compiled_primitives syncnorm_compiled_torch_primitives syncnorm::torch
     INSTANCES "SYNCNORM_TORCH_PASSES(, float, float)
@@ -102,7 +97,6 @@ SYNCNORM_TORCH_PASSES(, c10::Half, c10::Half)
 SYNCNORM_TORCH_PASSES(, c10::Half, float)
 SYNCNORM_TORCH_PASSES(, c10::BFloat16, c10::BFloat16)
 SYNCNORM_TORCH_PASSES(, c10::BFloat16, float)")
-  syncnorm_use_caller_options(syncnorm_compiled_passes)
 endif()
 
 # syncnorm_add_test(<name> SOURCES a.cpp... [LIBRARIES syncnorm::mpi...] [MPI_RANKS n...] [NO_MAIN] [ARGUMENTS ...]
@@ -119,7 +113,6 @@ function(syncnorm_add_test name)
   add_executable(${name} ${arg_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
   target_link_libraries(${name} PRIVATE syncnorm::syncnorm doctest::doctest ${arg_LIBRARIES} syncnorm_development)
-  syncnorm_use_caller_options(${name})
   if(NOT arg_NO_MAIN)
     target_link_libraries(${name} PRIVATE syncnorm_test_main)
   endif()
@@ -162,7 +155,6 @@ function(syncnorm_add_example name)
   endif()
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE syncnorm::syncnorm ${arg_LIBRARIES} syncnorm_development)
-  syncnorm_use_caller_options(${name})
   if(SYNCNORM_BUILD_TESTS AND NOT arg_NO_TEST)
     syncnorm_register_test(examples.${name} COMMAND ${name} ${arg_ARGUMENTS}
       PROCESSORS ${arg_PROCESSORS} TIMEOUT ${arg_TIMEOUT})
