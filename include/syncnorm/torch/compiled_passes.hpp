@@ -15,17 +15,12 @@
 #include <syncnorm/torch/element.hpp>
 #include <syncnorm/torch/micro_batches.hpp>
 
-// As host/compiled_primitives.hpp, for programs of several sources with SyncBatchNorm. Such a source then leaves out the passes
-// of all types, and one or more others have them; these define those of float, which any needs, and of double:
+// As host/compiled_primitives.hpp, for programs of several sources with SyncBatchNorm, which then leave the passes of all types
+// out. The module chooses its types as it runs, so one or more other sources have them all, whichever the program uses:
 //
 //     #include <syncnorm/torch/compiled_passes.hpp>
-//     SYNCNORM_PRIMITIVES(, float)
-//     SYNCNORM_PRIMITIVES(, double)
-//     SYNCNORM_TORCH_PASSES(, float, float)
-//     SYNCNORM_TORCH_PASSES(, double, double)
-//
-// The module chooses its types as it runs, so a program has all six pairs, whichever it uses: those of float and double, and of
-// c10::Half and c10::BFloat16, each with parameters of its own type and of float.
+//     SYNCNORM_PRIMITIVES(, float)          // and double, c10::Half, c10::BFloat16
+//     SYNCNORM_TORCH_PASSES(, float, float) // and double, double; of c10::Half and c10::BFloat16 with themselves and with float
 
 /// Instantiates the passes over elements of T with parameters of P, or with `extern` says that another source does.
 #define SYNCNORM_TORCH_PASSES(EXTERN, T, P)                                                                            \
