@@ -1,5 +1,6 @@
 # The language CUDA for the project's own tests, examples and benchmarks, where the component is; SYNCNORM_COMPILE_CUDA then
-# says whether they have it, and SYNCNORM_DEFAULT_ARCHITECTURES whether nobody chose what it is compiled for. Included at the top, since a language is enabled for a directory and those below.
+# says whether they have it, and SYNCNORM_DEFAULT_ARCHITECTURES whether nobody chose what it is compiled for. Included at the top,
+# since a language is enabled for a directory and those below.
 
 option(SYNCNORM_WITH_CUDA_LANGUAGE "Compile the CUDA sources of tests, examples and benchmarks where the toolkit is" ON)
 set(SYNCNORM_COMPILE_CUDA FALSE)
