@@ -16,6 +16,7 @@
 #include <syncnorm/comm/detail/thread_state.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/timeout.hpp>
+#include <syncnorm/core/function_ref.hpp>
 
 namespace syncnorm {
 
@@ -196,8 +197,7 @@ private:
 
 namespace detail {
 
-inline void run_ranks(int size, void (*call)(void const*, thread_communicator), void const* f,
-                      std::chrono::milliseconds timeout) {
+inline void run_ranks(int size, function_ref<void(thread_communicator)> f, std::chrono::milliseconds timeout) {
   thread_group const group{size, timeout};
   std::mutex mutex;
   std::exception_ptr cause;
@@ -219,7 +219,7 @@ inline void run_ranks(int size, void (*call)(void const*, thread_communicator), 
       for (int rank = 0; rank < size; ++rank)
         threads.emplace_back([&, rank] {
           try {
-            call(f, group.communicator(rank));
+            f(group.communicator(rank));
           } catch (communicator_error const& e) {
             record(std::current_exception(), true, "rank " + std::to_string(rank) + " threw: " + e.what());
           } catch (std::exception const& e) {
@@ -242,13 +242,8 @@ inline void run_ranks(int size, void (*call)(void const*, thread_communicator), 
 /// one that is not a communicator_error, which may be but an echo of it, else the first.
 template <class F>
 void run_ranks(int size, F&& f, std::chrono::milliseconds timeout = default_timeout) {
-  auto* const callable = std::addressof(f);
-  detail::run_ranks(
-      size,
-      [](void const* pointer, thread_communicator comm) {
-        (**static_cast<decltype(callable)*>(pointer))(std::move(comm));
-      },
-      &callable, timeout);
+  auto const run = [&](thread_communicator comm) { f(std::move(comm)); };
+  detail::run_ranks(size, run, timeout);
 }
 
 } // namespace syncnorm

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include <syncnorm/core/function_ref.hpp>
+
 namespace syncnorm::host {
 
 /// Runs f(0) … f(n − 1) on the calling thread.
@@ -39,15 +41,11 @@ public:
   template <class F>
   void for_each(std::int64_t n, F const& f) const {
     if (for_each_ == nullptr) return serial_executor{}.for_each(n, f);
-    for_each_(executor_, n, {&f, [](void const* of, std::int64_t i) { (*static_cast<F const*>(of))(i); }});
+    for_each_(executor_, n, f);
   }
 
 private:
-  struct call {
-    void const* f;
-    void (*invoke)(void const*, std::int64_t);
-    void operator()(std::int64_t i) const { invoke(f, i); }
-  };
+  using call = function_ref<void(std::int64_t)>;
 
   template <class E>
   static void for_each_by(void const* exec, std::int64_t n, call f) {
