@@ -26,7 +26,7 @@ namespace train_cifar {
 
 #if TRAIN_CIFAR_HAVE_CUDA
 
-torch::Device cuda_device(syncnorm::any_communicator const& comm, options const& opts) {
+c10::Device cuda_device(syncnorm::any_communicator const& comm, options const& opts) {
   char name[64] = "";
   ::gethostname(name, sizeof name - 1);
   auto const hosts = gather_lines(comm, name);
@@ -39,7 +39,7 @@ torch::Device cuda_device(syncnorm::any_communicator const& comm, options const&
                           std::to_string(devices)}; // autograd has one thread for each
   auto const index = std::count(hosts.begin(), own, *own) % devices;
   cudaSetDevice(static_cast<int>(index));
-  return {torch::kCUDA, static_cast<c10::DeviceIndex>(index)};
+  return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
 void use_cuda(torch::nn::Module& network, syncnorm::any_communicator const& comm, options const& opts) {
@@ -56,7 +56,7 @@ void use_cuda(torch::nn::Module& network, syncnorm::any_communicator const& comm
 
 #else
 
-torch::Device cuda_device(syncnorm::any_communicator const&, options const&) {
+c10::Device cuda_device(syncnorm::any_communicator const&, options const&) {
   throw syncnorm::error{
       "--device cuda: this train_cifar was built without CUDA; it takes a libtorch that has CUDA, nvcc, and "
       "NCCL"};
