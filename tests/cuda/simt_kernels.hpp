@@ -285,7 +285,8 @@ private:
     syncnorm::detail::require_cuda(
         fake_cuda::device_of(stream) == current ? cudaSuccess : cudaErrorInvalidResourceHandle, "kernel");
     fake_cuda::enqueue(stream, [blocks, run, dynamic_shared] {
-      simt::machine machine;
+      thread_local simt::machine machine; // whose fibers have stacks by now
+      machine.memory.clear();
       fake_cuda::for_each_allocation([&](void* data, std::size_t bytes) {
         if (bytes < 4096) // which may be a mask
           machine.memory.add("device memory", static_cast<std::uint8_t*>(data), bytes);

@@ -43,16 +43,15 @@ class buffer {
 public:
   buffer(std::string name, void const* data, std::size_t bytes, std::size_t grain, bool writable, bool initialized)
       : name_{std::move(name)}, begin_{reinterpret_cast<std::uintptr_t>(data)}, bytes_{bytes}, grain_{grain},
-        writable_{writable}, cells_((bytes + grain - 1) / grain) {
-    for (auto& each : cells_) each.initialized = initialized;
-  }
+        writable_{writable}, initialized_{initialized}, pages_(((bytes + grain - 1) / grain + page - 1) / page) {}
 
   [[nodiscard]] bool contains(std::uintptr_t at) const { return at >= begin_ && at < begin_ + bytes_; }
   [[nodiscard]] std::string const& name() const { return name_; }
 
   /// Forgets who accessed what.
   void settle() {
-    for (auto& each : cells_) each.writer.block = each.reader.block = -1;
+    for (auto& cells : pages_)
+      for (auto& each : cells) each.writer.block = each.reader.block = -1;
   }
 
   void check(std::uintptr_t at, std::size_t bytes, access how, accessor const& by) {
@@ -65,7 +64,9 @@ public:
     if (how != access::read && !writable_) fail("write to what is read alone");
     auto const first = (at - begin_) / grain_, last = (at - begin_ + bytes - 1) / grain_;
     for (auto i = first; i <= last; ++i) {
-      auto& each = cells_[i];
+      auto& cells = pages_[i / page];
+      if (cells.empty()) cells.assign(page, {{}, {}, initialized_});
+      auto& each = cells[i % page];
       auto const races = [&](who const& other) {
         return other.block >= 0 && !(other.atomic && how == access::atomic) &&
                !by.follows(other.block, other.thread, other.epoch);
@@ -90,14 +91,15 @@ private:
   };
   struct cell {
     who writer, reader;
-    bool initialized = true;
+    bool initialized;
   };
+  static constexpr std::size_t page = 256; // cells, which come to be when the first of them is accessed
 
   std::string name_;
   std::uintptr_t begin_;
   std::size_t bytes_, grain_;
-  bool writable_;
-  std::vector<cell> cells_;
+  bool writable_, initialized_;
+  std::vector<std::vector<cell>> pages_;
 };
 
 /// The memory of a device: the buffers that kernels may access.
