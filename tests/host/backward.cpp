@@ -31,8 +31,9 @@ struct problem {
       : n{e.n}, c{e.c}, s{e.s}, x{test::deviates<T>(n, c, s, 1, offset)}, dy{test::deviates<T>(n, c, s, 2, 0.1)},
         gamma(static_cast<std::size_t>(c), A(0.75)), oracle{x, n, c, s, 1e-3}, gradients{oracle.backward(x, dy, gamma)},
         mean{rounded(oracle.mean)}, inv_std{rounded(oracle.inv_std)}, sum_dy{rounded(gradients.beta)} {
-    for (std::size_t i = 0; i < mean.size(); ++i)
-      sum_dy_xmu.push_back(static_cast<double>(gradients.gamma[i] / oracle.inv_std[i]));
+    for (std::size_t i = 0; i < mean.size(); ++i) // about the mean as a double holds it
+      sum_dy_xmu.push_back(
+          static_cast<double>(gradients.gamma[i] / oracle.inv_std[i] + (oracle.mean[i] - mean[i]) * gradients.beta[i]));
   }
 };
 

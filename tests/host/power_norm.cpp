@@ -200,7 +200,7 @@ TEST_CASE_TEMPLATE("the passes of power norm are those of their definitions", T,
   for (auto const& shape : test::shapes)
     for (auto const groups : groupings(shape.c))
       for (auto const how : maskings) {
-        if (test::sanitized && problems++ % 5 > 1) continue;
+        if (test::sanitized && problems++ % 5 > 0) continue;
         problem<T> const p{shape, groups, how};
         // Every arrangement for small shapes; for the others they take turns.
         bool const all = shape.n * shape.c * shape.s < 4000;

@@ -17,6 +17,7 @@
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
+#include <support/noise.hpp>
 #include <support/sanitized.hpp>
 
 namespace test {
@@ -175,18 +176,20 @@ private:
   syncnorm::tensor_view<T> shape_;
 };
 
-/// Normal deviates of a mean and deviation that differ by channel; dense `[N, C, S]`.
+/// Uniform deviates of a mean and deviation that differ by channel; dense `[N, C, S]`.
 template <class T>
 std::vector<T> deviates(std::int64_t n, std::int64_t c, std::int64_t s, unsigned seed, double mean = 0.5,
                         double deviation = 1) {
-  std::mt19937 random{seed};
-  std::normal_distribution<double> normal;
-  std::vector<T> values;
+  std::vector<T> values(static_cast<std::size_t>(n * c * s));
+  auto* at = values.data();
+  std::uint64_t drawn = 0;
   using A = syncnorm::accumulate_t<T>;
-  for (std::int64_t i = 0; i < n * c * s; ++i) {
-    auto const channel = static_cast<double>(i / s % c);
-    values.push_back(static_cast<T>(
-        static_cast<A>(mean * (1 + std::sin(channel) / 8) + deviation * (1 + channel / 64) * normal(random))));
+  for (std::int64_t i = 0; i < n * c; ++i) {
+    auto const channel = static_cast<double>(i % c);
+    double const middle = mean * (1 + std::sin(channel) / 8),
+                 half_width = std::sqrt(3.0) * deviation * (1 + channel / 64);
+    for (std::int64_t j = 0; j < s; ++j)
+      *at++ = static_cast<T>(static_cast<A>(middle + half_width * noise(seed, drawn++)));
   }
   return values;
 }
