@@ -97,7 +97,15 @@ SYNCNORM_TORCH_PASSES(, c10::Half, c10::Half)
 SYNCNORM_TORCH_PASSES(, c10::Half, float)
 SYNCNORM_TORCH_PASSES(, c10::BFloat16, c10::BFloat16)
 SYNCNORM_TORCH_PASSES(, c10::BFloat16, float)")
+  target_precompile_headers(syncnorm_compiled_passes PRIVATE <torch/torch.h>)
 endif()
+
+# syncnorm_reuse_torch_headers(<name>...): the targets' sources, which include libtorch, find its headers parsed.
+function(syncnorm_reuse_torch_headers)
+  foreach(name IN LISTS ARGN)
+    target_precompile_headers(${name} REUSE_FROM syncnorm_compiled_passes)
+  endforeach()
+endfunction()
 
 # syncnorm_add_test(<name> SOURCES a.cpp... [LIBRARIES syncnorm::mpi...] [MPI_RANKS n...] [NO_MAIN] [ARGUMENTS ...]
 #   [LABELS ...] [TIMEOUT seconds] [PROCESSORS n] [RUN_SERIAL] [ENVIRONMENT VAR=value...])
