@@ -1,9 +1,12 @@
+#include <sched.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -57,6 +60,41 @@ TEST_CASE("threads of one process meet in a hash store") {
   run_threads(2, [&](int rank) {
     contract::check_allgather<float>(syncnorm::gloo_communicator{make_gloo_context(rank, 2, *other)}, 5, 1);
   });
+}
+
+TEST_CASE("Gloo's thread has the policy of those that give way, unless asked not to, and the caller keeps its own") {
+  auto const policies = [] { // of this process's threads
+    std::map<int, int> all;
+    for (auto const& each : std::filesystem::directory_iterator{"/proc/self/task"}) {
+      int const thread = std::stoi(each.path().filename().string());
+      all[thread] = sched_getscheduler(thread);
+    }
+    return all;
+  };
+  int const own = sched_getscheduler(0);
+  for (bool const gives_way : {true, false}) {
+    auto options = loopback();
+    options.thread_gives_way = gives_way;
+    auto const store = make_gloo_store("hash");
+    std::vector<std::shared_ptr<gloo::Context>> contexts(2);
+    auto others = policies();
+    std::mutex guard;
+    run_threads(2, [&](int rank) {
+      {
+        std::lock_guard const lock{guard};
+        others[::gettid()] = own; // which may be listed a while after its end
+      }
+      contexts[static_cast<std::size_t>(rank)] = make_gloo_context(rank, 2, *store, options);
+      CHECK(sched_getscheduler(0) == own);
+    });
+    int made = 0;
+    for (auto const& [thread, policy] : policies()) {
+      if (others.contains(thread)) continue;
+      ++made;
+      CHECK(policy == (gives_way && own == SCHED_OTHER ? SCHED_BATCH : own));
+    }
+    CHECK(made == 2);
+  }
 }
 
 TEST_CASE("a file store is free for the next run") {

@@ -28,6 +28,7 @@
 #include <gloo/rendezvous/store.h>
 #include <gloo/transport/tcp/device.h>
 
+#include <syncnorm/adapters/detail/batch_threads.hpp>
 #include <syncnorm/adapters/detail/gloo_mesh.hpp>
 #include <syncnorm/adapters/detail/gloo_stores.hpp>
 #include <syncnorm/adapters/gloo.hpp>
@@ -46,6 +47,10 @@ struct gloo_context_options {
   std::chrono::milliseconds timeout = default_timeout;
   /// Tells runs apart that meet in one store. A store that may hold what an earlier run left behind needs another prefix.
   std::string prefix = "syncnorm";
+  /// Whether Gloo's thread gives way to those that compute, as detail::batch_threads does it. On busy cores it otherwise
+  /// preempts a thread whose lock it then spins for, until the scheduler's next tick. What is exchanged behind
+  /// computations may arrive later for it.
+  bool thread_gives_way = true;
 };
 
 /// A store for the ranks to meet in: "hash" (the threads of one process, which share the pointer), "file:DIRECTORY"
@@ -118,6 +123,8 @@ inline std::shared_ptr<gloo::transport::Device> make_gloo_device(gloo_context_op
   } else if (!resolves(attributes.hostname)) {
     throw gloo_error{"the host name '" + options.hostname + "' has no address"};
   }
+  std::optional<batch_threads> giving_way;
+  if (options.thread_gives_way) giving_way.emplace();
   try {
     return gloo::transport::tcp::CreateDevice(attributes);
   } catch (std::exception const& failure) {
