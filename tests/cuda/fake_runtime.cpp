@@ -91,6 +91,7 @@ struct allocation {
 struct runtime {
   std::mutex mutex;
   std::map<char const*, allocation> memory;
+  std::map<CUstream_st*, std::thread::id> streams; // and who made them
   std::map<std::string, int> calls;
   std::map<std::string, cudaError_t> failures;
   std::vector<std::string> notes;
@@ -131,6 +132,17 @@ void finish_default_stream() {
   for (auto const& work : std::exchange(unfinished(), {})) work();
 }
 
+/// Waits as a device does before it frees memory; for the streams of this thread, whose device it would be.
+void finish_own_streams() {
+  std::vector<CUstream_st*> own;
+  {
+    std::lock_guard const lock{state().mutex};
+    for (auto const& [stream, maker] : state().streams)
+      if (maker == std::this_thread::get_id()) own.push_back(stream);
+  }
+  for (auto* const stream : own) stream->drain();
+}
+
 using fake_cuda::enter;
 
 /// A call that is not allowed on a thread that is capturing, and spoils the capture.
@@ -156,6 +168,7 @@ cudaError_t release(char const* function, void* pointer) {
   if (auto const code = enter_outside_of_capture(function); code != cudaSuccess) return code;
   if (pointer == nullptr) return cudaSuccess;
   finish_default_stream();
+  finish_own_streams();
   auto& all = state();
   std::lock_guard const lock{all.mutex};
   if (all.memory.erase(static_cast<char*>(pointer)) == 0) return cudaErrorInvalidValue;
@@ -287,10 +300,18 @@ cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   *stream = new CUstream_st{current_device};
+  {
+    std::lock_guard const lock{state().mutex};
+    state().streams[*stream] = std::this_thread::get_id();
+  }
   return enter("cudaStreamCreateWithFlags");
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   stream->drain();
+  {
+    std::lock_guard const lock{state().mutex};
+    state().streams.erase(stream);
+  }
   delete stream;
   return enter("cudaStreamDestroy");
 }
