@@ -26,7 +26,7 @@ target_compile_options(syncnorm_development INTERFACE
 target_compile_definitions(syncnorm_development INTERFACE DOCTEST_CONFIG_SUPER_FAST_ASSERTS)
 if(SYNCNORM_SANITIZE)
   target_compile_options(syncnorm_development INTERFACE
-    -fsanitize=${SYNCNORM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+    -fsanitize=${SYNCNORM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(syncnorm_development INTERFACE -fsanitize=${SYNCNORM_SANITIZE})
   target_compile_definitions(syncnorm_development INTERFACE SYNCNORM_TEST_SANITIZED)
 endif()
