@@ -124,6 +124,10 @@ function(syncnorm_add_test name)
   if(NOT arg_NO_MAIN)
     target_link_libraries(${name} PRIVATE syncnorm_test_main)
   endif()
+  # Clang parses the standard library's headers, a second for most sources, once for all. GCC's options differ by test.
+  if(SYNCNORM_SANITIZE AND NOT "OpenMP::OpenMP_CXX" IN_LIST arg_LIBRARIES)
+    target_precompile_headers(${name} REUSE_FROM syncnorm_test_main)
+  endif()
 
   set(options)
   if("syncnorm::mpi" IN_LIST arg_LIBRARIES)
