@@ -47,9 +47,9 @@ struct gloo_context_options {
   std::chrono::milliseconds timeout = default_timeout;
   /// Tells runs apart that meet in one store. A store that may hold what an earlier run left behind needs another prefix.
   std::string prefix = "syncnorm";
-  /// Whether Gloo's thread gives way to those that compute, as detail::batch_threads does it. On busy cores it otherwise
-  /// preempts a thread whose lock it then spins for, until the scheduler's next tick. What is exchanged behind
-  /// computations may arrive later for it.
+  /// Whether Gloo's thread gives way to those that compute: by Linux's policy SCHED_BATCH, where the caller's own is
+  /// SCHED_OTHER. On busy cores it otherwise preempts a thread whose lock it then spins for, until the scheduler's next
+  /// tick. What is exchanged behind computations may arrive later for it.
   bool thread_gives_way = true;
 };
 
