@@ -20,8 +20,8 @@ if(SYNCNORM_WERROR)
 endif()
 target_compile_options(syncnorm_development INTERFACE
   "$<$<COMPILE_LANGUAGE:CXX>:${warnings}>" "$<$<COMPILE_LANGUAGE:CUDA>:${cuda_options}>"
-  # Half a gigabyte before the first garbage collection compiles faster.
-  "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:--param=ggc-min-heapsize=524288>")
+  # A gigabyte before the first garbage collection compiles faster.
+  "$<$<COMPILE_LANG_AND_ID:CXX,GNU>:--param=ggc-min-heapsize=1048576>")
 # Asserts as calls rather than blocks that catch, which compile faster; what an expression throws fails its test case.
 target_compile_definitions(syncnorm_development INTERFACE DOCTEST_CONFIG_SUPER_FAST_ASSERTS)
 if(SYNCNORM_SANITIZE)
