@@ -33,7 +33,7 @@ using layer_over_threads = syncnorm::batch_norm<double, thread_communicator>;
 TEST_CASE_TEMPLATE("epilogues and masks agree with the oracle on the whole batch", T, float,
                    syncnorm::bfloat16 AND_UNSANITIZED(double)) {
   for (int const ranks : {1, 2, 3}) {
-    std::size_t turn = 0, cells = 0;
+    std::size_t turn = static_cast<std::size_t>(ranks), cells = 0;
     for (auto const order : test::layouts)
       for (auto const spread : test::partitions)
         for (std::int64_t const channels : {3, 140}) {
