@@ -85,18 +85,14 @@ syncnorm_add_compiled(syncnorm_compiled_primitives HEADERS syncnorm/host/compile
     "SYNCNORM_PRIMITIVES(, syncnorm::bfloat16)")
 target_compile_options(syncnorm_compiled_primitives PRIVATE ${SYNCNORM_PRIMITIVE_OPTIONS})
 if(TARGET syncnorm::torch)
-  syncnorm_add_compiled(syncnorm_compiled_torch_primitives LIBRARIES syncnorm::torch
-    HEADERS syncnorm/host/compiled_primitives.hpp syncnorm/torch/element.hpp
-    INSTANCES "SYNCNORM_PRIMITIVES(, c10::Half)" "SYNCNORM_PRIMITIVES(, c10::BFloat16)")
-  target_compile_options(syncnorm_compiled_torch_primitives PRIVATE ${SYNCNORM_PRIMITIVE_OPTIONS})
   syncnorm_add_compiled(syncnorm_compiled_passes HEADERS syncnorm/torch/compiled_passes.hpp
-    LIBRARIES syncnorm_compiled_primitives syncnorm_compiled_torch_primitives syncnorm::torch
+    LIBRARIES syncnorm_compiled_primitives syncnorm::torch
     INSTANCES "SYNCNORM_TORCH_PASSES(, float, float)
 SYNCNORM_TORCH_PASSES(, double, double)
-SYNCNORM_TORCH_PASSES(, c10::Half, c10::Half)
-SYNCNORM_TORCH_PASSES(, c10::Half, float)
-SYNCNORM_TORCH_PASSES(, c10::BFloat16, c10::BFloat16)
-SYNCNORM_TORCH_PASSES(, c10::BFloat16, float)")
+SYNCNORM_TORCH_PASSES(, float16, float16)
+SYNCNORM_TORCH_PASSES(, float16, float)
+SYNCNORM_TORCH_PASSES(, bfloat16, bfloat16)
+SYNCNORM_TORCH_PASSES(, bfloat16, float)")
   target_precompile_headers(syncnorm_compiled_passes PRIVATE <torch/torch.h>)
 endif()
 

@@ -1,6 +1,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include <c10/core/Allocator.h>
@@ -40,6 +42,28 @@ Tensor reference(Tensor const& x, Tensor const& weight, Tensor const& bias, norm
 }
 
 } // namespace
+
+TEST_CASE_TEMPLATE("libtorch's 16-bit types are elements, as syncnorm's of the same bits", T, at::Half, at::BFloat16) {
+  constexpr bool half = std::is_same_v<T, at::Half>;
+  using own = std::conditional_t<half, syncnorm::float16, syncnorm::bfloat16>;
+  torch::manual_seed(23);
+  auto const x = random({3, 2, 37}).to(half ? torch::kHalf : torch::kBFloat16);
+  auto const results = [&]<class E>(E const* elements) {
+    auto const view = syncnorm::nchw(elements, 3, 2, 37);
+    std::vector<double> mean(2), m2(2), inv_std{0.5, 3};
+    syncnorm::host::serial_executor const serial;
+    syncnorm::host::local_moments(serial, view, mean, m2);
+    auto y = torch::empty_like(x);
+    syncnorm::host::normalize<E>(serial, view, syncnorm::nchw(static_cast<E*>(y.data_ptr()), 3, 2, 37), mean, inv_std, {});
+    return std::tuple{mean, m2, y};
+  };
+  auto const [mean, m2, y] = results(x.template data_ptr<T>());
+  auto const [own_mean, own_m2, own_y] = results(reinterpret_cast<own const*>(x.template data_ptr<T>()));
+  CHECK(error_of(torch::tensor(mean, torch::kDouble), x.to(torch::kDouble).transpose(0, 1).flatten(1).mean(1), 1) <= 1e-6);
+  CHECK(mean == own_mean);
+  CHECK(m2 == own_m2);
+  CHECK(torch::equal(y, own_y));
+}
 
 TEST_CASE("16-bit inputs, and modules of their type or of float, over two ranks") {
   torch::manual_seed(21);

@@ -3,8 +3,6 @@
 #include <string>
 #include <vector>
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <torch/types.h>
 
 #include <syncnorm/core/batch_norm_options.hpp>
@@ -19,8 +17,8 @@
 // out. The module chooses its types as it runs, so one or more other sources have them all, whichever the program uses:
 //
 //     #include <syncnorm/torch/compiled_passes.hpp>
-//     SYNCNORM_PRIMITIVES(, float)          // and double, c10::Half, c10::BFloat16
-//     SYNCNORM_TORCH_PASSES(, float, float) // and double, double; of c10::Half and c10::BFloat16 with themselves and with float
+//     SYNCNORM_PRIMITIVES(, float)          // and double, syncnorm::float16, syncnorm::bfloat16
+//     SYNCNORM_TORCH_PASSES(, float, float) // and double, double; of float16 and bfloat16 with themselves and with float
 
 /// Instantiates the passes over elements of T with parameters of P, or with `extern` says that another source does.
 #define SYNCNORM_TORCH_PASSES(EXTERN, T, P)                                                                            \
@@ -37,11 +35,9 @@
                                                                 backward_pass, std::string) const;                     \
   }
 
-SYNCNORM_PRIMITIVES(extern, c10::Half)
-SYNCNORM_PRIMITIVES(extern, c10::BFloat16)
 SYNCNORM_TORCH_PASSES(extern, float, float)
 SYNCNORM_TORCH_PASSES(extern, double, double)
-SYNCNORM_TORCH_PASSES(extern, c10::Half, c10::Half)
-SYNCNORM_TORCH_PASSES(extern, c10::Half, float)
-SYNCNORM_TORCH_PASSES(extern, c10::BFloat16, c10::BFloat16)
-SYNCNORM_TORCH_PASSES(extern, c10::BFloat16, float)
+SYNCNORM_TORCH_PASSES(extern, float16, float16)
+SYNCNORM_TORCH_PASSES(extern, float16, float)
+SYNCNORM_TORCH_PASSES(extern, bfloat16, bfloat16)
+SYNCNORM_TORCH_PASSES(extern, bfloat16, float)

@@ -3,13 +3,15 @@
 #include <string_view>
 #include <utility>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/half.hpp>
 
-/// libtorch's 16-bit types as elements.
+/// libtorch's 16-bit types as elements. The module's passes take float16 and bfloat16 for them, which have the same bits.
 template <>
 struct syncnorm::element_traits<c10::Half> {
   using accumulate_type = float;
@@ -25,6 +27,27 @@ struct syncnorm::element_traits<c10::BFloat16> {
 };
 
 namespace syncnorm::torch::detail {
+
+template <class T>
+struct torch_element {
+  using type = T;
+};
+template <>
+struct torch_element<float16> {
+  using type = c10::Half;
+};
+template <>
+struct torch_element<bfloat16> {
+  using type = c10::BFloat16;
+};
+
+/// The first element of `tensor`, whose type is that by which libtorch knows T.
+template <class T>
+[[nodiscard]] T* elements_of(at::Tensor const& tensor) {
+  using element = typename torch_element<T>::type;
+  static_assert(sizeof(T) == sizeof(element));
+  return reinterpret_cast<T*>(tensor.data_ptr<element>());
+}
 
 /// A type of elements and a type of parameters.
 template <class T, class P>
@@ -52,9 +75,9 @@ decltype(auto) with_types(c10::ScalarType element, c10::ScalarType parameter, F&
   case c10::kDouble:
     return f(pass_types<double, double>{});
   case c10::kHalf:
-    return mixed ? f(pass_types<c10::Half, float>{}) : f(pass_types<c10::Half, c10::Half>{});
+    return mixed ? f(pass_types<float16, float>{}) : f(pass_types<float16, float16>{});
   case c10::kBFloat16:
-    return mixed ? f(pass_types<c10::BFloat16, float>{}) : f(pass_types<c10::BFloat16, c10::BFloat16>{});
+    return mixed ? f(pass_types<bfloat16, float>{}) : f(pass_types<bfloat16, bfloat16>{});
   default:
     return f(pass_types<float, float>{});
   }

@@ -3,11 +3,9 @@
 #include <span>
 #include <type_traits>
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <syncnorm/core/cuda_element.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/half.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
 namespace syncnorm::torch::detail {
@@ -17,11 +15,11 @@ struct device_element {
   using type = T;
 };
 template <>
-struct device_element<c10::Half> {
+struct device_element<float16> {
   using type = __half;
 };
 template <>
-struct device_element<c10::BFloat16> {
+struct device_element<bfloat16> {
   using type = __nv_bfloat16;
 };
 template <class T>
@@ -29,7 +27,7 @@ struct device_element<T const> {
   using type = typename device_element<T>::type const;
 };
 
-/// The type by which kernels know libtorch's `T`, of the same bits.
+/// The type by which kernels know `T`, of the same bits.
 template <class T>
 using device_element_t = typename device_element<T>::type;
 

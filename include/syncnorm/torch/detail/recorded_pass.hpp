@@ -16,6 +16,7 @@
 #include <syncnorm/ops/batch_norm_group.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
+#include <syncnorm/torch/element.hpp>
 
 namespace syncnorm::torch::detail {
 
@@ -52,7 +53,7 @@ struct recorded_pass : ::torch::CustomClassHolder {
 template <class T>
 [[nodiscard]] std::span<T> values_of(at::Tensor const& tensor) {
   if (!tensor.defined()) return {};
-  return {tensor.data_ptr<T>(), static_cast<std::size_t>(tensor.numel())};
+  return {elements_of<T>(tensor), static_cast<std::size_t>(tensor.numel())};
 }
 
 /// What an exception says, without libtorch's backtrace.

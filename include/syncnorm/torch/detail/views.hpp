@@ -10,6 +10,7 @@
 
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/torch/element.hpp>
 
 namespace syncnorm::torch::detail {
 
@@ -25,7 +26,7 @@ namespace syncnorm::torch::detail {
 /// x `[N, C, …]` as `[N, C, S]`, the spatial dimensions merged in the given order; empty where no stride expresses that.
 template <class T>
 [[nodiscard]] std::optional<tensor_view<T>> view_of(at::Tensor const& x, std::vector<std::int64_t> const& order) {
-  tensor_view<T> view{x.data_ptr<std::remove_const_t<T>>(), x.size(0), x.size(1), 1, x.stride(0), x.stride(1), 1};
+  tensor_view<T> view{elements_of<std::remove_const_t<T>>(x), x.size(0), x.size(1), 1, x.stride(0), x.stride(1), 1};
   bool mergeable = true;
   std::for_each(order.rbegin(), order.rend(), [&](std::int64_t d) {
     if (x.size(d) == 1) return;
