@@ -154,6 +154,15 @@ function(syncnorm_add_test name)
   endforeach()
 endfunction()
 
+# syncnorm_add_selection(<name> OF <test> FILES glob... [LABELS ...]): the test cases of these sources of a test's executable, as a
+# test of its own.
+function(syncnorm_add_selection name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "OF" "FILES;LABELS")
+  list(JOIN arg_FILES "," files)
+  syncnorm_register_test(${name} COMMAND ${arg_OF} "--source-file=${files}" LABELS ${arg_LABELS})
+  set_tests_properties(${name} PROPERTIES FAIL_REGULAR_EXPRESSION "test cases: +0 ") # none was found
+endfunction()
+
 # syncnorm_add_example(<name> SOURCES a.cpp... [LIBRARIES ...] [ARGUMENTS ...] [TIMEOUT seconds] [NO_TEST])
 # builds an example, and runs it as the test examples.<name> where tests are built.
 function(syncnorm_add_example name)

@@ -14,6 +14,7 @@
 #include <filesystem>
 #include <functional>
 #include <iostream>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -77,6 +78,9 @@ private:
 /// killed when the deadline has passed.
 inline std::vector<process_outcome> run_processes(int count, std::chrono::milliseconds deadline,
                                                   std::function<void(int)> const& body) {
+  std::filesystem::directory_iterator const threads{"/proc/self/task"};
+  if (std::distance(begin(threads), end(threads)) != 1)
+    throw std::logic_error{"run_processes forks, and other threads run; select the test case without those before it"};
   auto const last = std::chrono::steady_clock::now() + deadline;
   temporary_directory const outputs;
   auto const output = [&](int i) { return outputs.path() + "/" + std::to_string(i); };

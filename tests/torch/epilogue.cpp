@@ -54,12 +54,14 @@ TEST_CASE_TEMPLATE("libtorch's 16-bit types are elements, as syncnorm's of the s
     syncnorm::host::serial_executor const serial;
     syncnorm::host::local_moments(serial, view, mean, m2);
     auto y = torch::empty_like(x);
-    syncnorm::host::normalize<E>(serial, view, syncnorm::nchw(static_cast<E*>(y.data_ptr()), 3, 2, 37), mean, inv_std, {});
+    syncnorm::host::normalize<E>(serial, view, syncnorm::nchw(static_cast<E*>(y.data_ptr()), 3, 2, 37), mean, inv_std,
+                                 {});
     return std::tuple{mean, m2, y};
   };
   auto const [mean, m2, y] = results(x.template data_ptr<T>());
   auto const [own_mean, own_m2, own_y] = results(reinterpret_cast<own const*>(x.template data_ptr<T>()));
-  CHECK(error_of(torch::tensor(mean, torch::kDouble), x.to(torch::kDouble).transpose(0, 1).flatten(1).mean(1), 1) <= 1e-6);
+  CHECK(error_of(torch::tensor(mean, torch::kDouble), x.to(torch::kDouble).transpose(0, 1).flatten(1).mean(1), 1) <=
+        1e-6);
   CHECK(mean == own_mean);
   CHECK(m2 == own_m2);
   CHECK(torch::equal(y, own_y));
