@@ -81,10 +81,10 @@ struct pipeline_case {
           for (std::int64_t c = first; c < first + length; ++c) ++finished[static_cast<std::size_t>(c)];
         },
         host::detail::map_of_channels<T>(std::array{x}, y, how, [&](std::int64_t first, std::int64_t length) {
-          return host::detail::normalize_op<A>{channels_of(std::span<double const>{r.mean}, first, length),
-                                               channels_of(std::span<double const>{r.m2}, first, length),
-                                               {channels_of(std::span<T const>{gamma}, first, length), 1},
-                                               {channels_of(std::span<T const>{beta}, first, length), 0}};
+          return host::detail::normalize_terms<A>{channels_of(std::span<double const>{r.mean}, first, length),
+                                                  channels_of(std::span<double const>{r.m2}, first, length),
+                                                  {channels_of(std::span<T const>{gamma}, first, length), 1},
+                                                  {channels_of(std::span<T const>{beta}, first, length), 0}};
         }));
     CHECK(finished == std::vector<int>(finished.size(), 1));
   }
@@ -100,12 +100,13 @@ struct pipeline_case {
         },
         r.sum_dy, r.sum_dy_xmu, [](std::int64_t, std::int64_t) {},
         host::detail::map_of_channels<T>(std::array{dy, x}, dx, how, [&](std::int64_t first, std::int64_t length) {
-          return host::detail::backward_elemt_op<A>{channels_of(std::span<double const>{r.mean}, first, length),
-                                                    channels_of(std::span<double const>{r.m2}, first, length),
-                                                    {channels_of(std::span<T const>{gamma}, first, length), 1},
-                                                    channels_of(std::span<double const>{r.sum_dy}, first, length),
-                                                    channels_of(std::span<double const>{r.sum_dy_xmu}, first, length),
-                                                    count};
+          return host::detail::backward_elemt_terms<A>{
+              channels_of(std::span<double const>{r.mean}, first, length),
+              channels_of(std::span<double const>{r.m2}, first, length),
+              {channels_of(std::span<T const>{gamma}, first, length), 1},
+              channels_of(std::span<double const>{r.sum_dy}, first, length),
+              channels_of(std::span<double const>{r.sum_dy_xmu}, first, length),
+              count};
         }));
   }
 };

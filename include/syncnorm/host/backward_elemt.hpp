@@ -20,7 +20,7 @@ namespace syncnorm::host {
 namespace detail {
 
 template <class A>
-struct backward_elemt_op {
+struct backward_elemt_terms {
   static constexpr std::size_t inputs = 2, coefficients = 4;
 
   std::span<double const> mean, inv_std;
@@ -33,12 +33,7 @@ struct backward_elemt_op {
     bool const constant = count == 0;
     auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], gamma[c], constant ? 0.0 : sum_dy[c],
                                                  constant ? 0.0 : sum_dy_xmu[c], count);
-    return {k.dy_scale, k.center, k.x_scale, k.shift};
-  }
-
-  template <class V>
-  static V apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k) {
-    return in[0] * k[0] + ((in[1] - k[1]) * k[2] + k[3]);
+    return {k.dy_scale, k.x_scale, k.center, k.shift};
   }
 };
 
@@ -59,8 +54,8 @@ void backward_elemt(executor_ref exec, std::type_identity_t<tensor_view<T const>
                     std::span<double const> inv_std, channel_values const& gamma, std::span<double const> sum_dy,
                     std::span<double const> sum_dy_xmu, std::int64_t count, stores how = stores::automatic,
                     next_block fetch = {}) {
-  detail::backward_elemt_op<accumulate_t<T>> const op{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
-  detail::map_channels<T>(exec, op, {dy, x}, dx, how, fetch);
+  detail::backward_elemt_terms<accumulate_t<T>> const terms{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
+  detail::map_channels<T>(exec, terms, {dy, x}, dx, how, fetch);
 }
 
 } // namespace syncnorm::host

@@ -42,8 +42,8 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                     detail::channels_of(mean, first, length), detail::channels_of(sum_dy, first, length),
                     detail::channels_of(sum_dy_xmu, first, length));
   };
-  auto const op = [&](std::int64_t first, std::int64_t length) {
-    return detail::backward_elemt_op<accumulate_t<T>>{
+  auto const terms = [&](std::int64_t first, std::int64_t length) {
+    return detail::backward_elemt_terms<accumulate_t<T>>{
         detail::channels_of(mean, first, length),
         detail::channels_of(inv_std, first, length),
         gamma.from(first),
@@ -51,7 +51,7 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
         detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
         count};
   };
-  auto const map = detail::map_of_channels<T>(std::array{dy, x}, dx, how, op);
+  auto const map = detail::map_of_channels<T>(std::array{dy, x}, dx, how, terms);
   detail::channel_blocks const blocks{x.channels, block};
   if (!detail::suits_row_pipeline<detail::gradient_rows<T>>(blocks, std::array{dy, x}, std::array{dx}))
     return detail::reduce_and_map<T>(exec, blocks, x, 2, reduce, map);

@@ -21,7 +21,7 @@ namespace detail {
 
 /// The last of `Inputs` tensors is centred, the others are not.
 template <class A, std::size_t Inputs>
-struct combine_op {
+struct combine_terms {
   static constexpr std::size_t inputs = Inputs, coefficients = Inputs + 2;
 
   std::span<combination const> channels;
@@ -38,14 +38,6 @@ struct combine_op {
     values[Inputs] = center;
     values[Inputs + 1] = static_cast<A>(k.shift - lost);
     return values;
-  }
-
-  template <class V>
-  [[gnu::always_inline]] static V apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k) {
-    V sum = (in[Inputs - 1] - k[Inputs]) * k[Inputs - 1] + k[Inputs + 1];
-#pragma GCC unroll 8
-    for (std::size_t j = 1; j < Inputs; ++j) sum = in[Inputs - 1 - j] * k[Inputs - 1 - j] + sum;
-    return sum;
   }
 };
 
@@ -74,11 +66,11 @@ void combine(executor_ref exec, std::type_identity_t<tensor_view<T const>> a,
   auto const others = terms;
   add(x, &combination::scale_x);
   auto const run = [&]<std::size_t Inputs>(std::integral_constant<std::size_t, Inputs>) {
-    detail::combine_op<accumulate_t<T>, Inputs> op{channels, {}, terms > others};
+    detail::combine_terms<accumulate_t<T>, Inputs> terms_of{channels, {}, terms > others};
     std::array<tensor_view<T const>, Inputs> used;
     std::copy_n(in.begin(), Inputs, used.begin());
-    std::copy_n(scales.begin(), Inputs, op.scales.begin());
-    detail::map_channels<T>(exec, op, used, out, how);
+    std::copy_n(scales.begin(), Inputs, terms_of.scales.begin());
+    detail::map_channels<T>(exec, terms_of, used, out, how);
   };
   if (terms == 3) return run(std::integral_constant<std::size_t, 3>{});
   if (terms == 2) return run(std::integral_constant<std::size_t, 2>{});

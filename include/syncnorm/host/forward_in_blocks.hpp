@@ -45,12 +45,12 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
                   detail::channels_of(m2, first, length));
     finish(first, length);
   };
-  auto const op = [&](std::int64_t first, std::int64_t length) {
-    return detail::normalize_op<accumulate_t<T>>{detail::channels_of(std::span<double const>{mean}, first, length),
-                                                 detail::channels_of(inv_std, first, length), params.gamma.from(first),
-                                                 params.beta.from(first)};
+  auto const terms = [&](std::int64_t first, std::int64_t length) {
+    return detail::normalize_terms<accumulate_t<T>>{detail::channels_of(std::span<double const>{mean}, first, length),
+                                                    detail::channels_of(inv_std, first, length),
+                                                    params.gamma.from(first), params.beta.from(first)};
   };
-  auto const map = detail::map_of_channels<T>(std::array{x}, y, how, op);
+  auto const map = detail::map_of_channels<T>(std::array{x}, y, how, terms);
   detail::channel_blocks const blocks{x.channels, block};
   if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, std::array{x}, std::array{y}))
     return detail::reduce_and_map<T>(exec, blocks, x, 1, reduce, map);

@@ -21,7 +21,7 @@ namespace syncnorm::host {
 namespace detail {
 
 template <class A>
-struct normalize_op {
+struct normalize_terms {
   static constexpr std::size_t inputs = 1, coefficients = 3;
 
   std::span<double const> mean, inv_std;
@@ -30,12 +30,7 @@ struct normalize_op {
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const c = static_cast<std::size_t>(channel);
     auto const k = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma[c], beta[c]);
-    return {k.center, k.scale, k.shift};
-  }
-
-  template <class V>
-  static V apply(std::array<V, inputs> const& x, std::array<V, coefficients> const& k) {
-    return (x[0] - k[0]) * k[1] + k[2];
+    return {k.scale, k.center, k.shift};
   }
 };
 
@@ -50,8 +45,8 @@ requires element<T>
 void normalize(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
                stores how = stores::automatic, next_block fetch = {}) {
-  detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, params.gamma, params.beta};
-  detail::map_channels<T>(exec, op, {x}, y, how, fetch);
+  detail::normalize_terms<accumulate_t<T>> const terms{mean, inv_std, params.gamma, params.beta};
+  detail::map_channels<T>(exec, terms, {x}, y, how, fetch);
 }
 
 } // namespace syncnorm::host

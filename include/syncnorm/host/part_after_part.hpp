@@ -40,8 +40,8 @@ void normalize_and_local_moments(executor_ref exec, std::type_identity_t<tensor_
     local_moments(exec, next, next_mean, next_m2);
     return;
   }
-  detail::normalize_op<accumulate_t<T>> const op{mean, inv_std, params.gamma, params.beta};
-  detail::map_and_sum_rows<T>(op, std::array{x}, y, how, rows{next, detail::groups{next}, detail::layout::rows},
+  detail::normalize_terms<accumulate_t<T>> const terms{mean, inv_std, params.gamma, params.beta};
+  detail::map_and_sum_rows<T>(terms, std::array{x}, y, how, rows{next, detail::groups{next}, detail::layout::rows},
                               next.channels, next_mean.data(), next_m2.data());
 }
 
@@ -63,8 +63,8 @@ void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_vi
     backward_reduce(exec, next_dy, next_x, next_mean, next_sum_dy, next_sum_dy_xmu);
     return;
   }
-  detail::backward_elemt_op<accumulate_t<T>> const op{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
-  detail::map_and_sum_rows<T>(op, std::array{dy, x}, dx, how,
+  detail::backward_elemt_terms<accumulate_t<T>> const terms{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
+  detail::map_and_sum_rows<T>(terms, std::array{dy, x}, dx, how,
                               rows{next_dy, next_x, next_mean.data(), detail::layout::rows}, next_x.channels,
                               next_sum_dy.data(), next_sum_dy_xmu.data());
 }

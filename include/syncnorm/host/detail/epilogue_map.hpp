@@ -21,7 +21,7 @@
 
 namespace syncnorm::host::detail {
 
-/// As map_kernel, `out… = op(in…, coefficients of the channel, lanes that count)`, with several outputs and a mask, which
+/// As linear_map, but `out… = op(in…, coefficients of the channel, lanes that count)`, with several outputs and a mask, which
 /// are looked at as the kernel runs. Outputs without data are left out. `Op` has
 ///
 ///     static constexpr std::size_t inputs, outputs, coefficients;
@@ -43,7 +43,7 @@ public:
   /// Numbers of type `A` that the coefficients for tensors like `x` take.
   template <class X>
   static constexpr std::int64_t table_size(tensor_view<X> const& x) {
-    return coefficient_table_size<A, Op>(x);
+    return coefficient_table_size<A>(x, coefficients);
   }
 
   /// `mask`: null where all positions count.
@@ -279,7 +279,7 @@ private:
     return since;
   }
 
-  /// As that of map_kernel.
+  /// As that of linear_map.
   void run_piece(row_piece const& piece, std::array<std::int64_t, inputs> const& further, bool fetch) const {
     auto const [sample, channel, begin, end, follows, is_followed] = piece;
     auto const* const mask = mask_ == nullptr ? nullptr : mask_->row(sample) + begin;
@@ -297,7 +297,7 @@ private:
     run(in, out, end - begin, k, further, fetch, first, last);
   }
 
-  /// As that of map_kernel.
+  /// As that of linear_map.
   [[gnu::noinline]] void stream_seam(pointers const& in, targets const& out, std::int64_t before,
                                      constant const& k_before, constant const& k) const {
     constexpr int L = native_lanes<A>;
@@ -308,7 +308,7 @@ private:
     }
   }
 
-  /// `n` contiguous elements, or, where they are streamed, [first, last) of these, as of map_kernel.
+  /// `n` contiguous elements, or, where they are streamed, [first, last) of these, as of linear_map.
   template <class K>
   void run(pointers const& from, targets const& to, std::int64_t n, K const& k,
            std::array<std::int64_t, inputs> const& further, bool fetch, std::int64_t first, std::int64_t last) const {

@@ -61,11 +61,10 @@ void map_boxes(executor_ref exec, Map const& map, std::int64_t channels_ahead = 
   });
 }
 
-/// Numbers that the coefficients of `Op` take for tensors like `x`.
-template <class A, class Op, class T>
-[[nodiscard]] constexpr std::int64_t coefficient_table_size(tensor_view<T> const& x) {
-  constexpr auto coefficients = static_cast<std::int64_t>(Op::coefficients);
-  return coefficients * (x.channels * (table_folds(x) ? x.spatial : 1) + chunk_channels<A>);
+/// Numbers that so many coefficients of a channel take for tensors like `x`.
+template <class A, class T>
+[[nodiscard]] constexpr std::int64_t coefficient_table_size(tensor_view<T> const& x, std::size_t coefficients) {
+  return static_cast<std::int64_t>(coefficients) * (x.channels * (table_folds(x) ? x.spatial : 1) + chunk_channels<A>);
 }
 
 /// Positions that a run takes where few channels follow each other without a gap to the next position.
@@ -123,15 +122,15 @@ struct row_piece {
   bool follows, is_followed;
 };
 
-/// Elementwise `out = op(in…, coefficients of the channel)`. `Op` has
+/// Elementwise out = Σ in_j·scale_j + (x − center)·scale + shift, x being the last input and the scales, the center and the shift
+/// those of the channel. A `Terms` gives them:
 ///
-///     static constexpr std::size_t inputs, coefficients;
-///     std::array<A, coefficients> operator()(channel)        the coefficients
-///     static V apply(std::array<V, inputs>, std::array<V, coefficients>)
-template <class T, class Op>
-class map_kernel {
+///     static constexpr std::size_t inputs, coefficients = inputs + 2;
+///     std::array<A, coefficients> operator()(channel)        scale_j…, scale, center, shift
+template <class T, std::size_t Inputs>
+class linear_map {
   using A = accumulate_t<T>;
-  static constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients;
+  static constexpr std::size_t inputs = Inputs, coefficients = Inputs + 2;
   using pointers = std::array<T const*, inputs>;
 
 public:
@@ -140,10 +139,11 @@ public:
   /// Numbers of type `A` that the coefficients for tensors like `x` take.
   template <class X>
   static constexpr std::int64_t table_size(tensor_view<X> const& x) {
-    return coefficient_table_size<A, Op>(x);
+    return coefficient_table_size<A>(x, coefficients);
   }
 
-  map_kernel(Op const& op, views const& in, tensor_view<T> const& out, stores how, A* table)
+  template <class Terms>
+  linear_map(Terms const& terms_of, views const& in, tensor_view<T> const& out, stores how, A* table)
       : in_{in}, out_{out}, table_{table} {
     bool in_place = false;
     for (auto const& x : in) in_place |= x.data == out.data;
@@ -167,7 +167,7 @@ public:
     if (layout_ == layout::channels && dense(out_) && std::ranges::all_of(in_, dense))
       run_positions_ = positions_of_run<A>(out_);
     period_ = channels * run_positions_;
-    fill_coefficients(table, op, channels, fold, period_);
+    fill_coefficients(table, terms_of, channels, fold, period_);
   }
 
   [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(out_, layout_, folded_); }
@@ -289,7 +289,11 @@ private:
     std::array<vector_t<A, L>, inputs> v;
 #pragma GCC unroll 8
     for (std::size_t j = 0; j < inputs; ++j) v[j] = load<L>(from[j] + i);
-    return Op::apply(v, k.template get<L>(i));
+    auto const& values = k.template get<L>(i);
+    vector_t<A, L> sum = (v[inputs - 1] - values[inputs]) * values[inputs - 1] + values[inputs + 1];
+#pragma GCC unroll 8
+    for (std::size_t j = 1; j < inputs; ++j) sum = v[inputs - 1 - j] * values[inputs - 1 - j] + sum;
+    return sum;
   }
 
   template <bool Stream, int L>
@@ -386,26 +390,25 @@ private:
   bool dense_ = false;
 };
 
-/// Makes the kernel of channels [first, first + length), with `make_op(first, length)`, for `reduce_and_map`.
-template <class T, std::size_t Inputs, class MakeOp>
+/// Makes the map of channels [first, first + length), with the coefficients `make(first, length)`, for `reduce_and_map`.
+template <class T, std::size_t Inputs, class Make>
 [[nodiscard]] auto map_of_channels(std::array<tensor_view<T const>, Inputs> const& in, tensor_view<T> const& out,
-                                   stores how, MakeOp const& make_op) {
+                                   stores how, Make const& make) {
   return [=](std::int64_t first, std::int64_t length, accumulate_t<T>* table) {
     auto part = in;
     for (auto& view : part) view = view.channel_range(first, length);
-    auto const op = make_op(first, length);
-    return map_kernel<T, std::remove_const_t<decltype(op)>>{op, part, out.channel_range(first, length), how, table};
+    return linear_map<T, Inputs>{make(first, length), part, out.channel_range(first, length), how, table};
   };
 }
 
-template <class T, class Op>
-void map_channels(executor_ref exec, Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in,
+template <class T, class Terms>
+void map_channels(executor_ref exec, Terms const& terms_of, std::array<tensor_view<T const>, Terms::inputs> const& in,
                   tensor_view<T> const& out, stores how, next_block fetch = {}) {
-  using kernel_type = map_kernel<T, Op>;
+  using map_type = linear_map<T, Terms::inputs>;
   if (out.size() == 0) return;
-  scratch_lease<accumulate_t<T>> table{kernel_type::table_size(out)};
-  kernel_type const kernel{op, in, out, how, table.data()};
-  map_boxes(exec, kernel, fetch.channels_ahead);
+  scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
+  map_type const map{terms_of, in, out, how, table.data()};
+  map_boxes(exec, map, fetch.channels_ahead);
 }
 
 } // namespace syncnorm::host::detail

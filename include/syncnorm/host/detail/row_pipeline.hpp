@@ -34,7 +34,7 @@ template <class Rows, class T, std::size_t Inputs, std::size_t Outputs>
 /// Sums the rows of one block of channels while it maps those of the block before, row piece by row piece in turn: then
 /// memory is read and written and the cache is read at the same time. The map takes samples in the opposite order: what was
 /// read last is the likeliest to be in the cache still where two blocks do not fit. `Rows` has what `moment_rows` has, `Map`
-/// is a `map_kernel` or an `epilogue_map`, `Parts` are the groups of pieces, masked ones perhaps.
+/// is a `linear_map` or an `epilogue_map`, `Parts` are the groups of pieces, masked ones perhaps.
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
@@ -86,13 +86,14 @@ template <class Rows, class T, std::size_t Inputs>
          suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
 }
 
-/// `out = op(in)`, and meanwhile the sums `a`, `b` by `rows` of the `length` channels after those of `out`.
-template <class T, class Rows, class Op, std::size_t Inputs>
-void map_and_sum_rows(Op const& op, std::array<tensor_view<T const>, Inputs> const& in, tensor_view<T> const& out,
-                      stores how, Rows rows, std::int64_t length, double* a, double* b) {
-  scratch_lease<accumulate_t<T>> table{map_kernel<T, Op>::table_size(out)};
-  map_kernel<T, Op> const map{op, in, out, how, table.data()};
-  row_pipeline<T, Rows, map_kernel<T, Op>, groups> const pipeline{out.samples, groups{out}};
+/// `out` by a `linear_map`, and meanwhile the sums `a`, `b` by `rows` of the `length` channels after those of `out`.
+template <class T, class Rows, class Terms, std::size_t Inputs>
+void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, Inputs> const& in,
+                      tensor_view<T> const& out, stores how, Rows rows, std::int64_t length, double* a, double* b) {
+  using map_type = linear_map<T, Inputs>;
+  scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
+  map_type const map{terms_of, in, out, how, table.data()};
+  row_pipeline<T, Rows, map_type, groups> const pipeline{out.samples, groups{out}};
   pipeline(rows, length, a, b, &map, out.channels);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
   stream_fence();
