@@ -4,6 +4,9 @@
 
 #include <torch/torch.h>
 
+#ifdef WITH_COMPILED_PASSES
+#include <syncnorm/torch/compiled_passes.hpp>
+#endif
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
 int main() {
