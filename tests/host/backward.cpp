@@ -18,7 +18,7 @@ std::vector<double> rounded(std::vector<long double> const& values) { return {va
 
 /// A batch with the oracle's statistics, sums and gradients of it.
 template <class T>
-struct problem {
+struct gradient_problem {
   using A = accumulate_t<T>;
   std::int64_t n, c, s;
   std::vector<T> x, dy;
@@ -27,7 +27,7 @@ struct problem {
   test::batch_norm_oracle::gradients gradients;
   std::vector<double> mean, inv_std, sum_dy, sum_dy_xmu;
 
-  explicit problem(test::extents const& e, double offset = 0.5)
+  explicit gradient_problem(test::extents const& e, double offset = 0.5)
       : n{e.n}, c{e.c}, s{e.s}, x{test::deviates<T>(n, c, s, 1, offset)}, dy{test::deviates<T>(n, c, s, 2, 0.1)},
         gamma(static_cast<std::size_t>(c), A(0.75)), oracle{x, n, c, s, 1e-3}, gradients{oracle.backward(x, dy, gamma)},
         mean{rounded(oracle.mean)}, inv_std{rounded(oracle.inv_std)}, sum_dy{rounded(gradients.beta)} {
@@ -44,14 +44,15 @@ struct sums {
   sums(E const& exec, tensor_view<T> dy_view, std::type_identity_t<tensor_view<T const>> x,
        std::vector<double> const& mean)
       : dy(mean.size(), -1), dy_xmu(mean.size(), -1) {
-    host::backward_reduce(exec, dy_view, x, mean, dy, dy_xmu);
+    tensor_view<test::read<T>> const input = dy_view;
+    host::backward_reduce(exec, input, x, mean, dy, dy_xmu);
   }
   friend bool operator==(sums const&, sums const&) = default;
 };
 
 /// Error relative to the sum of the magnitudes: the sums themselves are near zero by chance.
 template <class T>
-double sum_error(problem<T> const& p, sums const& got) {
+double sum_error(gradient_problem<T> const& p, sums const& got) {
   std::vector<long double> dy_scale(p.mean.size()), dy_xmu_scale(dy_scale);
   for (std::size_t i = 0; i < p.x.size(); ++i) {
     auto const channel = i / static_cast<std::size_t>(p.s) % dy_scale.size();
@@ -76,7 +77,7 @@ TEST_CASE_TEMPLATE("the sums of every shape and arrangement are the oracle's", T
                    bfloat16 AND_UNSANITIZED(double, float16, test::brief)) {
   double const accuracy = sizeof(T) == 8 ? 1e-12 : 1e-5;
   for (auto const& shape : test::shapes) {
-    problem<T> const p{shape};
+    gradient_problem<T> const p{shape};
     for (auto const order : test::arrangements) {
       CAPTURE(test::name_of(shape));
       CAPTURE(test::name_of(order));
@@ -99,7 +100,7 @@ TEST_CASE_TEMPLATE("the sums of every shape and arrangement are the oracle's", T
 }
 
 TEST_CASE("the sums about a large mean make up for its rounding") {
-  problem<float> const p{{8, 20, 200}, 12345.678};
+  gradient_problem<float> const p{{8, 20, 200}, 12345.678};
   for (auto const order : test::arrangements) {
     test::tensor<float> x{order, p.n, p.c, p.s, p.x}, dy{order, p.n, p.c, p.s, p.dy};
     sums const got{host::serial_executor{}, dy.view(), x.view(), p.mean};
@@ -111,7 +112,7 @@ TEST_CASE_TEMPLATE("dx of every shape and arrangement is the oracle's", T, float
                    bfloat16 AND_UNSANITIZED(double, float16, test::brief)) {
   double const accuracy = test::accuracy<T>;
   for (auto const& shape : test::shapes) {
-    problem<T> const p{shape};
+    gradient_problem<T> const p{shape};
     auto const& expected = p.gradients.dx;
     for (auto const order : test::arrangements) {
       for (auto const how : {host::stores::cached, host::stores::streaming}) {
@@ -152,7 +153,7 @@ TEST_CASE_TEMPLATE("dx of every shape and arrangement is the oracle's", T, float
 }
 
 TEST_CASE("a count of 0 stands for constant statistics") {
-  problem<float> const p{{3, 9, 21}};
+  gradient_problem<float> const p{{3, 9, 21}};
   test::tensor<float> x{test::arrangement::nchw, p.n, p.c, p.s, p.x}, dy{test::arrangement::nchw, p.n, p.c, p.s, p.dy};
   test::tensor<float> dx{test::arrangement::nchw, p.n, p.c, p.s};
   std::span<double const> const none;

@@ -48,10 +48,10 @@ TEST_CASE_TEMPLATE("working in blocks gives the bits of whole passes", T, float,
         };
       };
       host::serial_executor const serial;
-      host::local_moments(serial, x.view(), whole.mean, whole.m2);
+      host::local_moments(serial, x.input(), whole.mean, whole.m2);
       finish_into(whole)(0, c);
       host::normalize(serial, x.view(), y.view(), whole.mean, whole.inv_std, params);
-      host::backward_reduce(serial, dy.view(), x.view(), whole.mean, whole.sum_dy, whole.sum_dy_xmu);
+      host::backward_reduce(serial, dy.input(), x.view(), whole.mean, whole.sum_dy, whole.sum_dy_xmu);
       host::backward_elemt(serial, dy.view(), x.view(), dx.view(), whole.mean, whole.inv_std, params.gamma,
                            whole.sum_dy, whole.sum_dy_xmu, count);
       whole.y = y.values();
@@ -62,7 +62,7 @@ TEST_CASE_TEMPLATE("working in blocks gives the bits of whole passes", T, float,
         test::tensor<T> y_got{order, n, c, s}, dx_got{order, n, c, s}, in_place = x, dx_in_place = dy;
         host::forward_in_blocks(exec, x.view(), y_got.view(), got.mean, got.m2, got.inv_std, params, finish_into(got),
                                 how);
-        host::backward_in_blocks(exec, dy.view(), x.view(), dx_got.view(), got.mean, got.inv_std, params.gamma,
+        host::backward_in_blocks(exec, dy.input(), x.view(), dx_got.view(), got.mean, got.inv_std, params.gamma,
                                  got.sum_dy, got.sum_dy_xmu, count, how);
         got.y = y_got.values();
         got.dx = dx_got.values();
@@ -80,7 +80,7 @@ TEST_CASE_TEMPLATE("working in blocks gives the bits of whole passes", T, float,
         host::forward_in_blocks(exec, in_place.view(), in_place.view(), got.mean, got.m2, got.inv_std, params,
                                 finish_into(got), how);
         CHECK(in_place.values() == whole.y);
-        host::backward_in_blocks(exec, dx_in_place.view(), x.view(), dx_in_place.view(), got.mean, got.inv_std,
+        host::backward_in_blocks(exec, dx_in_place.input(), x.view(), dx_in_place.view(), got.mean, got.inv_std,
                                  params.gamma, got.sum_dy, got.sum_dy_xmu, count, how);
         CHECK(dx_in_place.values() == whole.dx);
       };

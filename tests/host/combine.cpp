@@ -13,12 +13,10 @@ using namespace syncnorm;
 
 namespace {
 
-constexpr std::int64_t n = 3, c = 19, s = 23;
-
 /// Combinations of the terms whose bits `terms` has: 1 of a, 2 of b, 4 of x.
-std::vector<combination> make_channels(int terms) {
+std::vector<combination> make_channels(std::int64_t channels, int terms) {
   std::vector<combination> all;
-  for (std::int64_t i = 0; i < c; ++i) {
+  for (std::int64_t i = 0; i < channels; ++i) {
     auto const channel = static_cast<double>(i);
     auto const scale = [&](int bit, double value) { return (terms & bit) != 0 ? value : 0.0; };
     all.push_back({scale(1, 1.5 + std::sin(channel)), scale(2, -0.5 + channel / 10), 100.1 + channel,
@@ -31,10 +29,11 @@ std::vector<combination> make_channels(int terms) {
 
 TEST_CASE_TEMPLATE("a combination is the sum of its terms, and of no others", T, float,
                    float16 AND_UNSANITIZED(double)) {
+  constexpr std::int64_t n = 3, c = 19, s = 23;
   auto const a = test::deviates<T>(n, c, s, 1), b = test::deviates<T>(n, c, s, 2),
              x = test::deviates<T>(n, c, s, 3, 100);
   for (int terms = 0; terms < 8; ++terms) {
-    auto const channels = make_channels(terms);
+    auto const channels = make_channels(c, terms);
     std::vector<long double> expected;
     for (std::size_t i = 0; i < x.size(); ++i) {
       auto const& k = channels[i / static_cast<std::size_t>(s) % static_cast<std::size_t>(c)];

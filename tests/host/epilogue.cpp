@@ -66,7 +66,7 @@ std::vector<long double> wide(std::vector<T> const& values) {
 }
 
 template <class T>
-struct problem {
+struct epilogue_problem {
   using A = accumulate_t<T>;
   std::int64_t n, c, s;
   choice chosen;
@@ -77,7 +77,7 @@ struct problem {
   test::epilogue_oracle::gradients gradients;
   std::vector<double> mean, inv_std, sum_dy, sum_dy_xmu;
 
-  problem(test::extents const& e, choice const& chose)
+  epilogue_problem(test::extents const& e, choice const& chose)
       : n{e.n}, c{e.c}, s{e.s}, chosen{chose}, mask{make_mask(chose.mask, n, s)} {
     for (std::int64_t i = 0; i < c; ++i) {
       auto const channel = static_cast<double>(i % 50);
@@ -138,7 +138,7 @@ void for_each_problem(F const& f) {
       auto const& chose = choices[5 * turn++ % std::size(choices)];
       CAPTURE(test::name_of(shape));
       CAPTURE(name_of(chose));
-      f(problem<T>{shape, chose});
+      f(epilogue_problem<T>{shape, chose});
     }
   }
 }
@@ -149,7 +149,7 @@ TEST_CASE_TEMPLATE("moments are those of the positions that count", T, float, fl
   double const accuracy = sizeof(T) == 8 ? 1e-12 : 1e-5;
   for (auto const& shape : test::shapes)
     for (auto const kind : {counted::none, counted::padded, counted::most, counted::few}) {
-      problem<T> p{shape, {1, false, kind, true}};
+      epilogue_problem<T> p{shape, {1, false, kind, true}};
       // Elements that do not count may be anything.
       for (std::size_t i = 0; i < p.x.size(); ++i) {
         auto const at = static_cast<std::int64_t>(i);
@@ -163,12 +163,12 @@ TEST_CASE_TEMPLATE("moments are those of the positions that count", T, float, fl
         test::tensor<T> x{order, p.n, p.c, p.s, p.x};
         auto const mask = mask_of(p.mask.data(), p.n, p.s);
         std::vector<double> mean(p.mean.size(), -1), m2(mean), mean_again(mean), m2_again(mean);
-        CHECK(host::local_moments(host::serial_executor{}, x.view(), mask, mean, m2) == p.oracle.count);
+        CHECK(host::local_moments(host::serial_executor{}, x.input(), mask, mean, m2) == p.oracle.count);
         CHECK(host::prepared_epilogue<T>{p.epilogue({})}.count(x.view()) == p.oracle.count);
         // A mean may be near 0 by chance, as m2 is of a single position.
         CHECK(difference(mean, p.oracle.mean, 1) <= accuracy);
         CHECK(difference(m2, p.oracle.m2, 1 + *std::ranges::max_element(p.oracle.m2)) <= accuracy);
-        host::local_moments(test::shuffling_executor{2}, x.view(), mask, mean_again, m2_again);
+        host::local_moments(test::shuffling_executor{2}, x.input(), mask, mean_again, m2_again);
         CHECK(mean_again == mean);
         CHECK(m2_again == m2);
       }
@@ -177,28 +177,28 @@ TEST_CASE_TEMPLATE("moments are those of the positions that count", T, float, fl
 
 TEST_CASE("a mask of other strides, and one by which all count") {
   constexpr std::int64_t n = 3, s = 20;
-  problem<float> const p{{n, 5, s}, {1, false, counted::most, false}};
+  epilogue_problem<float> const p{{n, 5, s}, {1, false, counted::most, false}};
   std::vector<std::uint8_t> transposed(static_cast<std::size_t>(2 * n * s), 9);
   for (std::int64_t i = 0; i < n; ++i)
     for (std::int64_t j = 0; j < s; ++j)
       transposed[static_cast<std::size_t>(2 * (j * n + i))] = p.mask[static_cast<std::size_t>(i * s + j)];
   test::tensor<float> x{test::arrangement::nchw, n, 5, s, p.x};
   std::vector<double> mean(5), m2(5), of_strided(5), m2_of_strided(5);
-  host::local_moments(host::serial_executor{}, x.view(), mask_of(p.mask.data(), n, s), mean, m2);
-  host::local_moments(host::serial_executor{}, x.view(), mask_view{transposed.data(), n, s, 2, 2 * n}, of_strided,
+  host::local_moments(host::serial_executor{}, x.input(), mask_of(p.mask.data(), n, s), mean, m2);
+  host::local_moments(host::serial_executor{}, x.input(), mask_view{transposed.data(), n, s, 2, 2 * n}, of_strided,
                       m2_of_strided);
   CHECK(of_strided == mean);
   CHECK(m2_of_strided == m2);
 
   std::vector<std::uint8_t> const ones(n * s, 1);
-  host::local_moments(host::serial_executor{}, x.view(), mask_of(ones.data(), n, s), mean, m2);
-  host::local_moments(host::serial_executor{}, x.view(), of_strided, m2_of_strided);
+  host::local_moments(host::serial_executor{}, x.input(), mask_of(ones.data(), n, s), mean, m2);
+  host::local_moments(host::serial_executor{}, x.input(), of_strided, m2_of_strided);
   CHECK(of_strided == mean);
   CHECK(m2_of_strided == m2);
 }
 
 TEST_CASE_TEMPLATE("outputs are activated, added to and masked as defined", T, float, float16 AND_UNSANITIZED(double)) {
-  for_each_problem<T>([](problem<T> const& p) {
+  for_each_problem<T>([](epilogue_problem<T> const& p) {
     for (auto const order : test::arrangements)
       for (auto const how : {host::stores::cached, host::stores::streaming}) {
         CAPTURE(test::name_of(order));
@@ -231,7 +231,7 @@ TEST_CASE_TEMPLATE("outputs are activated, added to and masked as defined", T, f
 TEST_CASE_TEMPLATE("sums and gradients through an epilogue are the oracle's", T, float,
                    float16 AND_UNSANITIZED(double)) {
   double const accuracy = sizeof(T) == 8 ? 1e-12 : 1e-5;
-  for_each_problem<T>([&](problem<T> const& p) {
+  for_each_problem<T>([&](epilogue_problem<T> const& p) {
     std::vector<long double> magnitude(p.mean.size(), 1);
     for (std::size_t i = 0; i < p.x.size(); ++i)
       magnitude[i / static_cast<std::size_t>(p.s) % magnitude.size()] +=
@@ -243,18 +243,19 @@ TEST_CASE_TEMPLATE("sums and gradients through an epilogue are the oracle's", T,
       test::tensor<T> residual{order, p.n, p.c, p.s, p.chosen.residual ? p.residual : p.x};
       auto const epilogue = p.epilogue(residual.view());
       std::vector<double> sum_dy(p.mean.size(), -1), sum_dy_xmu(sum_dy), again(sum_dy), xmu_again(sum_dy);
-      host::backward_reduce(host::serial_executor{}, dy.view(), x.view(), p.mean, p.inv_std, p.params(), epilogue,
+      host::backward_reduce(host::serial_executor{}, dy.input(), x.view(), p.mean, p.inv_std, p.params(), epilogue,
                             sum_dy, sum_dy_xmu);
       CHECK(difference(sum_dy, p.gradients.sum_dy, largest) <= accuracy);
       CHECK(difference(sum_dy_xmu, p.gradients.sum_dy_xmu, largest) <= accuracy);
-      host::backward_reduce(test::shuffling_executor{2}, dy.view(), x.view(), p.mean, p.inv_std, p.params(), epilogue,
+      host::backward_reduce(test::shuffling_executor{2}, dy.input(), x.view(), p.mean, p.inv_std, p.params(), epilogue,
                             again, xmu_again);
       CHECK(again == sum_dy);
       CHECK(xmu_again == sum_dy_xmu);
 
       for (auto const how : {host::stores::cached, host::stores::streaming}) {
         test::tensor<T> dx{order, p.n, p.c, p.s, 1}, dresidual{order, p.n, p.c, p.s, 2};
-        auto const run = [&](tensor_view<T> const& to, tensor_view<T> const& to_residual, tensor_view<T> const& from) {
+        auto const run = [&](tensor_view<T> const& to, tensor_view<T> const& to_residual,
+                             tensor_view<test::read<T>> const& from) {
           host::backward_elemt(host::serial_executor{}, from, x.view(), to, to_residual, p.mean, p.inv_std, p.params(),
                                p.sum_dy, p.sum_dy_xmu, p.oracle.count, epilogue, how);
         };
@@ -283,7 +284,7 @@ TEST_CASE_TEMPLATE("sums and gradients through an epilogue are the oracle's", T,
 
 TEST_CASE("garbage in positions that do not count stays there") {
   constexpr std::int64_t n = 3, c = 20, s = 40;
-  problem<float> const p{{n, c, s}, {1, false, counted::most, true}};
+  epilogue_problem<float> const p{{n, c, s}, {1, false, counted::most, true}};
   auto spoiled = p.x;
   for (std::size_t i = 0; i < spoiled.size(); ++i)
     if (p.mask[i / (c * s) * s + i % s] == 0) spoiled[i] = i % 2 == 0 ? NAN : INFINITY;
@@ -291,11 +292,11 @@ TEST_CASE("garbage in positions that do not count stays there") {
     test::tensor<float> x{order, n, c, s, spoiled}, dy{order, n, c, s, p.dy}, dx{order, n, c, s};
     auto const epilogue = p.epilogue({});
     std::vector<double> sum_dy(c), sum_dy_xmu(c);
-    host::backward_reduce(host::serial_executor{}, dy.view(), x.view(), p.mean, p.inv_std, p.params(), epilogue, sum_dy,
-                          sum_dy_xmu);
+    host::backward_reduce(host::serial_executor{}, dy.input(), x.view(), p.mean, p.inv_std, p.params(), epilogue,
+                          sum_dy, sum_dy_xmu);
     CHECK(difference(sum_dy, p.gradients.sum_dy, 100) <= 1e-5);
     CHECK(difference(sum_dy_xmu, p.gradients.sum_dy_xmu, 100) <= 1e-5);
-    host::backward_elemt(host::serial_executor{}, dy.view(), x.view(), dx.view(), {}, p.mean, p.inv_std, p.params(),
+    host::backward_elemt(host::serial_executor{}, dy.input(), x.view(), dx.view(), {}, p.mean, p.inv_std, p.params(),
                          sum_dy, sum_dy_xmu, p.oracle.count, epilogue);
     CHECK(difference(dx.values(), p.gradients.dx, p.gradient_scale()) <= 1e-5);
     host::normalize(host::serial_executor{}, x.view(), dx.view(), p.mean, p.inv_std, p.params(), epilogue);
@@ -327,7 +328,7 @@ TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, fl
   for (auto const& shape : {test::extents{24, 9, 1100}, {500, 600, 1}, {2000, 40, 4}, {24, 24, 196}})
     for (auto const& chose : {choices[0], choices[1], choices[3], choices[4], choices[6]}) {
       if (test::sanitized && turn++ != (sizeof(T) == 4 ? 3 : 8)) continue; // rows, and contiguous channels
-      problem<T> const p{shape, chose};
+      epilogue_problem<T> const p{shape, chose};
       for (auto const order : {test::arrangement::nchw, test::arrangement::nhwc}) {
         CAPTURE(test::name_of(shape));
         CAPTURE(test::name_of(order));
@@ -347,20 +348,20 @@ TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, fl
         host::serial_executor const serial;
         auto const mask = epilogue.mask ? epilogue.mask : mask_view{};
         if (mask)
-          host::local_moments(serial, x.view(), mask, mean, m2);
+          host::local_moments(serial, x.input(), mask, mean, m2);
         else
-          host::local_moments(serial, x.view(), mean, m2);
+          host::local_moments(serial, x.input(), mean, m2);
         finish(m2, inv_std)(0, p.c);
         host::normalize(serial, x.view(), y.view(), mean, inv_std, p.params(), epilogue);
-        host::backward_reduce(serial, dy.view(), x.view(), mean, inv_std, p.params(), epilogue, sum, xmu);
-        host::backward_elemt(serial, dy.view(), x.view(), dx.view(), dr.view(), mean, inv_std, p.params(), sum, xmu,
+        host::backward_reduce(serial, dy.input(), x.view(), mean, inv_std, p.params(), epilogue, sum, xmu);
+        host::backward_elemt(serial, dy.input(), x.view(), dx.view(), dr.view(), mean, inv_std, p.params(), sum, xmu,
                              p.oracle.count, epilogue);
         for (auto const how : {host::stores::cached, host::stores::streaming}) {
           // On one thread a block of rows is summed while the one before is mapped.
           test::shuffling_executor const exec{how == host::stores::cached ? 1 : 2};
           host::forward_in_blocks(exec, x.view(), y_got.view(), mean_got, m2_got, inv_got, p.params(),
                                   finish(m2_got, inv_got), epilogue, how);
-          host::backward_in_blocks(exec, dy.view(), x.view(), dx_got.view(), dr_got.view(), mean, inv_std, p.params(),
+          host::backward_in_blocks(exec, dy.input(), x.view(), dx_got.view(), dr_got.view(), mean, inv_std, p.params(),
                                    sum_got, xmu_got, p.oracle.count, epilogue, how);
           CHECK(mean_got == mean);
           CHECK(m2_got == m2);

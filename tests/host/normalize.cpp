@@ -11,14 +11,14 @@ using namespace syncnorm;
 namespace {
 
 template <class T>
-struct problem {
+struct affine_problem {
   using A = accumulate_t<T>;
   std::int64_t n, c, s;
   std::vector<T> x;
   std::vector<double> mean, inv_std;
   std::vector<A> gamma, beta;
 
-  explicit problem(test::extents const& e) : n{e.n}, c{e.c}, s{e.s}, x{test::deviates<T>(e.n, e.c, e.s, 1)} {
+  explicit affine_problem(test::extents const& e) : n{e.n}, c{e.c}, s{e.s}, x{test::deviates<T>(e.n, e.c, e.s, 1)} {
     for (std::int64_t i = 0; i < c; ++i) {
       auto const channel = static_cast<double>(i);
       mean.push_back(0.3 + std::sin(channel) / 3);
@@ -49,7 +49,7 @@ struct problem {
 TEST_CASE_TEMPLATE("y is gamma (x - mean) inv_std + beta", T, float,
                    bfloat16 AND_UNSANITIZED(double, float16, test::brief)) {
   for (auto const& shape : test::shapes) {
-    problem<T> const p{shape};
+    affine_problem<T> const p{shape};
     auto const expected = p.expected(true, true);
     for (auto const order : test::arrangements) {
       for (auto const how : {host::stores::cached, host::stores::streaming}) {
@@ -79,7 +79,7 @@ TEST_CASE_TEMPLATE("y is gamma (x - mean) inv_std + beta", T, float,
 }
 
 TEST_CASE("without gamma or beta they are 1 and 0") {
-  problem<float> const p{{3, 9, 21}};
+  affine_problem<float> const p{{3, 9, 21}};
   for (bool const has_gamma : {false, true})
     for (bool const has_beta : {false, true}) {
       test::tensor<float> x{test::arrangement::nchw, p.n, p.c, p.s, p.x}, y{test::arrangement::nchw, p.n, p.c, p.s};
@@ -89,7 +89,7 @@ TEST_CASE("without gamma or beta they are 1 and 0") {
 }
 
 TEST_CASE("the output may be arranged otherwise than the input") {
-  problem<float> const p{{3, 19, 21}};
+  affine_problem<float> const p{{3, 19, 21}};
   for (auto const from : test::arrangements)
     for (auto const to : test::arrangements) {
       test::tensor<float> x{from, p.n, p.c, p.s, p.x}, y{to, p.n, p.c, p.s};
@@ -110,7 +110,7 @@ TEST_CASE("a large mean does not cancel") {
 TEST_CASE("nothing is written where there is nothing") {
   for (auto const order : test::arrangements)
     for (auto const& shape : {test::extents{0, 5, 4}, {3, 5, 0}, {4, 0, 9}}) {
-      problem<float> const p{shape};
+      affine_problem<float> const p{shape};
       test::tensor<float> x{order, p.n, p.c, p.s, p.x}, y{order, p.n, p.c, p.s};
       host::normalize(test::shuffling_executor{}, x.view(), y.view(), p.mean, p.inv_std, p.params(true, true));
       CHECK(y.intact());

@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include <syncnorm/core/element.hpp>
@@ -19,6 +20,9 @@
 
 #include <support/noise.hpp>
 #include <support/sanitized.hpp>
+#ifdef SYNCNORM_TEST_SANITIZED
+#include <syncnorm/host/compiled_primitives.hpp>
+#endif
 
 namespace test {
 
@@ -96,6 +100,10 @@ inline std::string name_of(arrangement order) {
   return "";
 }
 
+/// Elements that are read. Under the sanitizers, whose programs call the compiled primitives, these are constant, as theirs are.
+template <class T>
+using read = std::conditional_t<sanitized, T const, T>;
+
 /// A tensor that owns its memory, of which it fills more than its elements: what lies between must stay as it was.
 template <class T>
 class tensor {
@@ -143,6 +151,8 @@ public:
     v.data = memory_.data() + offset_;
     return v;
   }
+
+  [[nodiscard]] syncnorm::tensor_view<read<T>> input() { return view(); }
 
   /// The elements, dense `[N, C, S]`.
   [[nodiscard]] std::vector<T> values() {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 namespace test {
 
 /// Whether sanitizers watch this program, which makes it many times slower: then grids are thinner, with sizes and choices
@@ -9,6 +11,10 @@ inline constexpr bool sanitized = true;
 #else
 inline constexpr bool sanitized = false;
 #endif
+
+/// A type in place of another under the sanitizers: one whose primitives are compiled anyway.
+template <class T, class Otherwise>
+using if_sanitized = std::conditional_t<sanitized, T, Otherwise>;
 
 } // namespace test
 
