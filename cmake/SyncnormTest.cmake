@@ -106,8 +106,8 @@ endfunction()
 # syncnorm_add_test(<name> SOURCES a.cpp... [LIBRARIES syncnorm::mpi...] [MPI_RANKS n...] [NO_MAIN] [ARGUMENTS ...]
 #   [LABELS ...] [TIMEOUT seconds] [PROCESSORS n] [RUN_SERIAL] [ENVIRONMENT VAR=value...])
 #
-# Builds one executable, with tests/support/main.cpp unless NO_MAIN, and registers it: under mpiexec with MPI_RANKS,
-# once for each of them where there are several, as <name>.<ranks>.
+# Builds one executable, with doctest and a main where the sources have none (NO_MAIN: with neither), and registers it: under
+# mpiexec with MPI_RANKS, once for each of them where there are several, as <name>.<ranks>.
 function(syncnorm_add_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "NO_MAIN;RUN_SERIAL" "PROCESSORS;TIMEOUT"
     "SOURCES;LIBRARIES;MPI_RANKS;ARGUMENTS;LABELS;ENVIRONMENT")

@@ -17,10 +17,12 @@
 #include <syncnorm/adapters/gloo_context.hpp>
 
 #include "comm/contract.hpp"
+#include "support/message_of.hpp"
 #include "support/processes.hpp"
 
 using namespace std::chrono_literals;
 using syncnorm::gloo_communicator;
+using test_support::contains, test_support::message_of;
 
 static_assert(syncnorm::async_communicator<gloo_communicator>);
 static_assert(syncnorm::splits<gloo_communicator> && syncnorm::aborts<gloo_communicator>);
@@ -38,17 +40,6 @@ std::vector<test_support::process_outcome> run_ranks(int size, Body body) {
   test_support::temporary_directory const directory;
   return test_support::run_processes(size, 60s, [&](int rank) { body(rank, connect(directory.path(), rank, size)); });
 }
-
-std::string message_of(auto const& call) {
-  try {
-    call();
-  } catch (syncnorm::error const& failure) {
-    return failure.what();
-  }
-  return "nothing was thrown";
-}
-
-bool contains(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
 
 /// Sums of these depend on their order.
 std::vector<float> uneven_values(int rank, std::size_t extent) {

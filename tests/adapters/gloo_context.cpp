@@ -18,29 +18,17 @@
 #include <syncnorm/adapters/gloo.hpp>
 #include <syncnorm/adapters/gloo_context.hpp>
 
+#include "adapters/loopback.hpp"
 #include "comm/contract.hpp"
+#include "support/message_of.hpp"
 #include "support/processes.hpp"
 
 using namespace std::chrono_literals;
 using syncnorm::make_gloo_context;
 using syncnorm::make_gloo_store;
+using test_support::contains, test_support::loopback, test_support::message_of;
 
 namespace {
-
-std::string message_of(auto const& call) {
-  try {
-    call();
-  } catch (syncnorm::error const& failure) {
-    return failure.what();
-  }
-  return "nothing was thrown";
-}
-
-bool contains(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
-
-syncnorm::gloo_context_options loopback(std::chrono::milliseconds timeout = 60s, std::string prefix = "run") {
-  return {.hostname = "127.0.0.1", .timeout = timeout, .prefix = std::move(prefix)};
-}
 
 template <class Body>
 void run_threads(int size, Body body) {

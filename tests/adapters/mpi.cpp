@@ -1,4 +1,3 @@
-#define DOCTEST_CONFIG_IMPLEMENT
 #include <chrono>
 #include <cstddef>
 #include <numeric>
@@ -10,23 +9,16 @@
 #include <syncnorm/adapters/mpi.hpp>
 
 #include "comm/contract.hpp"
+#include "support/message_of.hpp"
 
 using namespace std::chrono_literals;
 using syncnorm::mpi_communicator;
+using test_support::contains, test_support::message_of;
 
 static_assert(syncnorm::async_communicator<mpi_communicator>);
 static_assert(syncnorm::splits<mpi_communicator> && syncnorm::aborts<mpi_communicator>);
 
 namespace {
-
-std::string message_of(auto const& call) {
-  try {
-    call();
-  } catch (syncnorm::error const& failure) {
-    return failure.what();
-  }
-  return "nothing was thrown";
-}
 
 /// A communicator that is not freed: MPI_Comm_free would wait for an operation that never completes.
 MPI_Comm abandoned_duplicate() {
@@ -34,8 +26,6 @@ MPI_Comm abandoned_duplicate() {
   MPI_Comm_dup(MPI_COMM_WORLD, &copy);
   return copy;
 }
-
-bool contains(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
 
 } // namespace
 

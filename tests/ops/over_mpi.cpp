@@ -1,6 +1,5 @@
 #include <chrono>
 
-#define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
 #include <syncnorm/adapters/mpi.hpp>
