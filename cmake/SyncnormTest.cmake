@@ -80,9 +80,12 @@ function(syncnorm_add_compiled name)
 endfunction()
 
 # The primitives of the CPU, and the passes of the libtorch module, which call them.
+set(primitives "SYNCNORM_PRIMITIVES(, float)" "SYNCNORM_PRIMITIVES(, double)" "SYNCNORM_PRIMITIVES(, syncnorm::bfloat16)")
+if(NOT SYNCNORM_SANITIZE MATCHES "thread") # to which both 16-bit types are the same
+  list(APPEND primitives "SYNCNORM_PRIMITIVES(, syncnorm::float16)")
+endif()
 syncnorm_add_compiled(syncnorm_compiled_primitives HEADERS syncnorm/host/compiled_primitives.hpp LIBRARIES syncnorm::syncnorm
-  INSTANCES "SYNCNORM_PRIMITIVES(, float)" "SYNCNORM_PRIMITIVES(, double)" "SYNCNORM_PRIMITIVES(, syncnorm::float16)"
-    "SYNCNORM_PRIMITIVES(, syncnorm::bfloat16)")
+  INSTANCES ${primitives})
 target_compile_options(syncnorm_compiled_primitives PRIVATE ${SYNCNORM_PRIMITIVE_OPTIONS})
 if(TARGET syncnorm::torch)
   syncnorm_add_compiled(syncnorm_compiled_passes HEADERS syncnorm/torch/compiled_passes.hpp

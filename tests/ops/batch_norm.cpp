@@ -114,7 +114,7 @@ TEST_CASE_TEMPLATE("a layer that exceeds the cache is exchanged in parts", T, fl
   for (std::size_t pass = 2; pass < counts.size(); ++pass) CHECK(counts[pass] > 2);
   for (auto const spread : test::partitions) {
     if (test::sanitized && spread != test::partition::uneven) continue;
-    test::case_data<T> const data{{3, test::sanitized ? 7 : 13, 8, 4096, spread, test::layout::nchw}};
+    test::case_data<T> const data{{3, test::sanitized ? 5 : 13, 8, 4096, spread, test::layout::nchw}};
     syncnorm::run_ranks(3, [&](syncnorm::thread_communicator const& comm) {
       for (auto const& failure : test::run_case(data, comm)) FAIL_CHECK(failure);
     });

@@ -56,7 +56,7 @@ TEST_CASE("layers beyond the cache are exchanged in parts with their epilogues")
   for (std::size_t k = 1; k < test::epilogue_choices.size(); k += test::sanitized ? 9 : 2) {
     auto const& choice = test::epilogue_choices[k];
     test::epilogue_case<float> const data{
-        {2, test::sanitized ? 7 : 13, 8, 4096, test::partition::uneven, test::layout::nchw}, choice};
+        {2, test::sanitized ? 5 : 13, 8, 4096, test::partition::uneven, test::layout::nchw}, choice};
     run_ranks(2, [&](thread_communicator const& comm) {
       for (auto const& failure : test::run_epilogue_case(data, comm)) FAIL_CHECK(failure);
     });

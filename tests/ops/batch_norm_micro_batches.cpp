@@ -20,14 +20,17 @@
 using syncnorm::thread_communicator;
 
 TEST_CASE_TEMPLATE("micro-batches by one statistic are their concatenation", T, float AND_UNSANITIZED(double)) {
+  std::size_t cells = 0;
   for (auto const& shares : test::micro_batch_shares)
     for (auto const order : test::layouts)
       for (std::int64_t const channels : {1, 3, 130})
-        for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+        for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce}) {
+          if (test::sanitized && cells++ % 7 > 0) continue;
           syncnorm::run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
             for (auto const& failure : test::check_micro_batches<T>(comm, shares, order, channels, policy))
               FAIL_CHECK(failure);
           });
+        }
 }
 
 TEST_CASE("micro-batches need neither several ranks nor the same number on each") {
