@@ -111,11 +111,13 @@ TEST_CASE("the sums about a large mean make up for its rounding") {
 TEST_CASE_TEMPLATE("dx of every shape and arrangement is the oracle's", T, float,
                    bfloat16 AND_UNSANITIZED(double, float16, test::brief)) {
   double const accuracy = test::accuracy<T>;
+  std::size_t cells = 0;
   for (auto const& shape : test::shapes) {
     gradient_problem<T> const p{shape};
     auto const& expected = p.gradients.dx;
     for (auto const order : test::arrangements) {
       for (auto const how : {host::stores::cached, host::stores::streaming}) {
+        if (test::sanitized && cells++ % 3 > 0) continue;
         CAPTURE(test::name_of(shape));
         CAPTURE(test::name_of(order));
         test::tensor<T> x{order, p.n, p.c, p.s, p.x}, dy{order, p.n, p.c, p.s, p.dy, 3}, dx{order, p.n, p.c, p.s, 1};

@@ -48,12 +48,14 @@ struct affine_problem {
 
 TEST_CASE_TEMPLATE("y is gamma (x - mean) inv_std + beta", T, float,
                    bfloat16 AND_UNSANITIZED(double, float16, test::brief)) {
+  std::size_t cells = 0;
   for (auto const& shape : test::shapes) {
     affine_problem<T> const p{shape};
     auto const expected = p.expected(true, true);
     for (auto const order : test::arrangements) {
       for (auto const how : {host::stores::cached, host::stores::streaming}) {
         for (std::int64_t const offset : {std::int64_t{0}, how == host::stores::cached ? std::int64_t{1} : 7}) {
+          if (test::sanitized && cells++ % 3 > 0) continue;
           CAPTURE(test::name_of(shape));
           CAPTURE(test::name_of(order));
           CAPTURE(offset);
