@@ -106,23 +106,20 @@ function(syncnorm_reuse_torch_headers)
   endforeach()
 endfunction()
 
-# syncnorm_add_test(<name> SOURCES a.cpp... [LIBRARIES syncnorm::mpi...] [MPI_RANKS n...] [NO_MAIN] [ARGUMENTS ...]
+# syncnorm_add_test(<name> SOURCES a.cpp... [LIBRARIES syncnorm::mpi...] [MPI_RANKS n...] [ARGUMENTS ...]
 #   [LABELS ...] [TIMEOUT seconds] [PROCESSORS n] [RUN_SERIAL] [ENVIRONMENT VAR=value...])
 #
-# Builds one executable, with doctest and a main where the sources have none (NO_MAIN: with neither), and registers it: under
-# mpiexec with MPI_RANKS, once for each of them where there are several, as <name>.<ranks>.
+# Builds one executable, with doctest, and a main where the sources have none, and registers it: under mpiexec with MPI_RANKS,
+# once for each of them where there are several, as <name>.<ranks>.
 function(syncnorm_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_MAIN;RUN_SERIAL" "PROCESSORS;TIMEOUT"
+  cmake_parse_arguments(PARSE_ARGV 1 arg "RUN_SERIAL" "PROCESSORS;TIMEOUT"
     "SOURCES;LIBRARIES;MPI_RANKS;ARGUMENTS;LABELS;ENVIRONMENT")
   if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
     message(FATAL_ERROR "syncnorm_add_test(${name}): sources '${arg_SOURCES}', unknown '${arg_UNPARSED_ARGUMENTS}'")
   endif()
   add_executable(${name} ${arg_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests")
-  target_link_libraries(${name} PRIVATE syncnorm::syncnorm doctest::doctest ${arg_LIBRARIES} syncnorm_development)
-  if(NOT arg_NO_MAIN)
-    target_link_libraries(${name} PRIVATE syncnorm_test_main)
-  endif()
+  target_link_libraries(${name} PRIVATE syncnorm::syncnorm ${arg_LIBRARIES} syncnorm_test_main syncnorm_development)
   # Clang parses the standard library's headers, a second for most sources, once for all. GCC's options differ by test.
   if(SYNCNORM_SANITIZE AND NOT "OpenMP::OpenMP_CXX" IN_LIST arg_LIBRARIES)
     target_precompile_headers(${name} REUSE_FROM syncnorm_test_main)
@@ -157,12 +154,11 @@ function(syncnorm_add_test name)
   endforeach()
 endfunction()
 
-# syncnorm_add_selection(<name> OF <test> FILES glob... [LABELS ...]): the test cases of these sources of a test's executable, as a
-# test of its own.
+# syncnorm_add_selection(<name> OF <test> ONLY <filter> [LABELS ...]): the test cases of a test's executable that doctest's filter
+# selects, as a test of its own.
 function(syncnorm_add_selection name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "OF" "FILES;LABELS")
-  list(JOIN arg_FILES "," files)
-  syncnorm_register_test(${name} COMMAND ${arg_OF} "--source-file=${files}" LABELS ${arg_LABELS})
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "OF;ONLY" "LABELS")
+  syncnorm_register_test(${name} COMMAND ${arg_OF} "${arg_ONLY}" LABELS ${arg_LABELS})
   set_tests_properties(${name} PROPERTIES FAIL_REGULAR_EXPRESSION "test cases: +0 ") # none was found
 endfunction()
 
