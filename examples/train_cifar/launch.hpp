@@ -18,6 +18,8 @@
 
 #include <syncnorm/core/error.hpp>
 
+#include "cores.hpp"
+
 namespace train_cifar {
 
 namespace detail {
@@ -153,8 +155,8 @@ inline std::vector<std::string> environment_of_rank(int rank, int ranks) {
 
 } // namespace detail
 
-/// Starts `ranks` processes of this program with the same arguments and a rendezvous in a temporary folder, and waits
-/// for them. When one fails, or this process is told to end, the others are killed. Returns the exit status of the whole.
+/// Starts `ranks` processes of this program with the same arguments, a share of the cores each, and a rendezvous in a temporary
+/// folder, and waits for them. When one fails, or this process is told to end, the others are killed. Returns the exit status of the whole.
 inline int start_ranks(int ranks, std::span<char* const> arguments) {
   detail::temporary_folder const folder;
   detail::held_signals const signals;
@@ -162,7 +164,13 @@ inline int start_ranks(int ranks, std::span<char* const> arguments) {
   std::vector<std::string> all(arguments.begin(), arguments.end());
   all.insert(all.end(), {"--rendezvous", "file:" + folder.path(), "--interface", "lo"});
   std::fflush(nullptr);
-  for (int rank = 0; rank < ranks; ++rank) group.start(all, detail::environment_of_rank(rank, ranks), signals.before());
+  {
+    core_shares const shares;
+    for (int rank = 0; rank < ranks; ++rank) {
+      shares.enter(rank, ranks);
+      group.start(all, detail::environment_of_rank(rank, ranks), signals.before());
+    }
+  }
 
   int outcome = 0;
   while (group.running()) {

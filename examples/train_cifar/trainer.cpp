@@ -6,6 +6,7 @@
 #include <mutex>
 #include <numeric>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -17,6 +18,7 @@
 
 #include "agree.hpp"
 #include "batch.hpp"
+#include "cores.hpp"
 #include "cuda.hpp"
 #include "evaluate.hpp"
 #include "exchange.hpp"
@@ -86,13 +88,16 @@ std::string host_name() {
   return name;
 }
 
-/// Gives this thread, and the passes forward and backward that it runs, its share of the cores of a host that several
-/// ranks may be on. OMP_NUM_THREADS has precedence. Collective.
+/// Gives this thread, and the passes forward and backward that it runs, its share of the cores that other ranks of the host may
+/// have, too. OMP_NUM_THREADS has precedence. Collective.
 void share_cores(syncnorm::any_communicator const& comm) {
-  auto const hosts = gather_lines(comm, host_name());
-  auto const here = std::ranges::count(hosts, hosts[static_cast<std::size_t>(syncnorm::rank(comm))]);
+  auto const cores = usable_cores();
+  std::string_view const bytes{reinterpret_cast<char const*>(cores.data()), cores.size() * sizeof(int)};
+  auto const places = gather_lines(comm, std::to_string(std::hash<std::string_view>{}(bytes)) + " of " + host_name());
+  auto const here = std::ranges::count(places, places[static_cast<std::size_t>(syncnorm::rank(comm))]);
   if (std::getenv("OMP_NUM_THREADS") != nullptr) return;
-  at::set_num_threads(std::max(1, static_cast<int>(std::thread::hardware_concurrency() / here)));
+  auto const all = cores.empty() ? std::size_t{std::thread::hardware_concurrency()} : cores.size();
+  at::set_num_threads(std::max(1, static_cast<int>(all / static_cast<std::size_t>(here))));
 }
 
 /// One rank's training.

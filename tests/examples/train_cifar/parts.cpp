@@ -2,11 +2,13 @@
 #include <map>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <doctest/doctest.h>
 
 #include "../../../examples/train_cifar/compare.hpp"
+#include "../../../examples/train_cifar/cores.hpp"
 #include "../../../examples/train_cifar/files.hpp"
 #include "../../../examples/train_cifar/measure.hpp"
 #include "../../../examples/train_cifar/membership.hpp"
@@ -33,6 +35,29 @@ TEST_CASE("Shares cover every sample once, in order, and differ by at most one")
       CHECK(longest - shortest <= 1);
       CHECK(longest == share_of(std::span{samples}, 0, ranks).size());
     }
+}
+
+TEST_CASE("What is started as a rank has its share of the cores, if there is one for each") {
+  auto const cores = usable_cores();
+  REQUIRE(!cores.empty());
+  auto const all = static_cast<int>(cores.size());
+  for (int const ranks : {1, all, all + 1}) {
+    std::vector<int> given;
+    {
+      core_shares const shares;
+      for (int rank = 0; rank < ranks; ++rank) {
+        shares.enter(rank, ranks);
+        std::jthread const started{[&] {
+          auto const own = usable_cores();
+          given.insert(given.end(), own.begin(), own.end());
+        }};
+      }
+    }
+    CHECK(given.size() == (ranks > all ? cores.size() * static_cast<std::size_t>(ranks) : cores.size()));
+    given.resize(cores.size());
+    CHECK(given == cores);
+    CHECK(usable_cores() == cores);
+  }
 }
 
 TEST_CASE("Shuffling keeps every number, and the seed decides the order") {
