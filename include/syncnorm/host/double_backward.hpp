@@ -5,7 +5,6 @@
 #include <optional>
 #include <span>
 
-#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/function_ref.hpp>

@@ -5,7 +5,6 @@
 #include <span>
 #include <type_traits>
 
-#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>

@@ -6,7 +6,6 @@
 #include <span>
 #include <type_traits>
 
-#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>

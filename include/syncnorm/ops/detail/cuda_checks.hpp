@@ -8,7 +8,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
-#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
-#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/cuda_batch_norm_double_backward.hpp>
