@@ -264,10 +264,6 @@ private:
     }
   }
 
-  static std::int64_t misaligned(T const* to) {
-    return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
-  }
-
   /// Elements from the line of the cache that all outputs begin before `to`, or there; none where not all are streamed there.
   [[nodiscard]] std::optional<std::int64_t> since_line(targets const& to) const {
     std::optional<std::int64_t> since;
@@ -320,8 +316,8 @@ private:
     std::array<bool, outputs> streams{};
     std::int64_t i = first;
     if (leader < outputs) {
-      std::int64_t const off = misaligned(to[leader] + i);
-      for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && misaligned(to[j] + i) == off;
+      std::int64_t const off = elements_since_vector(to[leader] + i);
+      for (std::size_t j = 0; j < outputs; ++j) streams[j] = streams_[j] && elements_since_vector(to[j] + i) == off;
       std::int64_t const head = off == 0 ? i : std::min<std::int64_t>(n, stream_lanes<T> - off);
       for (; i + L <= head; i += L) put<L>(to, i, compute<L>(from, i, k), {});
       if (i < head) some(from, to, i, head, n, k);

@@ -353,9 +353,8 @@ private:
       return;
     }
     if constexpr (Stream) {
-      auto const misaligned =
-          static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to + i) % simd_bytes / sizeof(T));
-      std::int64_t const head = misaligned == 0 ? i : std::min<std::int64_t>(n, stream_lanes<T> - misaligned);
+      std::int64_t const off = elements_since_vector(to + i);
+      std::int64_t const head = off == 0 ? i : std::min<std::int64_t>(n, stream_lanes<T> - off);
       for (; i + L <= head; i += L) store<L>(to + i, compute<L>(from, i, k));
       if (i < head) some(from, to, i, head, n, k);
       i = head;

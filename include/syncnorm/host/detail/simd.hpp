@@ -135,6 +135,12 @@ template <class T>
   return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % 64 / sizeof(T));
 }
 
+/// Elements from the last place before `to`, or there, that a full register may be streamed to.
+template <class T>
+[[nodiscard, gnu::always_inline]] inline std::int64_t elements_since_vector(T const* to) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
+}
+
 /// Lanes [first, last) of `v`, each to its place from `to` on, and no other; past the cache if `Stream`, as far as they are
 /// whole numbers of four bytes: a line of which the cache gets a part would have to be read first.
 template <bool Stream, int Lanes, class T>
