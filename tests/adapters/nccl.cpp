@@ -57,7 +57,7 @@ TEST_CASE("the host waits for nobody, and a group is enqueued at its end") {
   std::vector<nccl_communicator> ranks{nccl_communicator::adopt(raw[0]), nccl_communicator::adopt(raw[1])};
   std::array<gather_of_two, 2> work{gather_of_two{2}, gather_of_two{2}};
   for (std::size_t r = 0; r < 2; ++r) work[r](ranks[r]); // one thread for both
-  work[0].on.wait();
+  for (auto& each : work) each.on.wait();
   CHECK((work[0].out.get() == std::vector<float>{1, 2, 1, 2}));
 
   work[0].out.put({0, 0, 0, 0});
