@@ -21,27 +21,13 @@
 #include <comm/bare.hpp>
 #include <comm/counted.hpp>
 #include <ops/pending_cases.hpp>
+#include <support/message_of.hpp>
 #include <support/sanitized.hpp>
 
 using syncnorm::exchange_policy;
 using syncnorm::thread_communicator;
 using test::layer_data;
-
-namespace {
-
-template <class Error, class F>
-std::string text_of(F const& f) {
-  try {
-    f();
-  } catch (Error const& e) {
-    return e.what();
-  }
-  return "nothing thrown";
-}
-
-bool has(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
-
-} // namespace
+using test_support::contains, test_support::message_of;
 
 TEST_CASE("two phases and groups of layers are the passes one after the other") {
   for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
@@ -112,18 +98,18 @@ TEST_CASE("what is wrong on one rank is thrown by finish on every rank, and noth
           auto x = data.x();
           if (comm.rank() == 1) x.data = nullptr;
           auto pending = data.layer.begin_forward(x, data.y());
-          auto text = text_of<syncnorm::invalid_argument_error>([&] { pending.finish(); });
-          CHECK_MESSAGE((has(text, "rank 1: x is null") && !has(text, "rank 0")), text);
+          auto text = message_of<syncnorm::invalid_argument_error>([&] { pending.finish(); });
+          CHECK_MESSAGE((contains(text, "rank 1: x is null") && !contains(text, "rank 0")), text);
           CHECK(data.state() == before);
           data.step();
           auto const after = data.state();
           auto dy = data.dy();
           if (comm.rank() == 2) dy.samples = 1;
           auto backward = data.layer.begin_backward(data.x(), dy, data.dx());
-          text = text_of<syncnorm::invalid_argument_error>([&] { backward.finish(); });
-          CHECK_MESSAGE(has(text, "rank 2: dy is [1, "), text);
+          text = message_of<syncnorm::invalid_argument_error>([&] { backward.finish(); });
+          CHECK_MESSAGE(contains(text, "rank 2: dy is [1, "), text);
           CHECK(data.state() == after);
-          CHECK(has(text_of<syncnorm::invalid_argument_error>([&] { backward.finish(); }), "finished already"));
+          CHECK(contains(message_of<syncnorm::invalid_argument_error>([&] { backward.finish(); }), "finished already"));
           data.step();
         });
 }
@@ -141,34 +127,35 @@ TEST_CASE("ranks that disagree, in a layer of a group, all hear of it") {
         };
         if (first_good) run(b);
         auto const before = a.state();
-        auto text = text_of<syncnorm::mismatch_error>([&] { run(comm.rank() == 1 ? other : b); });
-        CHECK_MESSAGE((has(text, "of layer 1") && has(text, "momentum") && has(text, "rank 1 has 0.25")), text);
+        auto text = message_of<syncnorm::mismatch_error>([&] { run(comm.rank() == 1 ? other : b); });
+        CHECK_MESSAGE((contains(text, "of layer 1") && contains(text, "momentum") && contains(text, "rank 1 has 0.25")),
+                      text);
         auto x = a.x();
         if (comm.rank() == 0) x.samples = -3;
-        text = text_of<syncnorm::invalid_argument_error>(
+        text = message_of<syncnorm::invalid_argument_error>(
             [&] { group.run(syncnorm::passes(a.layer.plan_forward(x, a.y()), b.layer.plan_forward(b.x(), b.y()))); });
-        CHECK_MESSAGE((has(text, "of layer 0: rank 0: x has a negative extent")), text);
+        CHECK_MESSAGE((contains(text, "of layer 0: rank 0: x has a negative extent")), text);
         CHECK(a.state() == before);
-        text = text_of<syncnorm::invalid_argument_error>([&] {
+        text = message_of<syncnorm::invalid_argument_error>([&] {
           group.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), b.layer.plan_backward(b.x(), b.dy(), b.dx())));
         });
-        CHECK_MESSAGE(has(text, "cannot travel together"), text);
+        CHECK_MESSAGE(contains(text, "cannot travel together"), text);
         CHECK(a.state() == before);
         // Other channels than the group has seen: ranks that had agreed on these would send what others do not expect.
         syncnorm::batch_norm_group fresh{comm};
-        text = text_of<syncnorm::mismatch_error>([&] {
+        text = message_of<syncnorm::mismatch_error>([&] {
           auto& second = comm.rank() == 1 ? wide : b;
           fresh.run(
               syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), second.layer.plan_forward(second.x(), second.y())));
         });
-        CHECK_MESSAGE(has(text, "channels"), text);
-        text = text_of<syncnorm::mismatch_error>([&] {
+        CHECK_MESSAGE(contains(text, "channels"), text);
+        text = message_of<syncnorm::mismatch_error>([&] {
           if (comm.rank() == 1)
             fresh.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y())));
           else
             fresh.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), b.layer.plan_forward(b.x(), b.y())));
         });
-        CHECK_MESSAGE(has(text, "number of layers"), text);
+        CHECK_MESSAGE(contains(text, "number of layers"), text);
         CHECK(a.state() == before);
         run(b);
       });
@@ -185,11 +172,11 @@ TEST_CASE("one value per channel over all ranks, in one layer of a group, change
       view.spatial = 1;
       return view;
     };
-    auto const text = text_of<syncnorm::invalid_argument_error>([&] {
+    auto const text = message_of<syncnorm::invalid_argument_error>([&] {
       group.run(syncnorm::passes(good.layer.plan_forward(good.x(), good.y()),
                                  bad.layer.plan_forward(one(bad.x()), one(bad.y()))));
     });
-    CHECK_MESSAGE(has(text, "more than 1 value per channel"), text);
+    CHECK_MESSAGE(contains(text, "more than 1 value per channel"), text);
     CHECK(good.state() == before);
   });
 }

@@ -6,11 +6,12 @@
 
 namespace test_support {
 
-/// What the error says that a call throws.
+/// What a call throws as an `Error`, which is the only thing that it may throw.
+template <class Error = syncnorm::error>
 std::string message_of(auto const& call) {
   try {
     call();
-  } catch (syncnorm::error const& failure) {
+  } catch (Error const& failure) {
     return failure.what();
   }
   return "nothing was thrown";

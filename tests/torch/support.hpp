@@ -21,6 +21,8 @@
 #include <syncnorm/torch/compiled_passes.hpp>
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
+#include "support/message_of.hpp"
+
 namespace test {
 
 using syncnorm::torch::SyncBatchNorm;
@@ -97,19 +99,6 @@ private:
   Tensor tensor_;
 };
 
-/// What `f` threw as an `Error`, or a text that says what else happened.
-template <class Error, class F>
-std::string message_of(F const& f) {
-  try {
-    f();
-  } catch (Error const& e) {
-    return e.what();
-  } catch (std::exception const& e) {
-    return std::string{"another exception: "} + e.what();
-  }
-  return "no exception";
-}
-
-inline bool contains(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
+using test_support::contains, test_support::message_of;
 
 } // namespace test
