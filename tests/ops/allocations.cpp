@@ -2,7 +2,9 @@
 #include <barrier>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -145,6 +147,51 @@ int of_other_modes(int ranks, extents const& of) {
   });
 }
 
+syncnorm::batch_norm_epilogue<float> masked_relu(step_tensors const& t, bool masked) {
+  syncnorm::batch_norm_epilogue<float> epilogue;
+  if (masked) epilogue = {.activation = syncnorm::activation::relu(), .mask = t.counts()};
+  return epilogue;
+}
+
+/// Passes in two phases, of which two are pending at a time.
+int of_two_phases(int ranks, extents const& of, bool masked,
+                  syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
+  return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
+    syncnorm::batch_norm_layer_options const options{.norm = {.exchange = policy}};
+    return [&t, epilogue = masked_relu(t, masked), a = layer_type{comm, of.channels, options},
+            b = layer_type{comm, of.channels, options}]() mutable {
+      auto first = a.begin_forward(t.view(t.x), t.view(t.y), epilogue);
+      auto second = b.begin_forward(t.view(t.dy), t.view(t.more), epilogue);
+      second.finish();
+      first.finish();
+      first = a.begin_backward(t.view(t.x), t.view(t.dy), t.view(t.dx), {}, epilogue);
+      second = b.begin_backward(t.view(t.dy), t.view(t.x), t.view(t.more), {}, epilogue);
+      first.finish();
+      second.finish();
+    };
+  });
+}
+
+/// Groups of three layers, one of them by constant statistics.
+int of_groups(int ranks, extents const& of, bool masked,
+              syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
+  return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
+    syncnorm::batch_norm_layer_options const options{.norm = {.exchange = policy}};
+    auto frozen = layer_type{comm, of.channels, options};
+    frozen.freeze_statistics();
+    return [&t, epilogue = masked_relu(t, masked), group = syncnorm::batch_norm_group{comm},
+            a = layer_type{comm, of.channels, options}, b = layer_type{comm, of.channels, options},
+            frozen = std::move(frozen), out = std::vector<float>(t.x.size())]() mutable {
+      group.run(syncnorm::passes(a.plan_forward(t.view(t.x), t.view(t.y), epilogue),
+                                 b.plan_forward(t.view(t.dy), t.view(t.more), epilogue),
+                                 frozen.plan_forward(t.view(t.x), t.view(out), epilogue)));
+      group.run(syncnorm::passes(a.plan_backward(t.view(t.x), t.view(t.dy), t.view(t.dx), {}, epilogue),
+                                 b.plan_backward(t.view(t.dy), t.view(t.x), t.view(t.more), {}, epilogue),
+                                 frozen.plan_backward(t.view(t.x), t.view(t.dy), t.view(out), {}, epilogue)));
+    };
+  });
+}
+
 int of_power_norm(int ranks, extents const& of, syncnorm::power_norm_options const& options) {
   return allocations_after_first_step(
       ranks, of,
@@ -180,6 +227,49 @@ TEST_CASE("a step with an epilogue and a mask allocates nothing after the first"
 TEST_CASE("neither in place nor over micro-batches does a step allocate after the first") {
   CHECK(of_other_modes(1, {4, 24, 49}) == 0);
   CHECK(of_other_modes(2, {4, 200, 9}) == 0);
+}
+
+TEST_CASE("neither in two phases nor in groups does a step allocate after the first") {
+  using syncnorm::exchange_policy;
+  for (bool const masked : {false, true})
+    for (auto const policy : {exchange_policy::gather, exchange_policy::reduce}) {
+      CHECK(of_two_phases(1, {4, 24, 49}, masked, policy) == 0);
+      CHECK(of_two_phases(3, {4, 200, 9}, masked, policy) == 0);
+      CHECK(of_groups(1, {4, 24, 49}, masked, policy) == 0);
+      CHECK(of_groups(3, {4, 200, 9}, masked, policy) == 0);
+    }
+}
+
+TEST_CASE("what one thread begins and another finishes leaves them no more memory with every step") {
+  extents const of{4, 3, 200};
+  step_tensors t{of};
+  std::vector<std::uint8_t> every_other(t.mask.size() * 2, 1); // which has to be copied
+  every_other[0] = 0;
+  syncnorm::batch_norm_epilogue<float> const epilogue{
+      .mask = {every_other.data(), of.samples, of.spatial, 2 * of.spatial, 2}};
+  syncnorm::batch_norm<float> layer{syncnorm::self_communicator{}, of.channels};
+  std::optional<syncnorm::pending_passes> pending;
+  constexpr int steps = 200;
+  std::barrier both{2};
+  std::jthread const finisher{[&] {
+    for (int i = 0; i < steps; ++i) {
+      both.arrive_and_wait();
+      pending->finish();
+      pending.reset();
+      both.arrive_and_wait();
+    }
+    both.arrive_and_wait();
+  }};
+  int live_before = 0;
+  for (int i = 0; i < steps; ++i) {
+    pending.emplace(layer.begin_forward(t.view(t.x), t.view(t.y), epilogue));
+    both.arrive_and_wait();
+    both.arrive_and_wait();
+    if (i == steps / 2) live_before = test::live_allocations();
+  }
+  int const live_after = test::live_allocations();
+  both.arrive_and_wait();
+  CHECK(live_after == live_before);
 }
 
 TEST_CASE("double backward allocates nothing after the first step") {

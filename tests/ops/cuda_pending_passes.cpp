@@ -4,7 +4,6 @@
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include <doctest/doctest.h>
 
@@ -114,7 +113,7 @@ TEST_CASE("what is wrong with one layer of a group on one rank is an error on ev
     test::stream const on;
     bool const here = comm.rank() == 1;
     auto const before_a = a.results(), before_b = b.results();
-    auto const thrown = [&](std::vector<cuda::batch_norm_pass> passes) {
+    auto const thrown = [&](auto passes) {
       return test::thrown<syncnorm::invalid_argument_error>([&] {
         group.run(std::move(passes), on);
         group.synchronize(on);

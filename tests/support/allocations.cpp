@@ -8,13 +8,20 @@
 namespace {
 
 thread_local bool counts = false;
-std::atomic<int> allocations{0};
+std::atomic<int> allocations{0}, live{0};
 
 void* allocate(std::size_t bytes, std::size_t alignment) {
   if (counts) ++allocations;
   std::size_t const whole = (bytes + alignment - 1) / alignment * alignment;
-  if (void* const memory = std::aligned_alloc(alignment, whole == 0 ? alignment : whole)) return memory;
-  throw std::bad_alloc{};
+  void* const memory = std::aligned_alloc(alignment, whole == 0 ? alignment : whole);
+  if (memory == nullptr) throw std::bad_alloc{};
+  ++live;
+  return memory;
+}
+
+void release(void* memory) noexcept {
+  if (memory != nullptr) --live;
+  std::free(memory);
 }
 
 } // namespace
@@ -23,14 +30,15 @@ void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
   return allocate(bytes, static_cast<std::size_t>(alignment));
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory) noexcept { release(memory); }
+void operator delete(void* memory, std::size_t) noexcept { release(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { release(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { release(memory); }
 
 namespace test {
 
 void count_allocations(bool on) { counts = on; }
 int take_allocations() { return allocations.exchange(0); }
+int live_allocations() { return live; }
 
 } // namespace test

@@ -8,4 +8,7 @@ void count_allocations(bool on);
 /// Those counted, on all threads, since the last call.
 [[nodiscard]] int take_allocations();
 
+/// Allocations of `operator new`, of all threads, whether counted or not, that have not been given back.
+[[nodiscard]] int live_allocations();
+
 } // namespace test

@@ -3,11 +3,11 @@
 #include <cstdint>
 #include <memory>
 
+#include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/mask.hpp>
-#include <syncnorm/host/detail/scratch.hpp>
 
 namespace syncnorm::host {
 
@@ -20,8 +20,9 @@ public:
       : slope_{static_cast<accumulate_t<T>>(epilogue.activation.negative_slope)}, residual_{epilogue.residual},
         has_residual_{epilogue.has_residual()}, zeroes_{epilogue.masked == masked_outputs::zero} {
     if (!epilogue.mask) return;
-    auto const mask = std::allocate_shared<detail::prepared_mask>(detail::kept_allocator<detail::prepared_mask>{},
-                                                                  epilogue.mask, detail::row_cut::longest<T>);
+    using allocator = syncnorm::detail::kept_allocator<detail::prepared_mask>;
+    auto const mask =
+        std::allocate_shared<detail::prepared_mask>(allocator{}, epilogue.mask, detail::row_cut::longest<T>);
     if (mask->count() != epilogue.mask.samples * epilogue.mask.spatial) mask_ = mask;
   }
 

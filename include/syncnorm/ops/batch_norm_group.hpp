@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <deque>
 #include <utility>
-#include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/detail/packet_exchange.hpp>
 #include <syncnorm/ops/passes.hpp>
@@ -30,16 +30,21 @@ public:
 
   /// Starts the exchange of all passes, which are either forward or backward passes. Collective; see `pending_passes`, which
   /// the group has to outlive.
-  [[nodiscard]] pending_passes begin(std::vector<batch_norm_pass> passes) {
-    std::vector<std::int64_t> channels;
+  template <list_of<batch_norm_pass> List>
+  [[nodiscard]] pending_passes begin(List passes) {
+    detail::kept_vector<std::int64_t> channels;
+    channels.reserve(passes.size());
     for (auto const& pass : passes) channels.push_back(pass.steps().channels());
     auto found = std::ranges::find(exchanges_, channels, &detail::packet_exchange::channels);
     if (found == exchanges_.end()) found = exchanges_.emplace(exchanges_.end(), std::move(channels), 2);
-    return pending_passes::begin(comm_, std::move(passes), *found);
+    return pending_passes::begin(comm_, passes, *found);
   }
 
   /// The same, to the end.
-  void run(std::vector<batch_norm_pass> passes) { begin(std::move(passes)).finish(); }
+  template <list_of<batch_norm_pass> List>
+  void run(List passes) {
+    begin(std::move(passes)).finish();
+  }
 
   [[nodiscard]] C const& comm() const noexcept { return comm_; }
 

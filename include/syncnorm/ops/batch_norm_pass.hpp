@@ -8,14 +8,16 @@
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/kept_memory.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/backward_steps.hpp>
 #include <syncnorm/ops/detail/forward_steps.hpp>
+#include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm {
@@ -30,46 +32,49 @@ public:
 };
 
 template <class T, class P>
-class planned_forward final : public planned_pass {
+class planned_forward final : public planned_pass, public in_kept_memory<planned_forward<T, P>> {
 public:
   planned_forward(host::executor_ref exec, std::int64_t channels, forward_operands<T, P> const& in,
                   batch_norm_options const& options, batch_norm_saved& saved, batch_norm_caller const& caller)
       : x_(in.x.begin(), in.x.end()), y_(in.y.begin(), in.y.end()),
         epilogues_(in.epilogues.begin(), in.epilogues.end()),
-        steps_{exec,     channels, {x_, y_, in.affine, in.running, in.scope, epilogues_}, options, saved,
-               buffers_, caller} {}
+        steps_{exec,  channels, {x_, y_, in.affine, in.running, in.scope, epilogues_}, options, saved, *buffers_.data(),
+               caller} {}
   pass_steps& steps() override { return steps_; }
 
 private:
-  std::vector<tensor_view<T const>> x_;
-  std::vector<tensor_view<T>> y_;
-  std::vector<batch_norm_epilogue<T>> epilogues_;
-  pass_buffers buffers_;
+  kept_vector<tensor_view<T const>> x_;
+  kept_vector<tensor_view<T>> y_;
+  kept_vector<batch_norm_epilogue<T>> epilogues_;
+  host::detail::scratch_lease<pass_buffers> buffers_{1};
   forward_steps<T, P> steps_;
 };
 
 template <class T, class P>
-class planned_backward final : public planned_pass {
+class planned_backward final : public planned_pass, public in_kept_memory<planned_backward<T, P>> {
 public:
   planned_backward(host::executor_ref exec, std::int64_t channels, backward_operands<T, P> const& in,
                    batch_norm_saved const& saved, bool exchange, batch_norm_caller const& caller)
       : dy_(in.dy.begin(), in.dy.end()), x_(in.x.begin(), in.x.end()), dx_(in.dx.begin(), in.dx.end()),
         dresidual_(in.dresidual.begin(), in.dresidual.end()), epilogues_(in.epilogues.begin(), in.epilogues.end()),
-        steps_{exec,     channels, {dy_, x_, dx_, in.affine, in.gradients, epilogues_, dresidual_}, saved, exchange,
-               buffers_, caller} {}
+        steps_{exec,  channels, {dy_, x_, dx_, in.affine, in.gradients, epilogues_, dresidual_},
+               saved, exchange, *buffers_.data(),
+               caller} {}
   pass_steps& steps() override { return steps_; }
 
 private:
-  std::vector<tensor_view<T const>> dy_, x_;
-  std::vector<tensor_view<T>> dx_, dresidual_;
-  std::vector<batch_norm_epilogue<T>> epilogues_;
-  pass_buffers buffers_;
+  kept_vector<tensor_view<T const>> dy_, x_;
+  kept_vector<tensor_view<T>> dx_, dresidual_;
+  kept_vector<batch_norm_epilogue<T>> epilogues_;
+  host::detail::scratch_lease<pass_buffers> buffers_{1};
   backward_steps<T, P> steps_;
 };
 
 /// A forward pass by constant statistics, which takes part in no exchange.
 template <class T, class P>
-class planned_inference final : public planned_pass, private pass_steps {
+class planned_inference final : public planned_pass,
+                                public in_kept_memory<planned_inference<T, P>>,
+                                private pass_steps {
 public:
   planned_inference(host::executor_ref exec, std::int64_t channels, forward_operands<T, P> const& in,
                     batch_norm_options const& options, batch_norm_saved& saved, batch_norm_caller const& caller = {})
@@ -105,9 +110,9 @@ private:
 
   host::executor_ref exec_;
   std::int64_t channels_;
-  std::vector<tensor_view<T const>> x_;
-  std::vector<tensor_view<T>> y_;
-  std::vector<batch_norm_epilogue<T>> epilogues_;
+  kept_vector<tensor_view<T const>> x_;
+  kept_vector<tensor_view<T>> y_;
+  kept_vector<batch_norm_epilogue<T>> epilogues_;
   affine_parameters<P> affine_;
   running_statistics<P> running_;
   batch_norm_options options_;

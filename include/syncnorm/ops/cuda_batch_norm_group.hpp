@@ -17,7 +17,7 @@
 
 namespace syncnorm::cuda {
 
-using syncnorm::passes;
+using syncnorm::list_of, syncnorm::passes;
 
 /// Runs passes of several layers on a device in one collective, as `syncnorm::batch_norm_group` does on the host: layers of any
 /// channels, element types, shapes and options, whose outputs do not depend on one another.
@@ -36,16 +36,18 @@ public:
 
   /// Starts the exchange of all passes, which are either forward or backward passes. Collective; see `pending_passes`, which
   /// the group has to outlive.
-  [[nodiscard]] pending_passes begin(std::vector<batch_norm_pass> passes, cudaStream_t stream) {
+  template <list_of<batch_norm_pass> List>
+  [[nodiscard]] pending_passes begin(List passes, cudaStream_t stream) {
     std::vector<std::int64_t> channels;
     for (auto const& pass : passes) channels.push_back(pass.steps().workspace().channels());
     auto const found = std::ranges::find(sets_, channels, [](auto const& set) { return set.pool.channels(); });
     auto& set = found != sets_.end() ? *found : sets_.emplace_back(channels, syncnorm::size(comm_));
-    return pending_passes::begin(comm_, std::move(passes), set.pool, set.report, set.agreed, stream);
+    return pending_passes::begin(comm_, passes, set.pool, set.report, set.agreed, stream);
   }
 
   /// The same, to the end.
-  void run(std::vector<batch_norm_pass> passes, cudaStream_t stream) {
+  template <list_of<batch_norm_pass> List>
+  void run(List passes, cudaStream_t stream) {
     begin(std::move(passes), stream).finish(stream);
   }
 

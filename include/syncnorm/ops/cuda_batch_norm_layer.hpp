@@ -306,10 +306,8 @@ private:
                                    stream);
   }
   [[nodiscard]] pending_passes begin(batch_norm_pass pass, cudaStream_t stream) {
-    std::vector<batch_norm_pass> one;
-    one.push_back(std::move(pass));
     bool agreed = workspace_.agreed();
-    return pending_passes::begin(comm_, std::move(one), workspace_.pool(), workspace_.passes_report(), agreed, stream);
+    return pending_passes::begin(comm_, {&pass, 1}, workspace_.pool(), workspace_.passes_report(), agreed, stream);
   }
   void run_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
                     batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <iterator>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -141,11 +142,10 @@ public:
   /// Begins passes of one kind, forward or backward, over `comm`: one collective for all of them, with buffers of `pool`.
   /// `agreed`: whether the ranks have agreed on layers of these channels, for which it else waits for the stream.
   template <communicator C>
-  [[nodiscard]] static pending_passes begin(C const& comm, std::vector<batch_norm_pass> passes,
-                                            detail::packet_pool& pool, detail::pass_report& report, bool& agreed,
-                                            cudaStream_t stream) {
+  [[nodiscard]] static pending_passes begin(C const& comm, std::span<batch_norm_pass> passes, detail::packet_pool& pool,
+                                            detail::pass_report& report, bool& agreed, cudaStream_t stream) {
     pending_passes pending;
-    pending.passes_ = std::move(passes);
+    pending.passes_.assign(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end()));
     pending.report_ = &report;
     pending.stream_ = stream;
     pending.start(comm, pool, agreed);

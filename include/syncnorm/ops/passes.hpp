@@ -1,19 +1,22 @@
 #pragma once
 
+#include <array>
 #include <concepts>
+#include <cstddef>
+#include <ranges>
 #include <utility>
-#include <vector>
 
 namespace syncnorm {
 
 /// A list of passes for a `batch_norm_group`.
 template <class Pass, std::same_as<Pass>... More>
-[[nodiscard]] std::vector<Pass> passes(Pass first, More... more) {
-  std::vector<Pass> all;
-  all.reserve(1 + sizeof...(more));
-  all.push_back(std::move(first));
-  (all.push_back(std::move(more)), ...);
-  return all;
+[[nodiscard]] std::array<Pass, 1 + sizeof...(More)> passes(Pass first, More... more) {
+  return {std::move(first), std::move(more)...};
 }
+
+/// What `passes` returns, or a vector of passes.
+template <class List, class Pass>
+concept list_of = std::ranges::contiguous_range<List> && std::ranges::sized_range<List> &&
+    std::same_as<std::ranges::range_value_t<List>, Pass>;
 
 } // namespace syncnorm

@@ -2,13 +2,14 @@
 
 #include <cstddef>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <span>
 #include <utility>
-#include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/any_model.hpp>
+#include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/packet_exchange.hpp>
@@ -74,23 +75,25 @@ public:
       steps.commit(all, exchange_.own(l, 0), exchange_.own(l, 1));
     });
     *home_ = std::move(exchange_);
+    passes_.clear(); // so that the next ones take their memory
   }
 
-  /// Begins passes of one kind, forward or backward, over `comm`: one collective for all of them once `home`, which keeps
-  /// the buffers, has been used for layers of these channels. Blocks where the communicator is not asynchronous; the first
-  /// time for the ranks to agree on the channels; and under the reduce policy for the first of two allreduces. Throws
+  /// Takes passes of one kind, forward or backward, and begins them over `comm`: one collective for all of them once `home`,
+  /// which keeps the buffers, has been used for layers of these channels. Blocks where the communicator is not asynchronous; the
+  /// first time for the ranks to agree on the channels; and under the reduce policy for the first of two allreduces. Throws
   /// nothing that the other ranks do not know of: errors come from `finish`.
   template <communicator C>
-  [[nodiscard]] static pending_passes begin(C const& comm, std::vector<batch_norm_pass> passes,
+  [[nodiscard]] static pending_passes begin(C const& comm, std::span<batch_norm_pass> passes,
                                             detail::packet_exchange& home) {
-    pending_passes pending{std::move(passes), home};
+    pending_passes pending{passes, home};
     pending.start(comm);
     return pending;
   }
 
 private:
-  pending_passes(std::vector<batch_norm_pass> passes, detail::packet_exchange& home)
-      : passes_{std::move(passes)}, exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home} {}
+  pending_passes(std::span<batch_norm_pass> passes, detail::packet_exchange& home)
+      : passes_(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end())),
+        exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home} {}
 
   template <class F>
   void for_each_layer(F const& f) const {
@@ -120,7 +123,7 @@ private:
     if (exchange_.agreed()) home_->agree();
   }
 
-  std::vector<batch_norm_pass> passes_;
+  detail::kept_vector<batch_norm_pass> passes_;
   detail::packet_exchange exchange_;
   detail::packet_exchange* home_;
   std::exception_ptr failure_;
@@ -132,10 +135,8 @@ private:
 /// `pending_passes`.
 template <communicator C>
 [[nodiscard]] pending_passes begin_pass(C const& comm, batch_norm_pass pass, batch_norm_workspace& workspace) {
-  std::vector<batch_norm_pass> one;
-  one.push_back(std::move(pass));
   if (workspace.exchange.agreed()) workspace.packets.agree();
-  auto pending = pending_passes::begin(comm, std::move(one), workspace.packets);
+  auto pending = pending_passes::begin(comm, {&pass, 1}, workspace.packets);
   if (workspace.packets.agreed()) workspace.exchange.agree();
   return pending;
 }

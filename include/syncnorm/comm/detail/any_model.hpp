@@ -9,6 +9,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/signature.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
+#include <syncnorm/core/detail/kept_memory.hpp>
 
 namespace syncnorm::detail {
 
@@ -20,7 +21,7 @@ public:
 };
 
 template <async_work W>
-class work_model final : public erased_work {
+class work_model final : public erased_work, public in_kept_memory<work_model<W>> {
 public:
   explicit work_model(W work) : work_{std::move(work)} {}
   bool test() override { return work_.test(); }

@@ -15,6 +15,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/any_model.hpp>
 #include <syncnorm/core/channel_moments.hpp>
+#include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/ops/detail/digest.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
@@ -33,10 +34,10 @@ namespace syncnorm::detail {
 class packet_exchange {
 public:
   /// `values` numbers for each channel of each layer. `agreed`: an earlier exchange has shown that all ranks have these.
-  packet_exchange(std::vector<std::int64_t> channels, std::size_t values, bool agreed = false)
+  packet_exchange(kept_vector<std::int64_t> channels, std::size_t values, bool agreed = false)
       : channels_{std::move(channels)}, values_{values}, agreed_{agreed} {}
 
-  [[nodiscard]] std::vector<std::int64_t> const& channels() const noexcept { return channels_; }
+  [[nodiscard]] kept_vector<std::int64_t> const& channels() const noexcept { return channels_; }
   [[nodiscard]] bool agreed() const noexcept { return agreed_; }
   void agree() noexcept { agreed_ = true; }
 
@@ -293,7 +294,7 @@ private:
     return std::make_unique<work_model<W>>(std::move(work));
   }
 
-  std::vector<std::int64_t> channels_;
+  kept_vector<std::int64_t> channels_;
   std::size_t values_, ranks_ = 0;
   bool agreed_;
   merge_rule rule_ = merge_rule::moments;

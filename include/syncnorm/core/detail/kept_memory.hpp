@@ -1,0 +1,79 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace syncnorm::detail {
+
+/// An allocator whose memory the calling thread keeps when it is given back, for the next array of the same size: so repeated
+/// calls allocate nothing. It keeps the latest few.
+template <class T>
+struct kept_allocator {
+  using value_type = T;
+
+  kept_allocator() = default;
+  template <class U>
+  kept_allocator(kept_allocator<U> const&) {}
+
+  [[nodiscard]] T* allocate(std::size_t n) {
+    auto& kept = of_thread();
+    for (auto i = kept.count; i-- > 0;)
+      if (kept.arrays[i].size == n) return kept.remove(i);
+    return std::allocator<T>{}.allocate(n);
+  }
+  void deallocate(T* memory, std::size_t n) noexcept {
+    auto& kept = of_thread();
+    if (kept.count == most) kept.free_oldest();
+    kept.arrays[kept.count++] = {memory, n};
+  }
+
+  template <class U>
+  friend bool operator==(kept_allocator const&, kept_allocator<U> const&) {
+    return true;
+  }
+
+private:
+  static constexpr std::size_t most = 32;
+
+  struct array {
+    T* memory;
+    std::size_t size;
+  };
+  struct memory_of_thread {
+    std::array<array, most> arrays{}; // the oldest first
+    std::size_t count = 0;
+
+    ~memory_of_thread() {
+      while (count > 0) free_oldest();
+    }
+    void free_oldest() noexcept {
+      auto const size = arrays[0].size;
+      std::allocator<T>{}.deallocate(remove(0), size);
+    }
+    T* remove(std::size_t i) noexcept {
+      T* const memory = arrays[i].memory;
+      std::copy(arrays.data() + i + 1, arrays.data() + count, arrays.data() + i);
+      --count;
+      return memory;
+    }
+  };
+  static memory_of_thread& of_thread() {
+    thread_local memory_of_thread kept;
+    return kept;
+  }
+};
+
+template <class T>
+using kept_vector = std::vector<T, kept_allocator<T>>;
+
+/// Has `new T` use a `kept_allocator`; `T` derives from this.
+template <class T>
+struct in_kept_memory {
+  [[nodiscard]] static void* operator new(std::size_t) { return kept_allocator<T>{}.allocate(1); }
+  static void operator delete(void* memory) noexcept { kept_allocator<T>{}.deallocate(static_cast<T*>(memory), 1); }
+};
+
+} // namespace syncnorm::detail
