@@ -352,7 +352,8 @@ private:
       auto const v0 = compute<L>(op, from, i, k), v1 = compute<L>(op, from, i + L, k);
       put_two<L>(to, i, v0, v1, streams);
     }
-    for (; i + L <= n; i += L) put<L>(to, i, compute<L>(op, from, i, k), streams);
+    for (; i + L <= n; i += L)
+      put<L>(to, i, compute<L>(op, from, i, k), stream_lanes<T> == L ? streams : std::array<bool, outputs>{});
     return i;
   }
 

@@ -370,7 +370,15 @@ private:
     }
     if constexpr (Fetch != 0)
       if (i < last) fetch<Fetch, L>(from, i, further);
-    for (; i + L <= last; i += L) put<Stream, L>(to + i, compute<L>(from, i, k));
+    if (i + 2 * L <= last) {
+      put_two<Stream, L>(to + i, compute<L>(from, i, k), compute<L>(from, i + L, k));
+      i += 2 * L;
+    }
+    // Half a line that is streamed by itself takes several times as long.
+    if (i + L <= last) {
+      put<Stream && stream_lanes<T> == L, L>(to + i, compute<L>(from, i, k));
+      i += L;
+    }
     if (i >= last) return;
     if constexpr (Stream)
       some(from, to, i, n, n, k);
