@@ -327,6 +327,31 @@ TEST_CASE("ReLU of what is not finite") {
   }
 }
 
+TEST_CASE("where ReLU is off, nothing of what comes back is left") {
+  constexpr std::int64_t n = 3, c = 20;
+  for (std::int64_t const s : {4, 40, 300}) {
+    epilogue_problem<float> const p{{n, c, s}, {0, false, counted::all, false}};
+    auto off = p.dy, spoiled = p.dy;
+    for (std::size_t i = 0; i < off.size(); ++i)
+      if (p.oracle.y[i] <= 0 && off[i] != 0) off[i] = 0, spoiled[i] = i % 2 == 0 ? NAN : INFINITY;
+    for (auto const order : test::arrangements) {
+      auto const backward = [&](std::vector<float> const& gradient) {
+        test::tensor<float> x{order, n, c, s, p.x}, dy{order, n, c, s, gradient}, dx{order, n, c, s};
+        std::vector<double> sum_dy(c), sum_dy_xmu(c);
+        host::backward_reduce(host::serial_executor{}, dy.input(), x.view(), p.mean, p.inv_std, p.params(),
+                              p.epilogue({}), sum_dy, sum_dy_xmu);
+        host::backward_elemt(host::serial_executor{}, dy.input(), x.view(), dx.view(), {}, p.mean, p.inv_std,
+                             p.params(), sum_dy, sum_dy_xmu, p.oracle.count, p.epilogue({}));
+        auto all = dx.values();
+        all.insert(all.end(), sum_dy.begin(), sum_dy.end());
+        all.insert(all.end(), sum_dy_xmu.begin(), sum_dy_xmu.end());
+        return all;
+      };
+      CHECK(backward(spoiled) == backward(off));
+    }
+  }
+}
+
 TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, float, float16) {
   int turn = 0;
   for (auto const& shape : {test::extents{24, 9, 1100}, {500, 600, 1}, {2000, 40, 4}, {24, 24, 196}})

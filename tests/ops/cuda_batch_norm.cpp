@@ -1,6 +1,8 @@
 #include "ops/cuda_support.hpp"
 
 #include <array>
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -154,5 +156,36 @@ TEST_CASE("parameters and running statistics are optional, and what was allocate
     gamma_alone.synchronize(on);
   });
   CHECK(fake_cuda::allocated() == before);
+  test::check_no_violations();
+}
+
+TEST_CASE("where ReLU is off, nothing of what comes back is left on a device") {
+  constexpr std::int64_t n = 3, c = 5, s = 7;
+  syncnorm::batch_norm_epilogue<float> const relu{.activation = syncnorm::activation::relu()};
+  for (auto const order : {test::layout::nchw, test::layout::nhwc}) {
+    layer_cases::device_tensor<float> x{order, n, c, s}, y{order, n, c, s}, dy{order, n, c, s}, dx{order, n, c, s};
+    std::vector<long double> values, off, spoiled;
+    for (std::int64_t i = 0; i < n * c * s; ++i) values.push_back(static_cast<long double>(i * 5 % 13));
+    x.put(values, 0);
+    layer_over<syncnorm::self_communicator> layer{{}, c};
+    test::stream const on;
+    layer.forward(x.view, y.view, relu, on);
+    layer.synchronize(on);
+    for (auto const output : y.get()) {
+      off.push_back(output > 0 ? 0.5L : 0);
+      spoiled.push_back(output > 0 ? 0.5L : std::numeric_limits<long double>::infinity());
+    }
+    auto const backward = [&](std::vector<long double> const& gradient) {
+      dy.put(gradient, 0);
+      layer.zero_grad(on);
+      layer.backward(x.view, dy.view, dx.view, relu, {}, {}, on);
+      layer.synchronize(on);
+      auto all = dx.get();
+      for (auto const& of_channels : {layer.gamma_grad(), layer.beta_grad()})
+        for (auto const value : layer_cases::get(of_channels)) all.push_back(value);
+      return all;
+    };
+    CHECK(backward(spoiled) == backward(off));
+  }
   test::check_no_violations();
 }

@@ -10,10 +10,10 @@ template <class A>
   return v < A{0} ? (slope != A{0} ? v * slope : A{0}) : v;
 }
 
-/// dy·f′(v).
+/// dy·f′(v), where f′(0) is the slope. 0 takes every dy to 0, as it does v.
 template <class A>
 [[nodiscard]] SYNCNORM_DEVICE inline A activation_gradient(A v, A dy, A slope) {
-  return v > A{0} ? dy : dy * slope;
+  return v > A{0} ? dy : (slope != A{0} ? dy * slope : A{0});
 }
 
 } // namespace syncnorm::cuda::detail

@@ -18,12 +18,12 @@ template <class V, class A>
   return v < zero ? (factor != zero ? v * factor : zero) : v;
 }
 
-/// dy·f′(v).
+/// dy·f′(v), where f′(0) is the slope. 0 takes every dy to 0, as it does v.
 template <class V, class A>
 [[nodiscard, gnu::always_inline]] inline V activation_gradient(V const& v, V const& dy, A slope) {
   V const zero{};
   V const factor = slope - zero;
-  return v > zero ? dy : dy * factor;
+  return v > zero ? dy : (factor != zero ? dy * factor : zero);
 }
 
 /// y = f((x − center)·scale + shift + residual), or 0 where positions do not count.
