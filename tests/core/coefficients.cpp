@@ -36,6 +36,13 @@ TEST_CASE_TEMPLATE("backward coefficients are the gradient of the input", A, flo
     }
 }
 
+TEST_CASE("backward coefficients of numbers far from 1 lose nothing") {
+  for (double const scale : {1e150, 1e-100}) {
+    auto const k = syncnorm::make_backward_coefficients<double>(0, 1 / scale, 1, 0, 3 * scale, 6);
+    CHECK(k.x_scale * scale == doctest::Approx(-0.5 / scale).epsilon(1e-14));
+  }
+}
+
 TEST_CASE("the gradient of constant statistics needs no sums") {
   auto const k = make_backward_coefficients<double>(0.3, 1.5, 2, NAN, NAN, 0);
   CHECK(k.dy_scale == 3);

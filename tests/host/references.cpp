@@ -16,7 +16,8 @@ namespace {
 /// Runs backwards, and counts what it runs.
 struct counting_executor {
   std::int64_t* count;
-  [[nodiscard]] int concurrency() const noexcept { return 3; }
+  int claimed = 3;
+  [[nodiscard]] int concurrency() const noexcept { return claimed; }
   template <class F>
   void for_each(std::int64_t n, F const& f) const {
     for (std::int64_t i = n; i-- > 0; ++*count) f(i);
@@ -52,6 +53,8 @@ TEST_CASE("a reference to an executor runs what the executor runs") {
   CHECK(order_of(backwards, 0).empty());
   CHECK(host::executor_ref{host::serial_executor{}}.concurrency() == 1);
   CHECK(order_of(host::serial_executor{}, 3) == indices{0, 1, 2});
+
+  CHECK(host::executor_ref{counting_executor{&count, 0}}.concurrency() == 1);
 
   host::executor_ref const outlives = pair_executor{};
   CHECK(outlives.concurrency() == 2);

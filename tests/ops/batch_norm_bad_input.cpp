@@ -219,6 +219,33 @@ TEST_CASE("a backward pass needs a forward pass") {
   });
 }
 
+TEST_CASE("a forward pass that fails leaves nothing for a backward pass") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    layer_of_floats layer{comm, 3};
+    step_inputs in{3};
+    auto const check_backward = [&] {
+      test::check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); },
+                                                           {"was there a forward pass?"});
+      for (float const gradient : layer.gamma_grad()) CHECK(gradient == 0);
+    };
+    auto bad = in.x_view;
+    bad.data = comm.rank() == 1 ? nullptr : bad.data;
+    layer.forward(in.x_view, in.y_view);
+    CHECK_THROWS_AS(layer.forward(bad, in.y_view), syncnorm::invalid_argument_error);
+    check_backward();
+    layer.forward(in.x_view, in.y_view);
+    auto pending = layer.begin_forward(bad, in.y_view);
+    CHECK_THROWS_AS(pending.finish(), syncnorm::invalid_argument_error);
+    check_backward();
+    layer.forward(in.x_view, in.y_view);
+    layer.eval();
+    if (comm.rank() == 1) { // alone, as passes in evaluation are
+      CHECK_THROWS_AS(layer.forward(bad, in.y_view), syncnorm::invalid_argument_error);
+      check_backward();
+    }
+  });
+}
+
 TEST_CASE("parameters of a wrong size on one rank are an error on every rank") {
   syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
     step_inputs in{3};
@@ -265,6 +292,10 @@ TEST_CASE("what a rank's own sums throw is an error on every rank") {
       layer.forward(good.x_view, good.y_view);
       layer.backward(good.x_view, good.dy_view, good.dx_view);
       CHECK(layer.num_batches_tracked() == 1);
+      uses = comm.rank() == 1 ? 0 : 1;
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] { layer.double_backward({.dx = good.dy_view}, good.x_view, good.dy_view, good.y_view, good.dx_view); },
+          {"2nd backward", "rank 1", "no threads"});
     });
 }
 

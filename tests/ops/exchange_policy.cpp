@@ -175,6 +175,23 @@ TEST_CASE("both policies are stable however large the mean, and give every rank 
       }
 }
 
+TEST_CASE("elements that are all equal have no variance under either policy") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    for (int const ranks : {2, 3, 5})
+      for (int i = 0; i < 20; ++i) {
+        double const value = 10 * test::noise(3, static_cast<std::size_t>(i));
+        syncnorm::run_ranks(ranks, [&](thread_communicator const& comm) {
+          std::int64_t const samples = 1 + (i + comm.rank()) % 4;
+          std::vector<double> const x(static_cast<std::size_t>(7 * samples), value);
+          std::vector<double> y(x.size(), 9);
+          syncnorm::batch_norm<double, thread_communicator> layer{comm, 1, {.norm = {.eps = 0, .exchange = policy}}};
+          layer.forward(syncnorm::nchw(x.data(), samples, 1, 7), syncnorm::nchw(y.data(), samples, 1, 7));
+          CHECK(layer.saved().inv_std[0] == 0);
+          for (double const output : y) CHECK(output == 0);
+        });
+      }
+}
+
 TEST_CASE("ranks that choose different policies are told so") {
   for (std::int64_t const channels : {3, 300})
     syncnorm::run_ranks(2, [&](thread_communicator const& comm) {

@@ -114,6 +114,37 @@ TEST_CASE("what is wrong on one rank is thrown by finish on every rank, and noth
         });
 }
 
+TEST_CASE("a pass in two phases on one rank and in one on another is an error on both") {
+  for (std::int64_t const channels : {3, 200})
+    for (bool const first_good : {false, true})
+      syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+        layer_data<float, thread_communicator> data{comm, channels, exchange_policy::gather};
+        if (first_good) data.step();
+        auto const before = data.state();
+        auto const text = message_of<syncnorm::mismatch_error>([&] {
+          if (comm.rank() == 0)
+            data.layer.begin_forward(data.x(), data.y()).finish();
+          else
+            data.layer.forward(data.x(), data.y());
+        });
+        CHECK_MESSAGE(contains(text, "whether a pass is in one phase (0), or in two or a group (1): rank 0 has 1"),
+                      text);
+        CHECK(data.state() == before);
+        data.step();
+      });
+}
+
+TEST_CASE("a pass may be dropped as late as static objects are") {
+  static layer_data<float, syncnorm::self_communicator> data{{}, 3, exchange_policy::gather};
+  static std::vector<std::uint8_t> const mask(1000, 1);
+  static std::optional<syncnorm::pending_passes> dropped;
+  auto const x = data.x();
+  dropped.emplace(data.layer.begin_forward(
+      x, data.y(),
+      {.activation = syncnorm::activation::relu(), .mask = syncnorm::mask_of(mask.data(), x.samples, x.spatial)}));
+  CHECK(dropped->ready());
+}
+
 TEST_CASE("ranks that disagree, in a layer of a group, all hear of it") {
   for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
     for (bool const first_good : {true, false})

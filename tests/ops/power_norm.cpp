@@ -15,6 +15,23 @@
 
 namespace {
 
+/// A number in binary16, made of a number or, as an int, of bits.
+struct bits_or_number {
+  syncnorm::float16 value;
+
+  bits_or_number() = default;
+  explicit bits_or_number(float number) : value{number} {}
+  explicit bits_or_number(int bits) : value{syncnorm::float16::from_bits(static_cast<std::uint16_t>(bits))} {}
+  explicit operator float() const { return static_cast<float>(value); }
+};
+
+} // namespace
+
+template <>
+struct syncnorm::element_traits<bits_or_number> : syncnorm::element_traits<syncnorm::float16> {};
+
+namespace {
+
 template <class T>
 void check_run(test::power_norm_case const& c) {
   test::power_norm_data<T> const data{c};
@@ -40,6 +57,14 @@ TEST_CASE_TEMPLATE("power norm of one rank needs no group", T, float AND_UNSANIT
     test::power_norm_data<T> const data{c};
     for (auto const& failure : test::run_power_norm(data, syncnorm::self_communicator{})) FAIL_CHECK(failure);
   }
+}
+
+TEST_CASE("parameters of one's own type begin with 1 and 0, whatever else it is made of") {
+  syncnorm::power_norm<bits_or_number, syncnorm::self_communicator, syncnorm::host::serial_executor, bits_or_number>
+      layer{{}, 1};
+  CHECK(static_cast<float>(layer.gamma()[0]) == 1);
+  CHECK(static_cast<float>(layer.beta()[0]) == 0);
+  CHECK(static_cast<float>(layer.running_phi()[0]) == 1);
 }
 
 TEST_CASE_TEMPLATE("power norm of 16-bit elements is that of the same elements in float, rounded", T,

@@ -46,7 +46,8 @@ make_backward_coefficients(double mean, double inv_std, double gamma, double sum
   double const dy_scale = gamma * inv_std;
   if (n == 0) return {static_cast<A>(dy_scale), center, A{0}, A{0}};
   double const share = dy_scale / static_cast<double>(n);
-  double const x_scale = -share * inv_std * inv_std * sum_dy_xmu;
+  double const x_scale =
+      -(share * inv_std) * (inv_std * sum_dy_xmu); // in this order, of which no part underflows alone
   double const shift = -share * sum_dy - (mean - static_cast<double>(center)) * x_scale;
   return {static_cast<A>(dy_scale), center, static_cast<A>(x_scale), static_cast<A>(shift)};
 }

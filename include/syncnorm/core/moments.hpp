@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include <syncnorm/config.hpp>
 
@@ -37,6 +38,24 @@ template <class A>
   A const delta = b.mean - a.mean;
   A const share = static_cast<A>(b.count) / static_cast<A>(count);
   return {count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * (static_cast<A>(a.count) * share)};
+}
+
+namespace detail {
+
+template <class A>
+inline constexpr A epsilon = std::numeric_limits<A>::epsilon(); // which kernels may use, unlike the function
+
+} // namespace detail
+
+/// m2 of a part about the mean of all `parts` parts, of which `mean_of_all` is a rounded sum: m2 + count·(mean − mean_of_all)². Where
+/// the elements of the part are equal, a distance that rounding explains is none, so that equal elements have no variance.
+template <class A>
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr A m2_about(moments<A> const& part, A mean_of_all, int parts) {
+  if (part.count == 0) return 0;
+  A const distance = part.mean - mean_of_all, size = part.mean < 0 ? -part.mean : part.mean;
+  A const rounding = static_cast<A>(parts + 2) * detail::epsilon<A> * size;
+  if (part.m2 == 0 && distance <= rounding && -distance <= rounding) return 0;
+  return part.m2 + static_cast<A>(part.count) * (distance * distance);
 }
 
 } // namespace syncnorm

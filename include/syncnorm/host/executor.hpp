@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <concepts>
 #include <cstdint>
 #include <type_traits>
@@ -19,8 +20,8 @@ struct serial_executor {
 };
 
 /// Runs independent pieces of work: `for_each(n, f)` calls f(i) once for each i in [0, n), in any order, possibly at
-/// the same time, and returns when all have returned; `concurrency()` is how many can run at the same time. The
-/// primitives give the same bits whatever the executor. Calls nothing that throws.
+/// the same time, and returns when all have returned; `concurrency()` is how many can run at the same time, less than 1
+/// being taken for 1. The primitives give the same bits whatever the executor. Calls nothing that throws.
 template <class E>
 concept executor = requires(E const& exec, void (&f)(std::int64_t)) {
   { exec.concurrency() } -> std::same_as<int>;
@@ -34,7 +35,7 @@ public:
   executor_ref(serial_executor) noexcept {}
   template <executor E>
   requires(!std::same_as<E, executor_ref>) executor_ref(E const& exec)
-      : executor_{&exec}, for_each_{&for_each_by<E>}, concurrency_{exec.concurrency()} {}
+      : executor_{&exec}, for_each_{&for_each_by<E>}, concurrency_{std::max(1, exec.concurrency())} {}
 
   [[nodiscard]] int concurrency() const noexcept { return concurrency_; }
 

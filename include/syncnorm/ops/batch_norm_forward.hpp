@@ -30,7 +30,7 @@ namespace syncnorm {
 /// x, y `[N, C, S]`, y may be x; N and S may differ between ranks and be zero. Collective: one allgather once the
 /// workspace has been used, none with one rank. Every rank gets the same bits of mean, inv_std and running statistics.
 /// Statistics are merged in double; where no rank has a sample nothing changes. On an error, which every rank throws,
-/// running statistics are unchanged and `saved` is unusable.
+/// running statistics are unchanged, and `saved` leaves nothing for a backward pass.
 /// Throws invalid_argument_error (an argument of any rank; n = 1), mismatch_error, communicator_error.
 /// An epilogue activates, adds a residual and masks; it is this rank's own, and rank by rank may differ.
 /// Source: Ioffe and Szegedy, "Batch normalization", 2015.
@@ -124,6 +124,7 @@ void batch_norm_inference_batches(host::executor_ref exec, std::span<tensor_view
   detail::inference_operands<T, P> const in{x, y, affine, mean, var, eps, kind, epilogues};
   detail::call_check check;
   detail::check_inference(check, in);
+  if (check.failed()) detail::forget(saved);
   detail::throw_fault(in.name, check);
   detail::infer(exec, in, saved);
 }

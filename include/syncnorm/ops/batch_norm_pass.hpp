@@ -101,6 +101,7 @@ private:
   [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span) override { return {}; }
   void apply(channel_span) override {}
   void commit(channel_span, std::span<double const>, std::span<double const>) override {}
+  void fail() override { forget(*saved_); }
   void require_valid() const override { throw_fault(operands_type::name, check_); }
   void run_alone() override { infer(exec_, operands(), *saved_); }
 
@@ -135,8 +136,13 @@ private:
 
 /// Runs passes on this rank alone; none if one is wrong, which is thrown.
 inline void run_alone(std::span<batch_norm_pass const> passes) {
-  for (auto const& pass : passes) pass.steps().require_valid();
-  for (auto const& pass : passes) pass.steps().run_alone();
+  try {
+    for (auto const& pass : passes) pass.steps().require_valid();
+    for (auto const& pass : passes) pass.steps().run_alone();
+  } catch (...) {
+    for (auto const& pass : passes) pass.steps().fail();
+    throw;
+  }
 }
 
 /// Describes `batch_norm_forward_batches`.

@@ -69,6 +69,18 @@ struct batch_norm_saved {
   bool backward_needed = false; ///< some rank needs a backward pass, which every rank then has to join
 };
 
+namespace detail {
+
+/// Leaves nothing for a backward pass, after a forward pass that failed. Then the backward pass throws without an exchange: where
+/// the forward pass was one, it failed on every rank.
+inline void forget(batch_norm_saved& saved) {
+  saved.scope = statistics_scope::constant;
+  saved.mean.clear();
+  saved.inv_std.clear();
+}
+
+} // namespace detail
+
 /// Buffers of the passes of one layer, and its ranks' standing agreement on the number of channels, by which a pass
 /// after the first is one collective. Use it on every rank for the same calls. Without one, each pass makes its own,
 /// and a pass of more than 128 channels is two collectives.

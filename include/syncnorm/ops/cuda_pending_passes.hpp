@@ -184,7 +184,8 @@ private:
     bool const reduces = policy == exchange_policy::reduce;
     for (auto const& pass : passes_) {
       auto& header = headers.emplace_back(pass.steps().header());
-      header.layers = static_cast<std::int32_t>(passes_.size());
+      header.layers = static_cast<std::int16_t>(passes_.size());
+      header.two_phase = 1;
       header.policy = static_cast<std::int32_t>(policy);
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
       if (is_backward(pass.steps()) != is_backward(first))

@@ -61,19 +61,12 @@ public:
   void finish() {
     if (done_) throw invalid_argument_error{"finish: these passes are finished already"};
     done_ = true;
-    if (auto const work = std::move(work_)) work->wait();
-    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
-    if (exchanges_) exchange_.finish();
-    for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
-      takes_part(steps) ? steps.accept(exchange_.summary(l)) : steps.require_valid();
-    });
-    for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
-      detail::channel_span const all{0, steps.channels()};
-      if (!takes_part(steps)) return steps.run_alone();
-      exchange_.total(l, steps.totals(all));
-      steps.apply(all);
-      steps.commit(all, exchange_.own(l, 0), exchange_.own(l, 1));
-    });
+    try {
+      complete();
+    } catch (...) {
+      for_each_layer([](std::size_t, detail::pass_steps& steps) { steps.fail(); });
+      throw;
+    }
     *home_ = std::move(exchange_);
     passes_.clear(); // so that the next ones take their memory
   }
@@ -95,6 +88,22 @@ private:
       : passes_(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end())),
         exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home} {}
 
+  void complete() {
+    if (auto const work = std::move(work_)) work->wait();
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+    if (exchanges_) exchange_.finish();
+    for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
+      takes_part(steps) ? steps.accept(exchange_.summary(l)) : steps.require_valid();
+    });
+    for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
+      detail::channel_span const all{0, steps.channels()};
+      if (!takes_part(steps)) return steps.run_alone();
+      exchange_.total(l, steps.totals(all));
+      steps.apply(all);
+      steps.commit(all, exchange_.own(l, 0), exchange_.own(l, 1));
+    });
+  }
+
   template <class F>
   void for_each_layer(F const& f) const {
     for (std::size_t l = 0; l < passes_.size(); ++l) f(l, passes_[l].steps());
@@ -112,6 +121,7 @@ private:
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       channels += steps.channels();
       auto& header = exchange_.header(l) = steps.header();
+      header.two_phase = 1;
       detail::report_what_throws(header, [&] {
         if (steps.rule() != first.rule())
           throw invalid_argument_error{"a forward and a backward pass cannot travel together"};

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/element.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/ops/power_norm_backward.hpp>
@@ -37,13 +38,13 @@ public:
         workspace_{channels} {
     auto const c = static_cast<std::size_t>(channels > 0 ? channels : 0);
     if (options.affine) {
-      gamma_.assign(c, P{1});
-      beta_.assign(c, P{0});
-      gamma_grad_.assign(c, P{0});
-      beta_grad_.assign(c, P{0});
+      gamma_.assign(c, from_double<P>(1));
+      beta_.assign(c, from_double<P>(0));
+      gamma_grad_.assign(c, from_double<P>(0));
+      beta_grad_.assign(c, from_double<P>(0));
     }
-    state_->running_phi.assign(c, P{1});
-    state_->ema_gz.assign(c, P{0});
+    state_->running_phi.assign(c, from_double<P>(1));
+    state_->ema_gz.assign(c, from_double<P>(0));
   }
   power_norm(power_norm&&) = default;
   power_norm& operator=(power_norm&&) = delete;
@@ -81,8 +82,8 @@ public:
   [[nodiscard]] bool is_training() const noexcept { return training_; }
 
   void zero_grad() {
-    std::ranges::fill(gamma_grad_, P{0});
-    std::ranges::fill(beta_grad_, P{0});
+    std::ranges::fill(gamma_grad_, from_double<P>(0));
+    std::ranges::fill(beta_grad_, from_double<P>(0));
   }
 
   [[nodiscard]] std::int64_t channels() const noexcept { return workspace_.channels(); }

@@ -133,14 +133,14 @@ public:
   void announce_bulk(gloo_slot& slot, int phase, int from, std::span<std::byte> to) {
     guarded([&] {
       auto* const buffer = add_bulk(slot, to);
-      buffer->recv(from, slot_tag(slot, phase), 0, to.size());
+      receive_from(*buffer, from, slot_tag(slot, phase), to.size());
       slot.bulk_receives.push_back({buffer, from, gloo_transfer::kind::receive});
     });
     announce_signal(slot, phase, from);
   }
   /// Announces a signal of phase `phase` (1 to 3) from rank `from`. Signals arrive in the order in which they are sent.
   void announce_signal(gloo_slot& slot, int phase, int from) {
-    guarded([&] { slot.peers[index(from)]->recv(from, signal_tag(slot, phase), 0, 0); });
+    guarded([&] { receive_from(*slot.peers[index(from)], from, signal_tag(slot, phase), 0); });
   }
 
   // The rest is for the steps of an operation.
@@ -258,6 +258,15 @@ private:
       lose(slot, to, failure);
     }
   }
+  /// Of a collective that has perhaps no name yet.
+  void receive_from(gloo_buffer& buffer, int from, std::uint64_t tag, std::size_t bytes) {
+    try {
+      buffer.recv(from, tag, 0, bytes);
+    } catch (std::exception const& failure) {
+      require_usable();
+      throw gloo_error{"lost rank " + std::to_string(from) + ": " + failure.what()};
+    }
+  }
   static void confirm_sends(gloo_slot& slot, std::chrono::milliseconds timeout) {
     for (; slot.unconfirmed > 0; --slot.unconfirmed) slot.own->waitSend(timeout);
   }
@@ -271,7 +280,7 @@ private:
     auto slot = reusable_slot();
     if (!slot) slot = make_slot();
     slot->sequence = next_sequence_;
-    for_each_peer([&](int r) { slot->peers[index(r)]->recv(r, slot_tag(*slot, 0), 0, stride()); });
+    for_each_peer([&](int r) { receive_from(*slot->peers[index(r)], r, slot_tag(*slot, 0), stride()); });
     ++next_sequence_;
     announced_.push_back(std::move(slot));
   }

@@ -8,6 +8,19 @@
 
 namespace syncnorm::detail {
 
+/// What the calling thread keeps; null once its variables of thread storage are gone, as they are before static ones.
+template <class Kept>
+[[nodiscard]] Kept* kept_by_thread() {
+  thread_local bool gone = false;
+  struct holder {
+    Kept kept;
+    ~holder() { gone = true; }
+  };
+  if (gone) return nullptr;
+  thread_local holder of_thread;
+  return &of_thread.kept;
+}
+
 /// An allocator whose memory the calling thread keeps when it is given back, for the next array of the same size: so repeated
 /// calls allocate nothing. It keeps the latest few.
 template <class T>
@@ -19,15 +32,16 @@ struct kept_allocator {
   kept_allocator(kept_allocator<U> const&) {}
 
   [[nodiscard]] T* allocate(std::size_t n) {
-    auto& kept = of_thread();
-    for (auto i = kept.count; i-- > 0;)
-      if (kept.arrays[i].size == n) return kept.remove(i);
+    if (auto* const kept = kept_by_thread<memory_of_thread>(); kept != nullptr)
+      for (auto i = kept->count; i-- > 0;)
+        if (kept->arrays[i].size == n) return kept->remove(i);
     return std::allocator<T>{}.allocate(n);
   }
   void deallocate(T* memory, std::size_t n) noexcept {
-    auto& kept = of_thread();
-    if (kept.count == most) kept.free_oldest();
-    kept.arrays[kept.count++] = {memory, n};
+    auto* const kept = kept_by_thread<memory_of_thread>();
+    if (kept == nullptr) return std::allocator<T>{}.deallocate(memory, n);
+    if (kept->count == most) kept->free_oldest();
+    kept->arrays[kept->count++] = {memory, n};
   }
 
   template <class U>
@@ -60,10 +74,6 @@ private:
       return memory;
     }
   };
-  static memory_of_thread& of_thread() {
-    thread_local memory_of_thread kept;
-    return kept;
-  }
 };
 
 template <class T>

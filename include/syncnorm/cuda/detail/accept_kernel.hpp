@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include <syncnorm/config.hpp>
+#include <syncnorm/core/moments.hpp>
 #include <syncnorm/cuda/detail/packet_access.hpp>
 #include <syncnorm/cuda/operands.hpp>
 
@@ -35,11 +36,11 @@ SYNCNORM_DEVICE void accept_kernel(Hw const& hw, accept_arguments const& a) {
   std::int64_t const c = static_cast<std::int64_t>(hw.block() - 1) * hw.threads() + hw.thread();
   if (of.weighted == nullptr || c >= of.channels) return;
   incoming_packets const own{own_packet(of.own), of.channels};
-  auto const own_count = static_cast<double>(own.count(hw, 0));
-  double const mean = count > 0 ? hw.load(of.weighted + c) / count : 0, shift = own.value(hw, 0, 0, c) - mean;
+  moments<double> const part{own.count(hw, 0), own.value(hw, 0, 0, c), own.value(hw, 0, 1, c)};
+  double const mean = count > 0 ? hw.load(of.weighted + c) / count : 0;
   double* const merged = values_of(of.merged);
   hw.store(merged + c, mean);
-  hw.store(merged + of.channels + c, own_count > 0 ? own.value(hw, 0, 1, c) + own_count * (shift * shift) : 0);
+  hw.store(merged + of.channels + c, m2_about(part, mean, of.headers.ranks));
 }
 
 } // namespace syncnorm::cuda::detail

@@ -184,7 +184,7 @@ template <element_format Format>
 [[nodiscard, gnu::always_inline]] inline std::uint16_t narrow(float value) {
 #if defined(__F16C__)
   if constexpr (Format == element_format::binary16)
-    return static_cast<std::uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+    return static_cast<std::uint16_t>(_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(value), _MM_FROUND_TO_NEAREST_INT)));
 #endif
   return Format == element_format::binary16 ? syncnorm::detail::to_binary16(value)
                                             : syncnorm::detail::to_bfloat16(value);

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include <syncnorm/core/detail/kept_memory.hpp>
+
 namespace syncnorm::host::detail {
 
 /// Memory that the calling thread keeps from call to call, so that repeated calls allocate nothing. It is the lease's
@@ -14,14 +16,15 @@ template <class T>
 class scratch_lease {
 public:
   explicit scratch_lease(std::int64_t size) {
-    if (auto& kept = pool(); !kept.empty()) {
-      memory_ = std::move(kept.back());
-      kept.pop_back();
+    if (auto* const kept = syncnorm::detail::kept_by_thread<pool>(); kept != nullptr && !kept->memory.empty()) {
+      memory_ = std::move(kept->memory.back());
+      kept->memory.pop_back();
     }
     if (memory_.size() < static_cast<std::size_t>(size)) memory_.resize(static_cast<std::size_t>(size));
   }
   ~scratch_lease() {
-    if (auto& kept = pool(); kept.size() < most) kept.push_back(std::move(memory_));
+    auto* const kept = syncnorm::detail::kept_by_thread<pool>();
+    if (kept != nullptr && kept->memory.size() < most) kept->memory.push_back(std::move(memory_));
   }
   scratch_lease(scratch_lease const&) = delete;
   scratch_lease& operator=(scratch_lease const&) = delete;
@@ -32,14 +35,11 @@ public:
 private:
   static constexpr std::size_t most = 64;
 
-  static std::vector<std::vector<T>>& pool() {
-    thread_local auto kept = [] {
-      std::vector<std::vector<T>> none;
-      none.reserve(most);
-      return none;
-    }();
-    return kept;
-  }
+  struct pool {
+    std::vector<std::vector<T>> memory;
+
+    pool() { memory.reserve(most); }
+  };
 
   std::vector<T> memory_;
 };

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
@@ -65,8 +66,10 @@ public:
   void epilogue(batch_norm_epilogue<T> const& given, tensor_view<T const> const& x, Name residual_name,
                 Name mask_name) {
     double const slope = given.activation.negative_slope;
-    require(std::isfinite(slope),
-            [&] { return text("the negative slope of the activation is ", slope, ", expected a number"); });
+    require(std::isfinite(static_cast<accumulate_t<T>>(slope)), [&] {
+      return text("the negative slope of the activation is ", slope, ", expected a number",
+                  std::isfinite(slope) ? " that float holds" : "");
+    });
     if (given.has_residual()) same_extents(given.residual, residual_name, x);
     if (!given.mask) return;
     auto const& mask = given.mask;

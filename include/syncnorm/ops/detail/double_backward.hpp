@@ -86,7 +86,9 @@ public:
     std::int64_t count = 0;
     for (auto const& x : in_.x) count += x.count();
     packets.header(0) = make_header<T>(name, channels_, count, check_);
-    if (!check_.failed()) local();
+    report_what_throws(packets.header(0), [&] {
+      if (!check_.failed()) local();
+    });
     for (std::size_t v = 0; v < buffers_type::rows; ++v)
       std::ranges::copy(own(static_cast<row>(v)), packets.own(0, v).begin());
     auto const rule = merge_rule::sums;

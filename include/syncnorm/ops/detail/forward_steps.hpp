@@ -183,6 +183,8 @@ public:
       update_running_statistics(in_.running, options_, *saved_, buffers_->first);
   }
 
+  void fail() override { forget(*saved_); }
+
   void require_valid() const override { throw_fault(name, check_); }
   void run_alone() override {
     accept({count(), backward_ == backward_pass::needed});

@@ -64,9 +64,10 @@ template <class F>
 void for_each_agreed_field(F const& f) {
   f(&packet_header::pass, "the operation");
   f(&packet_header::element, "the element type");
+  f(&packet_header::two_phase, "whether a pass is in one phase (0), or in two or a group (1)");
   f(&packet_header::layers, "the number of layers");
   f(&packet_header::channels, "the number of channels");
-  f(&packet_header::shape, "the channels of their layers");
+  f(&packet_header::shape, "the channels of their layers (a digest)");
   f(&packet_header::eps, "eps");
   f(&packet_header::momentum, "momentum (-1: cumulative average)");
   f(&packet_header::running_variance, "the running variance (0: unbiased, 1: biased, 2: standard deviation)");

@@ -16,6 +16,7 @@
 #include <syncnorm/comm/detail/any_model.hpp>
 #include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
+#include <syncnorm/core/moments.hpp>
 #include <syncnorm/ops/detail/digest.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
@@ -69,7 +70,7 @@ public:
     auto const shape = shape_digest(channels_);
     for (std::size_t l = 0; l < headers_.size(); ++l) {
       headers_[l].policy = static_cast<std::int32_t>(policy);
-      headers_[l].layers = static_cast<std::int32_t>(headers_.size());
+      headers_[l].layers = static_cast<std::int16_t>(headers_.size());
       headers_[l].shape = shape;
       std::memcpy(own_.data() + offsets_[l], &headers_[l], sizeof(packet_header));
     }
@@ -233,11 +234,9 @@ private:
     for (std::size_t l = 0; l < channels_.size(); ++l) {
       auto const mean = own(l, 0), own_m2 = own(l, 1), of_all = std::span{sums_}.subspan(sum_at(l, 0), mean.size());
       auto const m2 = std::span{m2_}.subspan(channels_before(l), mean.size());
-      auto const count = static_cast<double>(headers_[l].count);
       for (std::size_t c = 0; c < mean.size(); ++c) {
         of_all[c] = summaries_[l].count > 0 ? of_all[c] / static_cast<double>(summaries_[l].count) : 0;
-        double const shift = mean[c] - of_all[c];
-        m2[c] = count > 0 ? own_m2[c] + count * shift * shift : 0;
+        m2[c] = m2_about<double>({headers_[l].count, mean[c], own_m2[c]}, of_all[c], static_cast<int>(ranks_));
       }
     }
     reduced_ = true;

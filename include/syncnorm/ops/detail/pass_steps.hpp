@@ -41,6 +41,8 @@ public:
     local(next, first, second);
   }
   virtual void commit(channel_span part, std::span<double const> first, std::span<double const> second) = 0;
+  /// Instead of `commit`, of a pass that throws: makes sure that nothing goes on from it.
+  virtual void fail() {}
   /// Throws what is wrong on this rank.
   virtual void require_valid() const = 0;
   /// All of a valid pass on this rank alone.

@@ -14,11 +14,9 @@
 
 namespace syncnorm::detail {
 
-/// Runs the steps of one layer's pass to the end. Collective unless there is one rank,
-/// or the pass is of this rank alone.
 template <communicator C>
-void run_pass(C const& comm, pass_steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
-              part_choice const& parts) {
+void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
+               part_choice const& parts) {
   if (size(comm) == 1 || !steps.collective()) {
     steps.require_valid();
     return steps.run_alone();
@@ -61,6 +59,19 @@ void run_pass(C const& comm, pass_steps& steps, batch_norm_workspace& workspace,
           steps.apply(part.channels);
       });
   for (auto const& part : exchange.parts()) steps.commit(part.channels, part.first, part.second);
+}
+
+/// Runs the steps of one layer's pass to the end. Collective unless there is one rank,
+/// or the pass is of this rank alone.
+template <communicator C>
+void run_pass(C const& comm, pass_steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
+              part_choice const& parts) {
+  try {
+    run_steps(comm, steps, workspace, plan, parts);
+  } catch (...) {
+    steps.fail();
+    throw;
+  }
 }
 
 /// The parts in which this rank would exchange a pass over K micro-batches that reads `tensors` tensors like x twice.
