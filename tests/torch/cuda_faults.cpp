@@ -59,6 +59,17 @@ TEST_CASE("CUDA tensors: what is wrong on one rank is an error on every rank, an
     device->set_in_place();
     CHECK(contains(message(invalid, [&] { return device->forward(mine); }), "not implemented on CUDA"));
     device->set_in_place(false);
+    using syncnorm::torch::forward_batches;
+    auto const batches = [&](Tensor const& second) {
+      return message(invalid, [&] { return forward_batches(device, {mine, wrong_on_one(second)}); });
+    };
+    CHECK(batches(x) == "batch_norm forward: rank 1: micro-batch 1: the input is on cpu, expected cuda:1");
+    CHECK(batches(mine.to(torch::kHalf)) == "batch_norm forward: rank 1: micro-batch 1: the input is of another type");
+    CHECK(batches(mine.slice(1, 0, 2)) == "batch_norm forward: rank 1: x[1] has 2 channels, expected 3");
+    CHECK(message(invalid, [&] {
+            return forward_batches(device, std::vector<Tensor>(comm.rank() == 1 ? 0 : 1, mine));
+          }) == "batch_norm forward: rank 1: there are no micro-batches; pass one without samples");
+    CHECK(same_state(state_of(*device), before));
     check_same(run_step(device, x, dy, {}, on), run_step(host, x, dy), 8);
   });
   check_no_violations();
@@ -108,7 +119,6 @@ TEST_CASE("CUDA tensors: what there is not is an error that says so") {
   auto const text = [&](auto const& f) { return message_of<invalid_argument_error>(f); };
   CHECK(contains(text([&] { (void)norm->begin_forward(x); }), "two phases are not implemented on CUDA"));
   CHECK(contains(text([&] { (void)syncnorm::torch::group_forward({{norm, x}}); }), "not implemented on CUDA"));
-  CHECK(contains(text([&] { (void)syncnorm::torch::forward_batches(norm, {x}); }), "not implemented on CUDA"));
 
   norm->eval(); // where nothing is exchanged, nor told later
   CHECK(text([&] { (void)norm->forward(x.cpu()); }) == "batch_norm inference: the input is on cpu, expected cuda:0");

@@ -10,8 +10,10 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/pending_outputs.hpp>
+#include <syncnorm/torch/detail/typed_forward_pass.hpp>
 #include <syncnorm/torch/epilogue.hpp>
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
@@ -49,7 +51,7 @@ public:
     bool needs = false;
     std::vector<forward_inputs> inputs;
     for (auto const& member : members) {
-      inputs.push_back(member.norm->inputs_of(member.input, member.epilogue));
+      inputs.push_back(member.norm->inputs_of({member.input}, member.epilogue));
       require_on_cpu(inputs.back(), "passes of a group");
       needs = needs || inputs.back().requires_grad();
     }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include <torch/types.h>
 
@@ -10,8 +9,8 @@
 #include <syncnorm/torch/detail/backward_call.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
+#include <syncnorm/torch/detail/typed_forward_pass.hpp>
 #include <syncnorm/torch/element.hpp>
-#include <syncnorm/torch/micro_batches.hpp>
 
 // As host/compiled_primitives.hpp, for programs of several sources with SyncBatchNorm, which then leave the passes of all types
 // out. The module chooses its types as it runs, so one or more other sources have them all, whichever the program uses:
@@ -23,16 +22,13 @@
 /// Instantiates the passes over elements of T with parameters of P, or with `extern` says that another source does.
 #define SYNCNORM_TORCH_PASSES(EXTERN, T, P)                                                                            \
   namespace syncnorm::torch::detail {                                                                                  \
+  EXTERN template class prepared_forward_pass<T, P>;                                                                   \
   EXTERN template class typed_forward_pass<T, P>;                                                                      \
   EXTERN template class prepared_backward_call<T, P>;                                                                  \
   EXTERN template class typed_backward_call<T, P>;                                                                     \
   EXTERN template batch_norm_backward_function::tensors                                                                \
   batch_norm_backward_function::run_typed<T, P>(context const&, recorded_pass const&, tensors const&, tensors const&,  \
                                                 std::string);                                                          \
-  EXTERN template batches_function::tensors batches_function::run<T, P>(context const&, recorded_pass const&,          \
-                                                                        tensors const&, tensors, std::string);         \
-  EXTERN template std::vector<at::Tensor> batches_of::run<T, P>(std::vector<at::Tensor>, at::ScalarType,               \
-                                                                backward_pass, std::string) const;                     \
   }
 
 SYNCNORM_TORCH_PASSES(extern, float, float)

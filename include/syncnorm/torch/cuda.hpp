@@ -20,6 +20,7 @@
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
 #include <syncnorm/torch/detail/cuda_double_backward.hpp>
 #include <syncnorm/torch/detail/cuda_forward_pass.hpp>
+#include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
 namespace syncnorm::torch {
@@ -36,15 +37,15 @@ public:
   [[nodiscard]] int rank() const override { return syncnorm::rank(comm_); }
   [[nodiscard]] int size() const override { return syncnorm::size(comm_); }
 
-  [[nodiscard]] std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward) override {
-    auto const& [input, with, weight, bias, mean, var, tracked, options, channels, scope, in_place, state] = in;
+  [[nodiscard]] std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward,
+                                                                std::string fault) override {
     auto const device = device_of(in);
-    std::string fault = in_place ? "passes in place are not implemented on CUDA" : "";
+    if (fault.empty() && in.in_place) fault = "passes in place are not implemented on CUDA";
     if (fault.empty()) fault = find_fault(in, backward, device);
     if (fault.empty() && backward == backward_pass::possible) in.make_savable();
-    auto const type = fault.empty() ? input.scalar_type() : at::kFloat;
-    auto const parameters = type_of_parameters(input, {weight, bias, mean, var});
-    auto shared = buffers(device, channels, options.exchange);
+    auto const type = fault.empty() ? in.first().scalar_type() : at::kFloat;
+    auto const parameters = in.type_of_parameters();
+    auto shared = buffers(device, in.channels, in.options.exchange);
     return with_types(type, parameters, [&]<class Types>(Types) -> std::unique_ptr<forward_pass> {
       return std::make_unique<cuda_forward_pass<Kernels, C, typename Types::element, typename Types::parameter>>(
           std::move(in), std::move(shared), device, comm_, type, parameters, std::move(fault), backward);
@@ -52,13 +53,13 @@ public:
   }
 
   [[nodiscard]] std::unique_ptr<backward_call> make_backward_call(c10::intrusive_ptr<recorded_pass> pass,
-                                                                  forward_tensors of, at::Tensor dy,
+                                                                  forward_tensors of, tensors dy,
                                                                   wanted_gradients wants,
                                                                   std::string fault) const override {
     auto const element = pass->element, parameters = pass->parameters;
     return with_types(element, parameters, [&]<class Types>(Types) -> std::unique_ptr<backward_call> {
       return std::make_unique<cuda_backward_call<Kernels, C, typename Types::element, typename Types::parameter>>(
-          std::move(pass), std::move(of), std::move(dy), wants, comm_, std::move(fault));
+          std::move(pass), std::move(of), std::move(dy), std::move(wants), comm_, std::move(fault));
     });
   }
 
@@ -82,8 +83,8 @@ public:
 private:
   /// Where the module's tensors are; without any, where the input is, or the current device.
   [[nodiscard]] static at::Device device_of(forward_inputs const& in) {
-    for (auto const* tensor : {&in.weight, &in.bias, &in.running_mean, &in.running_var, &in.input})
-      if (tensor->defined() && tensor->is_cuda()) return tensor->device();
+    for (auto const& tensor : {in.weight, in.bias, in.running_mean, in.running_var, in.first()})
+      if (tensor.defined() && tensor.is_cuda()) return tensor.device();
     return c10::impl::VirtualGuardImpl{at::kCUDA}.getDevice();
   }
 
@@ -138,7 +139,7 @@ public:
 /// In training over several ranks, outputs require gradients wherever autograd records, so that every rank joins a backward pass that
 /// one of them needs. Several ranks of one process take a device each, as autograd has one thread for each device.
 ///
-/// Not on CUDA, and an error on every rank: passes in place, in two phases, of groups, over micro-batches. Throws
+/// Not on CUDA, and an error on every rank: passes in place, in two phases, of groups. Throws
 /// invalid_argument_error where a module's communicator has several ranks, and others than `comm`; nothing has changed then.
 template <class Kernels = cuda::compiled_kernels, communicator C>
 void use_cuda(::torch::nn::Module& root, C const& comm) {

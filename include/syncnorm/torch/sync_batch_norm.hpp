@@ -7,6 +7,7 @@
 #include <ostream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/nn/cloneable.h>
 #include <torch/nn/options/batchnorm.h>
@@ -15,8 +16,9 @@
 
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/self.hpp>
-#include <syncnorm/torch/detail/forward_pass.hpp>
+#include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/function.hpp>
+#include <syncnorm/torch/detail/typed_forward_pass.hpp>
 #include <syncnorm/torch/epilogue.hpp>
 #include <syncnorm/torch/pending_forward.hpp>
 
@@ -92,11 +94,11 @@ public:
   /// The same with an activation, a residual added before it, and a mask `[N, …]` of the positions that count:
   /// f(forward(input) + residual), or 0. The residual has a gradient.
   ::torch::Tensor forward_with(::torch::Tensor const& input, norm_epilogue const& epilogue) {
-    auto inputs = inputs_of(input, epilogue);
+    auto inputs = inputs_of({input}, epilogue);
     auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
     auto const pass = detail::make_pass_anywhere(std::move(inputs), backward);
     pass->run();
-    return detail::record(*pass);
+    return detail::record(*pass, detail::needs_anchor(*pass));
   }
 
   /// Starts the exchange of `forward_with`, and returns while it is under way, given a communicator with `allgather_async`:
@@ -109,7 +111,7 @@ public:
   /// may be written to. A rank that drops a pass has no part in its backward pass, so the others must not run that. Not in
   /// place.
   [[nodiscard]] pending_forward begin_forward(::torch::Tensor const& input, norm_epilogue const& epilogue = {}) {
-    auto inputs = inputs_of(input, epilogue);
+    auto inputs = inputs_of({input}, epilogue);
     detail::require_on_cpu(inputs, "passes in two phases");
     auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
     return pending_forward{detail::make_forward_pass(std::move(inputs), backward, in_place_ ? not_in_place : "")};
@@ -196,8 +198,10 @@ private:
     return made;
   }
 
-  [[nodiscard]] detail::forward_inputs inputs_of(::torch::Tensor const& input, norm_epilogue const& epilogue) const {
-    detail::forward_inputs in{input, epilogue, weight, bias, running_mean, running_var, num_batches_tracked};
+  [[nodiscard]] detail::forward_inputs inputs_of(std::vector<::torch::Tensor> batches,
+                                                 norm_epilogue const& epilogue) const {
+    detail::forward_inputs in{std::move(batches), epilogue,           weight, bias, running_mean,
+                              running_var,        num_batches_tracked};
     in.options = make_options();
     in.channels = options.num_features();
     in.scope = is_training() && !frozen_ ? statistics_scope::all_ranks
@@ -209,12 +213,6 @@ private:
   }
 
   static constexpr char const* not_in_place = "a pass in two phases or of a group is not in place";
-
-  static bool requires_grad(::torch::Tensor const& tensor) { return tensor.defined() && tensor.requires_grad(); }
-  static c10::optional<at::Tensor> optional(::torch::Tensor const& tensor) {
-    if (!tensor.defined()) return c10::nullopt;
-    return tensor;
-  }
 
   int revert_dimension_;
   affine_parts parts_;

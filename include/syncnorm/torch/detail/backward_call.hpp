@@ -1,18 +1,22 @@
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/ops/batch_norm_backward.hpp>
 #include <syncnorm/ops/batch_norm_in_place.hpp>
+#include <syncnorm/ops/batch_norm_micro_batches.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
@@ -24,24 +28,42 @@
 
 namespace syncnorm::torch::detail {
 
-/// What a forward pass read, as far as its backward pass needs it: x, or y where x is recovered from it.
+/// What a forward pass read, as far as its backward pass needs it: x of each micro-batch, or y where x is recovered from it.
 struct forward_tensors {
-  at::Tensor x, weight, bias, residual;
+  std::vector<at::Tensor> x;
+  at::Tensor weight, bias, residual;
 
   /// Those to be saved of a pass over `x`, which wrote `y`.
-  [[nodiscard]] static forward_tensors of(recorded_pass const& pass, at::Tensor const& x, at::Tensor const& weight,
-                                          at::Tensor const& bias, at::Tensor const& residual, at::Tensor const& y) {
+  [[nodiscard]] static forward_tensors of(recorded_pass const& pass, std::vector<at::Tensor> x,
+                                          at::Tensor const& weight, at::Tensor const& bias, at::Tensor const& residual,
+                                          at::Tensor const& y) {
     // What was activated depends on bias and residual; so does x where it is recovered from y.
     bool const in_place = pass.kept != nullptr, needs_bias = in_place || pass.activation.negative_slope != 1;
-    return {in_place ? y : x, weight, needs_bias ? bias : at::Tensor{}, residual};
+    if (in_place) x = {y};
+    return {std::move(x), weight, needs_bias ? bias : at::Tensor{}, residual};
+  }
+
+  /// Appends them to what is saved.
+  void append_to(std::vector<at::Tensor>& saved) const {
+    saved.insert(saved.end(), x.begin(), x.end());
+    saved.insert(saved.end(), {weight, bias, residual});
+  }
+  /// Those of `batches` micro-batches, which were appended, from `next` on.
+  [[nodiscard]] static forward_tensors take_from(std::vector<at::Tensor>::const_iterator& next, std::size_t batches) {
+    auto const end_of_x = next + static_cast<std::ptrdiff_t>(batches);
+    forward_tensors taken{{next, end_of_x}, end_of_x[0], end_of_x[1], end_of_x[2]};
+    next = end_of_x + 3;
+    return taken;
   }
 };
 
 /// Which gradients autograd asks for.
 struct wanted_gradients {
-  bool x = false, weight = false, bias = false, residual = false;
+  std::vector<bool> x;
+  bool weight = false, bias = false, residual = false;
 
-  [[nodiscard]] bool any() const { return x || weight || bias || residual; }
+  [[nodiscard]] bool any_x() const { return std::ranges::find(x, true) != x.end(); }
+  [[nodiscard]] bool any() const { return any_x() || weight || bias || residual; }
 };
 
 /// A backward pass of a module, to be run at once, or described for others to run.
@@ -57,28 +79,34 @@ public:
   virtual void run() = 0;
   [[nodiscard]] recorded_pass const& pass() const noexcept { return *pass_; }
 
-  /// The gradients of x, weight, bias and residual, once the pass has run, themselves differentiable if autograd asks for
+  /// The gradients of each x, weight, bias and residual, once the pass has run, themselves differentiable if autograd asks for
   /// that. Of the passes of a group each is differentiated by itself.
   [[nodiscard]] tensors results() {
-    tensors gradients{dx_, dgamma_, dbeta_, dresidual_};
+    tensors gradients(dy_.size());
+    for (std::size_t k = 0; k < dx_.size(); ++k)
+      if (wants_.x[k]) gradients[k] = dx_[k];
+    gradients.insert(gradients.end(), {dgamma_, dbeta_, dresidual_});
     if (!at::GradMode::is_enabled()) return gradients;
-    if (pass_->kept != nullptr)
-      once_differentiable::refuse("the gradients of a pass in place (double backward)", gradients,
-                                  {dy_, of_.x, of_.weight, of_.residual});
-    else
-      batch_norm_backward_function::record(gradients, {dy_}, {of_.x}, of_.weight, {pass_, of_.bias, of_.residual});
+    if (pass_->kept != nullptr) {
+      auto inputs = dy_;
+      of_.append_to(inputs);
+      once_differentiable::refuse("the gradients of a pass in place (double backward)", gradients, inputs);
+    } else {
+      batch_norm_backward_function::record(gradients, dy_, of_.x, of_.weight, {pass_, of_.bias, of_.residual});
+    }
     return gradients;
   }
 
 protected:
-  backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy, wanted_gradients wants)
-      : pass_{std::move(pass)}, of_{std::move(of)}, dy_{std::move(dy)}, wants_{wants} {}
+  backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, tensors dy, wanted_gradients wants)
+      : pass_{std::move(pass)}, of_{std::move(of)}, dy_{std::move(dy)}, wants_{std::move(wants)} {}
 
   c10::intrusive_ptr<recorded_pass> pass_;
   forward_tensors of_;
-  at::Tensor dy_;
+  tensors dy_;
   wanted_gradients wants_;
-  at::Tensor dx_, dgamma_, dbeta_, dresidual_;
+  tensors dx_; ///< none, or one of each x
+  at::Tensor dgamma_, dbeta_, dresidual_;
 };
 
 /// The same for elements of type `T` and parameters of type `P`: what a pass reads and writes, wherever it runs.
@@ -86,12 +114,13 @@ template <class T, class P>
 class prepared_backward_call : public backward_call {
 protected:
   /// `fault` is what is wrong already.
-  prepared_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy,
-                         wanted_gradients wants, std::string fault)
-      : backward_call{std::move(pass), std::move(of), std::move(dy), wants}, fault_{std::move(fault)} {
+  prepared_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, tensors dy, wanted_gradients wants,
+                         std::string fault)
+      : backward_call{std::move(pass), std::move(of), std::move(dy), std::move(wants)}, fault_{std::move(fault)} {
     bool const recorded = at::GradMode::is_enabled() && pass_->kept == nullptr && wants_.any();
     differentiable_ = recorded ? backward_pass::needed : backward_pass::impossible;
-    if (fault_.empty()) fault_ = find_gradient_fault(dy_, recorded);
+    for (auto const& each : dy_)
+      if (fault_.empty()) fault_ = find_gradient_fault(each, recorded);
     at::AutoGradMode const no_recording{false};
     epilogue_.activation = pass_->activation;
     try {
@@ -101,86 +130,100 @@ protected:
     }
   }
 
+  /// None, or one for each micro-batch.
+  [[nodiscard]] std::span<batch_norm_epilogue<T> const> epilogues() const { return {&epilogue_, count_of_one()}; }
+  [[nodiscard]] std::span<tensor_view<T> const> dresidual_views() const { return {&dresidual_view_, count_of_one()}; }
+
   std::string fault_;
   backward_pass differentiable_;
-  tensor_view<T const> x_view_{}, dy_view_{};
-  tensor_view<T> dx_view_{}, dresidual_view_{};
+  std::vector<tensor_view<T const>> x_views_, dy_views_;
+  std::vector<tensor_view<T>> dx_views_; ///< none, or one of each x
   affine_parameters<P> affine_;
   affine_gradients<P> gradients_;
   batch_norm_epilogue<T> epilogue_;
 
 private:
+  [[nodiscard]] std::size_t count_of_one() const { return x_views_.size() == 1 ? 1 : 0; }
+
   void take() {
-    auto const of_x = make_operands<T>(of_.x);
-    read_x_ = of_x.x, read_dy_ = dy_, read_residual_ = of_.residual; // which may become copies
-    x_view_ = of_x.x_view;
-    dy_view_ = make_companion<T>(read_dy_, of_x);
-    if (wants_.x) dx_ = of_x.y, dx_view_ = of_x.y_view;
+    bool const wants_x = wants_.any_x();
+    read_dy_ = dy_, read_residual_ = of_.residual; // which may become copies
+    std::vector<operands<T>> of_x;
+    for (std::size_t k = 0; k < of_.x.size(); ++k) {
+      auto const& of = of_x.emplace_back(make_operands<T>(of_.x[k]));
+      read_x_.push_back(of.x);
+      x_views_.push_back(of.x_view);
+      dy_views_.push_back(make_companion<T>(read_dy_.at(k), of));
+      if (wants_x) dx_.push_back(of.y), dx_views_.push_back(of.y_view);
+    }
+    auto const& first = of_x.front();
     if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = of_.weight.contiguous());
     if (of_.bias.defined()) affine_.beta = values_of<P>(beta_ = of_.bias.contiguous());
-    auto const zeros = [&] { return at::zeros({of_.x.size(1)}, of_.x.options().dtype(pass_->parameters)); };
+    auto const zeros = [&] { return at::zeros({first.x.size(1)}, first.x.options().dtype(pass_->parameters)); };
     if (wants_.weight) gradients_.gamma = values_of<P>(dgamma_ = zeros());
     if (wants_.bias) gradients_.beta = values_of<P>(dbeta_ = zeros());
-    if (read_residual_.defined()) epilogue_.residual = make_companion<T>(read_residual_, of_x);
+    if (read_residual_.defined()) epilogue_.residual = make_companion<T>(read_residual_, first);
     if (pass_->kept) {
       // x is made again where its gradient will be.
       auto const& kept = *static_cast<batch_norm_kept<T> const*>(pass_->kept.get());
-      fault_ = kept.recover(at_executor{}, of_x.x_view, of_x.y_view, affine_, pass_->saved, epilogue_);
-      read_x_ = of_x.y;
-      x_view_ = of_x.y_view;
+      fault_ = kept.recover(at_executor{}, first.x_view, first.y_view, affine_, pass_->saved, epilogue_);
+      read_x_.front() = first.y;
+      x_views_.front() = first.y_view;
     }
     epilogue_.mask = view_of_mask(pass_->mask);
     epilogue_.masked = pass_->masked;
-    if (wants_.residual) dresidual_view_ = *view_of<T>(dresidual_ = at::empty_like(of_x.y), of_x.order);
+    if (wants_.residual) dresidual_view_ = *view_of<T>(dresidual_ = at::empty_like(first.y), first.order);
   }
 
-  at::Tensor read_x_, read_dy_, read_residual_, gamma_, beta_;
+  tensors read_x_, read_dy_;
+  at::Tensor read_residual_, gamma_, beta_;
+  tensor_view<T> dresidual_view_{};
 };
 
 /// The same on the CPU.
 template <class T, class P>
 class typed_backward_call final : public prepared_backward_call<T, P> {
   using base = prepared_backward_call<T, P>;
-  using base::affine_, base::differentiable_, base::dresidual_view_, base::dx_, base::dx_view_, base::dy_view_,
-      base::epilogue_, base::fault_, base::gradients_, base::pass_, base::x_view_;
+  using base::affine_, base::differentiable_, base::dx_views_, base::dy_views_, base::fault_, base::gradients_,
+      base::pass_, base::x_views_;
 
 public:
   /// `fault` is what is wrong already.
-  typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy, wanted_gradients wants,
-                      std::string fault)
-      : base{std::move(pass), std::move(of), std::move(dy), wants, std::move(fault)} {}
+  typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, backward_call::tensors dy,
+                      wanted_gradients wants, std::string fault)
+      : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)} {}
 
   void run() override {
     at::AutoGradMode const no_recording{false};
     std::optional<batch_norm_workspace> own;
     auto& workspace = pass_->workspace_or(own);
-    batch_norm_backward<T const, P>(at_executor{}, pass_->state->comm, dy_view_, x_view_, dx_view_, affine_,
-                                    pass_->saved, gradients_, {pass_->state->exchange_backward}, workspace,
-                                    {fault_, differentiable_}, epilogue_, dresidual_view_);
+    batch_norm_backward_batches<T, P>(at_executor{}, pass_->state->comm, dy_views_, x_views_, dx_views_, affine_,
+                                      pass_->saved, gradients_, {pass_->state->exchange_backward}, workspace,
+                                      {fault_, differentiable_}, this->epilogues(), this->dresidual_views());
   }
 
   /// Describes the pass. It borrows this.
   [[nodiscard]] batch_norm_pass plan() {
     auto const channels = static_cast<std::int64_t>(pass_->saved.mean.size());
-    std::span<tensor_view<T> const> const dx{&dx_view_, dx_.defined() ? 1U : 0U};
-    return plan_batch_norm_backward<T, P>(at_executor{}, channels, {&dy_view_, 1}, {&x_view_, 1}, dx, affine_,
+    return plan_batch_norm_backward<T, P>(at_executor{}, channels, dy_views_, x_views_, dx_views_, affine_,
                                           pass_->saved, gradients_, {pass_->state->exchange_backward},
-                                          {fault_, differentiable_}, {&epilogue_, 1}, {&dresidual_view_, 1});
+                                          {fault_, differentiable_}, this->epilogues(), this->dresidual_views());
   }
 };
 
 /// A backward pass by `dy`, which throws faults of any rank on every rank.
 [[nodiscard]] inline std::unique_ptr<backward_call> make_backward_call(c10::intrusive_ptr<recorded_pass> pass,
-                                                                       forward_tensors of, at::Tensor dy,
+                                                                       forward_tensors of, backward_call::tensors dy,
                                                                        wanted_gradients wants, std::string fault) {
   if (pass->on_device != nullptr) {
     auto const device = pass->state->device;
-    return device->make_backward_call(std::move(pass), std::move(of), std::move(dy), wants, std::move(fault));
+    return device->make_backward_call(std::move(pass), std::move(of), std::move(dy), std::move(wants),
+                                      std::move(fault));
   }
   auto const element = pass->element, parameters = pass->parameters;
   return with_types(element, parameters, [&]<class Types>(Types) -> std::unique_ptr<backward_call> {
     return std::make_unique<typed_backward_call<typename Types::element, typename Types::parameter>>(
-        std::move(pass), std::move(of), std::move(dy), wants, std::move(fault));
+        std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault));
   });
 }
 

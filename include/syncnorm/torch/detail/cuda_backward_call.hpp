@@ -10,7 +10,6 @@
 #include <syncnorm/torch/detail/backward_call.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
 #include <syncnorm/torch/detail/cuda_element.hpp>
-#include <syncnorm/torch/detail/cuda_forward_pass.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 
 namespace syncnorm::torch::detail {
@@ -24,20 +23,19 @@ class cuda_backward_call final : public prepared_backward_call<T, P> {
 
 public:
   /// `fault` is what is wrong already.
-  cuda_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, at::Tensor dy, wanted_gradients wants,
-                     C const& comm, std::string fault)
-      : base{std::move(pass), std::move(of), std::move(dy), wants, std::move(fault)}, comm_{comm} {}
+  cuda_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, backward_call::tensors dy,
+                     wanted_gradients wants, C const& comm, std::string fault)
+      : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)}, comm_{comm} {}
 
   void run() override {
     at::AutoGradMode const no_recording{false};
     auto& record = static_cast<cuda_record&>(*this->pass_->on_device);
-    auto const dy = on_device(this->dy_view_), x = on_device(this->x_view_);
-    auto const dx = on_device(this->dx_view_), dresidual = on_device(this->dresidual_view_);
-    auto const epilogue = on_device(this->epilogue_);
-    affine_parameters<parameter> const affine{on_device(this->affine_.gamma), on_device(this->affine_.beta)};
+    auto const dy = each_on_device(this->dy_views_), x = each_on_device(this->x_views_);
+    auto const dx = each_on_device(this->dx_views_), dresidual = each_on_device(this->dresidual_views());
+    auto const epilogues = each_on_device(this->epilogues());
     affine_gradients<parameter> const gradients{on_device(this->gradients_.gamma), on_device(this->gradients_.beta)};
     cuda::detail::backward_operands<element, parameter> const operands{
-        {&dy, 1}, {&x, 1}, {&dx, 1}, affine, gradients, {&epilogue, 1}, {&dresidual, 1}};
+        dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual};
     record.buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
       cuda::detail::backward<Kernels, element, parameter>(comm_, operands, {this->pass_->state->exchange_backward},
                                                           record.saved(), workspace, stream,

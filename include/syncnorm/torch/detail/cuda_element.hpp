@@ -2,7 +2,9 @@
 
 #include <span>
 #include <type_traits>
+#include <vector>
 
+#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/cuda_element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/half.hpp>
@@ -49,6 +51,18 @@ template <class T>
 template <class T>
 [[nodiscard]] batch_norm_epilogue<device_element_t<T>> on_device(batch_norm_epilogue<T> const& of) {
   return {of.activation, on_device(of.residual), of.mask, of.masked};
+}
+
+template <class Range>
+[[nodiscard]] auto each_on_device(Range const& of) {
+  std::vector<decltype(on_device(of[0]))> made;
+  for (auto const& each : of) made.push_back(on_device(each));
+  return made;
+}
+
+template <class P>
+[[nodiscard]] affine_parameters<device_element_t<P>> on_device(affine_parameters<P> const& of) {
+  return {on_device(of.gamma), on_device(of.beta)};
 }
 
 } // namespace syncnorm::torch::detail

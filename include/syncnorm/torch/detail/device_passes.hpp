@@ -43,9 +43,10 @@ public:
   [[nodiscard]] virtual int size() const = 0;
 
   /// As the functions of these names do on the CPU.
-  [[nodiscard]] virtual std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward) = 0;
+  [[nodiscard]] virtual std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward,
+                                                                        std::string fault) = 0;
   [[nodiscard]] virtual std::unique_ptr<backward_call> make_backward_call(c10::intrusive_ptr<recorded_pass> pass,
-                                                                          forward_tensors of, at::Tensor dy,
+                                                                          forward_tensors of, tensors dy,
                                                                           wanted_gradients wants,
                                                                           std::string fault) const = 0;
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <exception>
 #include <string>
 #include <utility>
 
@@ -27,8 +26,9 @@ public:
                             c10::optional<at::Tensor> const& /*anchor*/, c10::intrusive_ptr<recorded_pass> const& pass,
                             at::Tensor const* y) {
     auto const of = [](c10::optional<at::Tensor> const& tensor) { return tensor.value_or(at::Tensor{}); };
-    auto const save = forward_tensors::of(*pass, x, of(weight), of(bias), of(residual), *y);
-    recorded->save_for_backward({save.x, save.weight, save.bias, save.residual});
+    tensors saved;
+    forward_tensors::of(*pass, {x}, of(weight), of(bias), of(residual), *y).append_to(saved);
+    recorded->save_for_backward(std::move(saved));
     if (pass->kept != nullptr) recorded->mark_dirty({x});
     recorded->saved_data["pass"] = c10::IValue::make_capsule(pass);
     recorded->saved_data["weight"] = weight.has_value();
@@ -40,22 +40,19 @@ public:
     auto pass = c10::static_intrusive_pointer_cast<recorded_pass>(recorded->saved_data["pass"].toCapsule());
     forward_tensors of;
     std::string fault;
-    try {
-      // Tells of tensors that were modified since, and of a graph that was freed, on this rank alone.
-      auto const saved = recorded->get_saved_variables();
-      of = {saved.at(0), saved.at(1), saved.at(2), saved.at(3)};
-    } catch (std::exception const& e) {
-      fault = text_of(e);
-    }
+    auto const saved = saved_tensors(*recorded, fault);
+    auto next = saved.begin();
+    if (fault.empty()) of = forward_tensors::take_from(next, 1);
     // Edges lead to the inputs that are present: x, weight, bias, residual.
     std::size_t edge = 0;
     auto const wants = [&](bool present) { return present && recorded->needs_input_grad(edge++); };
     wanted_gradients wanted;
-    wanted.x = wants(true);
+    wanted.x = {wants(true)};
     wanted.weight = wants(recorded->saved_data["weight"].toBool());
     wanted.bias = wants(recorded->saved_data["bias"].toBool());
     wanted.residual = wants(of.residual.defined());
-    auto const call = make_backward_call(std::move(pass), std::move(of), dy.at(0), wanted, std::move(fault));
+    auto const call =
+        make_backward_call(std::move(pass), std::move(of), {dy.at(0)}, std::move(wanted), std::move(fault));
     call->run();
     auto gradients = call->results();
     gradients.resize(7); // of the anchor, and what is no tensor
@@ -71,14 +68,15 @@ public:
   };
   c10::optional<at::Tensor> anchor;
   if (anchored) anchor = at::zeros({0}).requires_grad_();
-  auto const output = batch_norm_function::apply(in.input, optional(in.weight), optional(in.bias),
-                                                 optional(in.with.residual), anchor, pass.pass(), &pass.output());
-  return in.in_place ? in.input : output; // the same, unless nothing is recorded
+  auto const output =
+      batch_norm_function::apply(in.first(), optional(in.weight), optional(in.bias), optional(in.with.residual), anchor,
+                                 pass.pass(), &pass.outputs().front());
+  return in.in_place ? in.first() : output; // the same, unless nothing is recorded
 }
 
-/// The same of a pass that has run, anchored where other ranks alone need gradients.
-[[nodiscard]] inline at::Tensor record(forward_pass const& pass) {
-  return record(pass, pass.pass()->saved.backward_needed && !pass.inputs().requires_grad());
+/// Whether a pass that has run needs an anchor: where other ranks alone need gradients.
+[[nodiscard]] inline bool needs_anchor(forward_pass const& pass) {
+  return pass.pass()->saved.backward_needed && !pass.inputs().requires_grad();
 }
 
 } // namespace syncnorm::torch::detail

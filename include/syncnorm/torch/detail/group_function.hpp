@@ -2,7 +2,7 @@
 
 #include <array>
 #include <cstddef>
-#include <exception>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,29 +22,33 @@ namespace syncnorm::torch::detail {
 struct recorded_group : ::torch::CustomClassHolder {
   struct member {
     c10::intrusive_ptr<recorded_pass> pass;
-    bool weight, bias, residual; ///< which of these there are, besides x
+    std::size_t batches;         ///< how many x and y there are
+    bool weight, bias, residual; ///< which of these there are, besides
   };
   std::vector<member> members;
 };
 
-/// Records the forward passes of a group, which have been computed already, and runs their backward passes in one.
+/// Records the forward passes of a group, or one over micro-batches, which have been computed already, and runs their backward
+/// passes in one.
 class group_function : public ::torch::autograd::Function<group_function> {
 public:
   using context = ::torch::autograd::AutogradContext;
   using tensors = ::torch::autograd::variable_list;
 
-  /// Returns the outputs, recorded as functions of `inputs`: x, weight, bias and residual of each member, as far as they
+  /// Returns the outputs, recorded as functions of `inputs`: those of each member, weight, bias and residual, as far as they
   /// are there, and perhaps an anchor as in `batch_norm_function`.
   static tensors forward(context* recorded, at::TensorList inputs, c10::intrusive_ptr<recorded_group> const& group,
                          tensors const* outputs) {
     tensors saved;
     auto next = inputs.begin();
-    for (std::size_t l = 0; l < outputs->size(); ++l) {
-      auto const& [pass, has_weight, has_bias, has_residual] = group->members[l];
+    auto y = outputs->begin();
+    for (auto const& [pass, batches, has_weight, has_bias, has_residual] : group->members) {
       auto const take = [&](bool there) { return there ? *next++ : at::Tensor{}; };
-      auto const x = take(true), weight = take(has_weight), bias = take(has_bias), residual = take(has_residual);
-      auto const save = forward_tensors::of(*pass, x, weight, bias, residual, (*outputs)[l]);
-      saved.insert(saved.end(), {save.x, save.weight, save.bias, save.residual});
+      tensors x(next, next + static_cast<std::ptrdiff_t>(batches));
+      next += static_cast<std::ptrdiff_t>(batches);
+      auto const weight = take(has_weight), bias = take(has_bias), residual = take(has_residual);
+      forward_tensors::of(*pass, std::move(x), weight, bias, residual, *y).append_to(saved);
+      y += static_cast<std::ptrdiff_t>(batches);
     }
     recorded->save_for_backward(std::move(saved));
     recorded->saved_data["group"] = c10::IValue::make_capsule(group);
@@ -55,31 +59,37 @@ public:
   static tensors backward(context* recorded, tensors const& dy) {
     auto const group = c10::static_intrusive_pointer_cast<recorded_group>(recorded->saved_data["group"].toCapsule());
     std::string fault;
-    auto saved = saved_tensors(*recorded, fault);
+    auto const saved = saved_tensors(*recorded, fault);
+    auto next = saved.begin();
+    auto next_dy = dy.begin();
     std::vector<std::unique_ptr<backward_call>> calls;
-    std::vector<batch_norm_pass> plans;
     std::size_t edge = 0;
-    for (std::size_t l = 0; l < dy.size(); ++l) {
-      auto const& member = group->members[l];
+    for (auto const& member : group->members) {
       auto const wants = [&](bool there) { return there && recorded->needs_input_grad(edge++); };
       wanted_gradients wanted;
-      wanted.x = wants(true);
+      for (std::size_t k = 0; k < member.batches; ++k) wanted.x.push_back(wants(true));
       wanted.weight = wants(member.weight);
       wanted.bias = wants(member.bias);
       wanted.residual = wants(member.residual);
       forward_tensors of;
-      if (fault.empty()) of = {saved[4 * l], saved[4 * l + 1], saved[4 * l + 2], saved[4 * l + 3]};
-      calls.push_back(make_backward_call(member.pass, std::move(of), dy[l], wanted, fault));
-      plans.push_back(plan_of(*calls.back()));
+      if (fault.empty()) of = forward_tensors::take_from(next, member.batches);
+      auto const end_of_dy = next_dy + static_cast<std::ptrdiff_t>(member.batches);
+      calls.push_back(make_backward_call(member.pass, std::move(of), {next_dy, end_of_dy}, std::move(wanted), fault));
+      next_dy = end_of_dy;
     }
-    run(*group->members.front().pass->state, plans);
+    if (calls.size() == 1)
+      calls.front()->run();
+    else
+      run(*group->members.front().pass->state, calls);
     tensors results;
-    for (std::size_t l = 0; l < dy.size(); ++l) {
+    for (std::size_t l = 0; l < calls.size(); ++l) {
       auto const& member = group->members[l];
       auto const of_member = calls[l]->results();
-      auto const there = std::array{true, member.weight, member.bias, member.residual};
+      auto const parameters = of_member.begin() + static_cast<std::ptrdiff_t>(member.batches);
+      results.insert(results.end(), of_member.begin(), parameters);
+      auto const there = std::array{member.weight, member.bias, member.residual};
       for (std::size_t i = 0; i < there.size(); ++i)
-        if (there[i]) results.push_back(of_member[i]);
+        if (there[i]) results.push_back(parameters[static_cast<std::ptrdiff_t>(i)]);
     }
     // Of the anchor, if there is one, and what is no tensor.
     results.resize(static_cast<std::size_t>(recorded->saved_data["inputs"].toInt()) + 2);
@@ -87,8 +97,10 @@ public:
   }
 
 private:
-  static void run(exchange_state& state, std::vector<batch_norm_pass>& plans) {
+  static void run(exchange_state& state, std::vector<std::unique_ptr<backward_call>> const& calls) {
     at::AutoGradMode const no_recording{false};
+    std::vector<batch_norm_pass> plans;
+    for (auto const& call : calls) plans.push_back(plan_of(*call));
     if (auto pending = begin_together(state, plans))
       pending->finish();
     else
@@ -103,10 +115,12 @@ private:
   std::vector<at::Tensor> inputs, outputs;
   for (auto const& pass : passes) {
     auto const& in = pass->inputs();
-    group->members.push_back({pass->pass(), in.weight.defined(), in.bias.defined(), in.with.residual.defined()});
-    for (auto const* tensor : {&in.input, &in.weight, &in.bias, &in.with.residual})
+    group->members.push_back(
+        {pass->pass(), in.batches.size(), in.weight.defined(), in.bias.defined(), in.with.residual.defined()});
+    inputs.insert(inputs.end(), in.batches.begin(), in.batches.end());
+    for (auto const* tensor : {&in.weight, &in.bias, &in.with.residual})
       if (tensor->defined()) inputs.push_back(*tensor);
-    outputs.push_back(pass->output());
+    outputs.insert(outputs.end(), pass->outputs().begin(), pass->outputs().end());
   }
   if (anchored) inputs.push_back(at::zeros({0}).requires_grad_());
   return group_function::apply(at::TensorList{inputs}, group, &outputs);

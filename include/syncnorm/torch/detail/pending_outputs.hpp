@@ -15,6 +15,7 @@
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/function.hpp>
 #include <syncnorm/torch/detail/group_function.hpp>
+#include <syncnorm/torch/detail/typed_forward_pass.hpp>
 
 namespace syncnorm::torch::detail {
 
@@ -78,7 +79,7 @@ private:
   /// Whether there is something to record: a fault is what `finish` throws.
   [[nodiscard]] bool prepare_record() {
     anchored_ = exchange_ && !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
-    return !any([](forward_pass const& pass) { return pass.is_faulty(); });
+    return !any([](forward_pass const& pass) { return pass.outputs().empty(); });
   }
 
   passes_type passes_;

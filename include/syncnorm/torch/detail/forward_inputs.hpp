@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <c10/core/InferenceMode.h>
+#include <torch/types.h>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/torch/detail/check.hpp>
+#include <syncnorm/torch/detail/recorded_pass.hpp>
+#include <syncnorm/torch/epilogue.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// What a forward pass of a module reads and writes, of whatever type.
+struct forward_inputs {
+  std::vector<at::Tensor> batches; ///< the micro-batches that share one statistic
+  norm_epilogue with;              ///< of one micro-batch
+  at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;
+  batch_norm_options options{};
+  std::int64_t channels = 0;
+  statistics_scope scope = statistics_scope::all_ranks;
+  bool in_place = false;
+  std::shared_ptr<exchange_state> state{};
+
+  [[nodiscard]] at::Tensor first() const { return batches.empty() ? at::Tensor{} : batches.front(); }
+
+  /// Whether autograd asks for one of the gradients.
+  [[nodiscard]] bool requires_grad() const {
+    auto const requires_one = [](at::Tensor const& tensor) { return tensor.defined() && tensor.requires_grad(); };
+    for (auto const& batch : batches)
+      if (requires_one(batch)) return true;
+    return requires_one(weight) || requires_one(bias) || requires_one(with.residual);
+  }
+  /// Has copies in place of inference tensors, none of which needs a gradient: others may, and then all are saved.
+  void make_savable() {
+    for (auto& batch : batches) batch = savable(batch);
+    for (auto* tensor : {&weight, &bias, &with.residual}) *tensor = savable(*tensor);
+  }
+  [[nodiscard]] at::ScalarType type_of_parameters() const {
+    return detail::type_of_parameters(first(), {weight, bias, running_mean, running_var});
+  }
+};
+
+/// Says what this rank needs of a backward pass, given whether it records and whether it needs gradients.
+[[nodiscard]] inline backward_pass backward_of(bool records, bool needs) {
+  return !records ? backward_pass::impossible : needs ? backward_pass::needed : backward_pass::possible;
+}
+
+/// Whether passes over these tensors are those of `use_cuda`. That is for the module's own tensors to say, which are where
+/// they are on every rank; without any, there are no others.
+[[nodiscard]] inline bool is_on_device(forward_inputs const& in) {
+  if (in.state->device == nullptr) return false;
+  for (auto const* tensor : {&in.weight, &in.bias, &in.running_mean, &in.running_var})
+    if (tensor->defined()) return tensor->is_cuda();
+  return true;
+}
+
+/// What is wrong with a pass over these tensors on the device `on`, besides what it checks for itself; empty where nothing is.
+[[nodiscard]] inline std::string find_fault(forward_inputs const& in, backward_pass backward,
+                                            at::Device on = at::kCPU) {
+  bool const recorded = backward == backward_pass::needed;
+  for (std::size_t k = 0; k < in.batches.size(); ++k) {
+    auto const& input = in.batches[k];
+    auto text = find_fault(input, {in.weight, in.bias}, {in.running_mean, in.running_var}, in.num_batches_tracked, on);
+    if (text.empty() && input.scalar_type() != in.first().scalar_type()) text = "the input is of another type";
+    if (text.empty() && in.in_place && input.is_inference() && !c10::InferenceMode::is_enabled())
+      text = "the input is an inference tensor, which is written to in place in c10::InferenceMode alone";
+    if (text.empty()) text = find_recording_fault({{input, "the input"}}, recorded);
+    if (!text.empty()) return in.batches.size() > 1 ? "micro-batch " + std::to_string(k) + ": " + text : text;
+  }
+  auto fault =
+      in.batches.empty() ? "there are no micro-batches; pass one without samples" : find_fault(in.with, in.first(), on);
+  if (fault.empty())
+    fault =
+        find_recording_fault({{in.weight, "weight"}, {in.bias, "bias"}, {in.with.residual, "the residual"}}, recorded);
+  return fault;
+}
+
+} // namespace syncnorm::torch::detail

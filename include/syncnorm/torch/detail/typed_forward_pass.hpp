@@ -1,0 +1,140 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <torch/types.h>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/ops/batch_norm_forward.hpp>
+#include <syncnorm/ops/batch_norm_in_place.hpp>
+#include <syncnorm/ops/batch_norm_micro_batches.hpp>
+#include <syncnorm/ops/batch_norm_pass.hpp>
+#include <syncnorm/torch/detail/check.hpp>
+#include <syncnorm/torch/detail/forward_inputs.hpp>
+#include <syncnorm/torch/detail/forward_pass.hpp>
+#include <syncnorm/torch/element.hpp>
+#include <syncnorm/torch/executor.hpp>
+
+namespace syncnorm::torch::detail {
+
+/// A forward pass of a module on the CPU, of elements of type `T` and parameters of type `P`.
+template <class T, class P>
+class typed_forward_pass final : public prepared_forward_pass<T, P> {
+  using base = prepared_forward_pass<T, P>;
+  using base::affine_, base::backward_, base::epilogue_, base::fault_, base::in_, base::pass_, base::running_,
+      base::x_views_, base::y_views_;
+
+public:
+  /// `fault` is what is wrong already.
+  typed_forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters, std::string fault,
+                     backward_pass backward)
+      : base{std::move(in), element, parameters, std::move(fault), backward} {
+    this->attempt([&] {
+      if (in_.in_place) keep();
+      if (!this->counts()) return;
+      tracked_ = in_.num_batches_tracked; // of any type, as Module::to converts it, too
+      running_.num_batches_tracked = &in_.state->batches_tracked;
+    });
+    if (!fault_.empty()) this->outputs_.clear();
+  }
+
+  void before() override {
+    base::before();
+    if (tracked_.defined()) in_.state->batches_tracked = tracks_ = tracked_.item<std::int64_t>();
+  }
+  void after() override {
+    if (in_.scope != statistics_scope::all_ranks) return;
+    if (pass_->saved.count > 0) bump_versions({in_.running_mean, in_.running_var});
+    if (tracked_.defined() && in_.state->batches_tracked != tracks_)
+      write_counter(tracked_, in_.state->batches_tracked);
+  }
+
+  /// Describes the pass. It borrows this.
+  [[nodiscard]] batch_norm_pass plan() {
+    syncnorm::detail::forward_operands<T, P> const operands{x_views_, y_views_,  affine_,
+                                                            running_, in_.scope, this->epilogues()};
+    batch_norm_caller const caller{fault_, backward_};
+    auto& saved = pass_->saved;
+    if (in_.scope == statistics_scope::constant)
+      return batch_norm_pass{std::make_unique<syncnorm::detail::planned_inference<T, P>>(
+          at_executor{}, in_.channels, operands, in_.options, saved, caller)};
+    return batch_norm_pass{std::make_unique<syncnorm::detail::planned_forward<T, P>>(
+        at_executor{}, in_.channels, operands, in_.options, saved, caller)};
+  }
+
+private:
+  void compute() override {
+    auto& saved = pass_->saved;
+    at_executor const exec;
+    if (in_.scope == statistics_scope::all_ranks) {
+      batch_norm_forward_batches<T, P>(exec, in_.state->comm, x_views_, y_views_, affine_, running_, in_.options, saved,
+                                       in_.state->workspace, {fault_, backward_}, this->epilogues());
+      return;
+    }
+    if (!fault_.empty()) throw invalid_argument_error{"batch_norm inference: " + fault_};
+    if (in_.scope == statistics_scope::constant) {
+      batch_norm_inference_batches<T, P>(exec, x_views_, y_views_, affine_, running_.mean, running_.var,
+                                         in_.options.eps, saved, in_.options.variance, this->epilogues());
+      return;
+    }
+    batch_norm_workspace workspace{in_.channels};
+    batch_norm_forward_batches<T, P>(exec, self_communicator{}, x_views_, y_views_, affine_, {}, in_.options, saved,
+                                     workspace, {}, this->epilogues());
+    saved.scope = statistics_scope::this_rank;
+  }
+
+  /// What a pass in place keeps of x, where it is recorded.
+  void keep() {
+    auto const& x = x_views_.front();
+    if (epilogue_.has_residual() && epilogue_.residual.data == x.data && x.size() > 0)
+      throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
+    auto kept = std::make_shared<batch_norm_kept<T>>();
+    if (this->records()) kept->keep(x, affine_, epilogue_);
+    pass_->kept = std::move(kept);
+  }
+
+  at::Tensor tracked_;
+  std::int64_t tracks_ = 0;
+};
+
+/// A pass over these tensors on the CPU, whose faults it reports to all ranks.
+[[nodiscard]] inline std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward,
+                                                                     std::string fault = {}) {
+  if (fault.empty()) fault = find_fault(in, backward);
+  if (fault.empty() && backward == backward_pass::possible) in.make_savable();
+  auto const type = fault.empty() ? in.first().scalar_type() : ::torch::kFloat;
+  auto const parameters = in.type_of_parameters();
+  return with_types(type, parameters, [&]<class Types>(Types) -> std::unique_ptr<forward_pass> {
+    return std::make_unique<typed_forward_pass<typename Types::element, typename Types::parameter>>(
+        std::move(in), type, parameters, std::move(fault), backward);
+  });
+}
+
+/// The same where the module is.
+[[nodiscard]] inline std::unique_ptr<forward_pass> make_pass_anywhere(forward_inputs in, backward_pass backward,
+                                                                      std::string fault = {}) {
+  if (!is_on_device(in)) return make_forward_pass(std::move(in), backward, std::move(fault));
+  auto const device = in.state->device;
+  return device->make_forward_pass(std::move(in), backward, std::move(fault));
+}
+
+/// Throws where the pass would be on a device: there are no `passes` of that kind.
+inline void require_on_cpu(forward_inputs const& in, char const* passes) {
+  if (is_on_device(in))
+    throw invalid_argument_error{std::string{"syncnorm::torch::SyncBatchNorm: "} + passes +
+                                 " are not implemented on CUDA, where the module is; on the CPU they are"};
+}
+
+/// Describes the pass. It borrows the pass.
+[[nodiscard]] inline batch_norm_pass plan_of(forward_pass& pass) {
+  // Not a virtual function, which every user would compile.
+  return with_types(pass.pass()->element, pass.pass()->parameters, [&]<class Types>(Types) {
+    return static_cast<typed_forward_pass<typename Types::element, typename Types::parameter>&>(pass).plan();
+  });
+}
+
+} // namespace syncnorm::torch::detail
