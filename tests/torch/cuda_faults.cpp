@@ -69,6 +69,15 @@ TEST_CASE("CUDA tensors: what is wrong on one rank is an error on every rank, an
     CHECK(message(invalid, [&] {
             return forward_batches(device, std::vector<Tensor>(comm.rank() == 1 ? 0 : 1, mine));
           }) == "batch_norm forward: rank 1: there are no micro-batches; pass one without samples");
+    auto const in_two = [&](Tensor const& input) {
+      return message(invalid, [&] { return device->begin_forward(wrong_on_one(input)).finish(); });
+    };
+    CHECK(in_two(x) == "batch_norm forward: rank 1: the input is on cpu, expected cuda:1");
+    CHECK(in_two(mine.slice(1, 0, 2)) == "batch_norm forward: rank 1: x has 2 channels, expected 3");
+    CHECK(in_two(Tensor{}) == "batch_norm forward: rank 1: the input is undefined");
+    device->set_in_place(comm.rank() == 1);
+    CHECK(contains(in_two(mine), "rank 1: a pass in two phases or of a group is not in place"));
+    device->set_in_place(false);
     CHECK(same_state(state_of(*device), before));
     check_same(run_step(device, x, dy, {}, on), run_step(host, x, dy), 8);
   });
@@ -117,7 +126,6 @@ TEST_CASE("CUDA tensors: what there is not is an error that says so") {
   use_cuda(*norm, syncnorm::self_communicator{});
   CHECK(norm->forward(x).device() == device);
   auto const text = [&](auto const& f) { return message_of<invalid_argument_error>(f); };
-  CHECK(contains(text([&] { (void)norm->begin_forward(x); }), "two phases are not implemented on CUDA"));
   CHECK(contains(text([&] { (void)syncnorm::torch::group_forward({{norm, x}}); }), "not implemented on CUDA"));
 
   norm->eval(); // where nothing is exchanged, nor told later

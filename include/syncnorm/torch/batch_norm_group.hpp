@@ -29,8 +29,7 @@ struct group_member {
 /// Forward passes of a group whose exchange is under way; see `begin_group_forward`, and `pending_forward`.
 class pending_group_forward {
 public:
-  explicit pending_group_forward(std::vector<std::unique_ptr<detail::forward_pass>> passes)
-      : pending_{std::move(passes)} {}
+  explicit pending_group_forward(detail::pending_outputs pending) : pending_{std::move(pending)} {}
 
   [[nodiscard]] bool ready() { return pending_.ready(); }
 
@@ -89,12 +88,12 @@ private:
 /// them is thrown on every rank, and then none has changed. Gradients of gradients take a collective for each module. Not in
 /// place.
 inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> const& members) {
-  return pending_group_forward{detail::members_of::passes(members)}.finish();
+  return pending_group_forward{{detail::members_of::passes(members), true}}.finish();
 }
 
 /// Starts the exchange of `group_forward`, and returns while it is under way, as `SyncBatchNormImpl::begin_forward`.
 [[nodiscard]] inline pending_group_forward begin_group_forward(std::vector<group_member> const& members) {
-  return pending_group_forward{detail::members_of::passes(members)};
+  return pending_group_forward{{detail::members_of::passes(members), true}};
 }
 
 } // namespace syncnorm::torch

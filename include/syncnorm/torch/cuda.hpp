@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -16,7 +17,10 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/cuda/compiled_kernels.hpp>
+#include <syncnorm/ops/cuda_pending_passes.hpp>
+#include <syncnorm/torch/detail/begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_backward_call.hpp>
+#include <syncnorm/torch/detail/cuda_begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
 #include <syncnorm/torch/detail/cuda_double_backward.hpp>
 #include <syncnorm/torch/detail/cuda_forward_pass.hpp>
@@ -60,6 +64,17 @@ public:
     return with_types(element, parameters, [&]<class Types>(Types) -> std::unique_ptr<backward_call> {
       return std::make_unique<cuda_backward_call<Kernels, C, typename Types::element, typename Types::parameter>>(
           std::move(pass), std::move(of), std::move(dy), std::move(wants), comm_, std::move(fault));
+    });
+  }
+
+  [[nodiscard]] std::unique_ptr<begun_passes> begin(std::vector<std::unique_ptr<device_plan>> plans, bool) override {
+    auto& plan = static_cast<cuda_plan&>(*plans.front());
+    return std::make_unique<cuda_begun_passes>(std::vector{plan.buffers}, [&](cudaStream_t stream) {
+      auto& workspace = plan.buffers->workspace();
+      std::vector<cuda::batch_norm_pass> passes;
+      passes.push_back(std::move(*plan.pass));
+      bool agreed = workspace.agreed();
+      return cuda::pending_passes::begin(comm_, passes, workspace.pool(), workspace.passes_report(), agreed, stream);
     });
   }
 
@@ -137,9 +152,10 @@ public:
 /// pass has written nothing then, its output included.
 ///
 /// In training over several ranks, outputs require gradients wherever autograd records, so that every rank joins a backward pass that
-/// one of them needs. Several ranks of one process take a device each, as autograd has one thread for each device.
+/// one of them needs. A backward pass begins at one tensor, the loss: from several, autograd may take them in an order of its own on
+/// each rank. Several ranks of one process take a device each, as autograd has one thread for each device.
 ///
-/// Not on CUDA, and an error on every rank: passes in place, in two phases, of groups. Throws
+/// Not on CUDA, and an error on every rank: passes in place, of groups. Throws
 /// invalid_argument_error where a module's communicator has several ranks, and others than `comm`; nothing has changed then.
 template <class Kernels = cuda::compiled_kernels, communicator C>
 void use_cuda(::torch::nn::Module& root, C const& comm) {

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <memory>
 #include <utility>
 
 #include <torch/types.h>
 
-#include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/pending_outputs.hpp>
 
 namespace syncnorm::torch {
@@ -15,13 +13,14 @@ namespace syncnorm::torch {
 /// module is as it was, its running statistics behind those of ranks that finish the pass.
 class pending_forward {
 public:
-  explicit pending_forward(std::unique_ptr<detail::forward_pass> pass) : pending_{std::move(pass)} {}
+  explicit pending_forward(detail::pending_outputs pending) : pending_{std::move(pending)} {}
 
   /// Whether `finish` would not have to wait.
   [[nodiscard]] bool ready() { return pending_.ready(); }
 
-  /// Waits for the exchange and returns the output. Not collective. Throws what is wrong on any rank, on every rank, and then
-  /// leaves the running statistics as they were; and, on this rank alone, that the input was written to meanwhile. Once.
+  /// Waits for the exchange and returns the output; of CUDA tensors, lets the current stream wait, and errors come up as `use_cuda`
+  /// says. Not collective. Throws what is wrong on any rank, on every rank, and then leaves the running statistics as they were; and,
+  /// on this rank alone, that the input was written to meanwhile. Once.
   [[nodiscard]] ::torch::Tensor finish() { return pending_.finish().front(); }
 
 private:

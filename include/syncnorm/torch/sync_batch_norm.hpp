@@ -101,7 +101,8 @@ public:
     return detail::record(*pass, detail::needs_anchor(*pass));
   }
 
-  /// Starts the exchange of `forward_with`, and returns while it is under way, given a communicator with `allgather_async`:
+  /// Starts the exchange of `forward_with`, and returns while it is under way, given a communicator with `allgather_async`, or
+  /// CUDA tensors and one that does not block:
   ///
   ///     auto pending = norm->begin_forward(x);
   ///     ... // anything else, other passes among it
@@ -112,9 +113,11 @@ public:
   /// place.
   [[nodiscard]] pending_forward begin_forward(::torch::Tensor const& input, norm_epilogue const& epilogue = {}) {
     auto inputs = inputs_of({input}, epilogue);
-    detail::require_on_cpu(inputs, "passes in two phases");
     auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
-    return pending_forward{detail::make_forward_pass(std::move(inputs), backward, in_place_ ? not_in_place : "")};
+    inputs.in_place = false;
+    std::vector<std::unique_ptr<detail::forward_pass>> passes;
+    passes.push_back(detail::make_pass_anywhere(std::move(inputs), backward, in_place_ ? not_in_place : std::string{}));
+    return pending_forward{{std::move(passes), false}};
   }
 
   void pretty_print(std::ostream& stream) const override {

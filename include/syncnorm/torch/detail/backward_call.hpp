@@ -19,6 +19,7 @@
 #include <syncnorm/ops/batch_norm_micro_batches.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/torch/detail/check.hpp>
+#include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>
@@ -77,7 +78,9 @@ public:
 
   /// Runs the pass. Collective after a pass in training.
   virtual void run() = 0;
-  [[nodiscard]] recorded_pass const& pass() const noexcept { return *pass_; }
+  /// As of a `forward_pass`.
+  [[nodiscard]] virtual std::unique_ptr<device_plan> plan_on_device() { return nullptr; }
+  [[nodiscard]] c10::intrusive_ptr<recorded_pass> const& pass() const noexcept { return pass_; }
 
   /// The gradients of each x, weight, bias and residual, once the pass has run, themselves differentiable if autograd asks for
   /// that. Of the passes of a group each is differentiated by itself.
@@ -229,7 +232,7 @@ public:
 
 /// Describes the pass. It borrows the pass.
 [[nodiscard]] inline batch_norm_pass plan_of(backward_call& call) {
-  return with_types(call.pass().element, call.pass().parameters, [&]<class Types>(Types) {
+  return with_types(call.pass()->element, call.pass()->parameters, [&]<class Types>(Types) {
     return static_cast<typed_backward_call<typename Types::element, typename Types::parameter>&>(call).plan();
   });
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -41,27 +42,53 @@ public:
     cudaEventDestroy(done_);
   }
 
-  /// f(workspace, stream) on the current stream of the device, which is the current one meanwhile. Elements are of type `T`.
+  /// The turn of a pass with the buffers `of` one device: its current stream, which comes after the passes before, and before those
+  /// after. The device is the current one meanwhile. Also where the pass throws, which may be when everything is enqueued.
+  class turn {
+  public:
+    explicit turn(std::span<cuda_buffers* const> of)
+        : of_{of}, there_{of.front()->device_}, stream_{current_stream(of.front()->device_)},
+          captured_{cuda::detail::is_capturing(stream_)} {
+      if (captured_) return;
+      for (auto const* buffers : of_) buffers->order(stream_);
+    }
+    turn(turn const&) = delete;
+    turn& operator=(turn const&) = delete;
+    ~turn() {
+      if (captured_) return;
+      for (auto* buffers : of_)
+        if (cudaEventRecord(buffers->done_, stream_) == cudaSuccess) buffers->last_ = stream_;
+    }
+    [[nodiscard]] cudaStream_t stream() const noexcept { return stream_; }
+
+  private:
+    std::span<cuda_buffers* const> of_;
+    c10::DeviceGuard there_;
+    cudaStream_t stream_;
+    bool captured_;
+  };
+
+  /// f(workspace, stream) in turn. Elements are of type `T`.
   template <class Kernels, class T, class F>
   void run(F const& f) {
-    c10::DeviceGuard const there{device_};
     load<Kernels, T>();
-    auto const stream = current_stream(device_);
-    bool const captured = cuda::detail::is_capturing(stream);
-    if (!captured) order(stream);
-    struct leave { // also where f throws, which may be when everything is enqueued
-      cuda_buffers& buffers;
-      cudaStream_t stream;
-      bool captured;
-      ~leave() {
-        if (captured || cudaEventRecord(buffers.done_, stream) != cudaSuccess) return;
-        buffers.last_ = stream;
-      }
-    } const last{*this, stream, captured};
-    f(workspace_, stream);
+    auto* const self = this;
+    turn const own{{&self, 1}};
+    f(workspace_, own.stream());
   }
 
+  [[nodiscard]] at::Device device() const noexcept { return device_; }
+  [[nodiscard]] cuda::batch_norm_workspace& workspace() noexcept { return workspace_; }
+
   /// Lest a first launch wait for the device, and for other ranks there.
+  template <class Kernels, class T>
+  void load() {
+    auto& loaded = loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
+    if (loaded) return;
+    c10::DeviceGuard const there{device_};
+    Kernels::template load_kernels<T>();
+    loaded = true;
+  }
   template <class Kernels, class T>
   void load_double_backward() {
     auto& loaded = double_loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
@@ -103,12 +130,6 @@ private:
     return by(merge_rule::sums) || (values == 2 && by(merge_rule::moments));
   }
 
-  template <class Kernels, class T>
-  void load() {
-    auto& loaded = loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
-    if (!loaded) Kernels::template load_kernels<T>();
-    loaded = true;
-  }
   void order(cudaStream_t stream) const {
     if (last_ && *last_ != stream)
       syncnorm::detail::require_cuda(cudaStreamWaitEvent(stream, done_, 0), "cudaStreamWaitEvent");

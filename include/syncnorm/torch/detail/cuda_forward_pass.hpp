@@ -13,10 +13,14 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/torch/detail/check.hpp>
+#include <syncnorm/torch/detail/cuda_begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
 #include <syncnorm/torch/detail/cuda_element.hpp>
+#include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 
@@ -42,7 +46,7 @@ public:
       if (!this->counts()) return;
       // Of any type, as Module::to converts it, too.
       auto const& tracked = in_.num_batches_tracked;
-      counter_ = tracked.scalar_type() == at::kLong ? tracked : tracked.to(at::kLong);
+      counter_ = tracked.scalar_type() == at::kLong ? tracked : at::empty({}, tracked.options().dtype(at::kLong));
     });
     if (!fault_.empty()) outputs_ = outputs_despite_fault(device);
     pass_->on_device = record_;
@@ -53,31 +57,56 @@ public:
         in_.scope == statistics_scope::all_ranks && syncnorm::size(comm) > 1 && backward != backward_pass::impossible;
   }
 
+  [[nodiscard]] std::unique_ptr<device_plan> plan_on_device() override {
+    auto plan = std::make_unique<cuda_plan>();
+    plan->buffers = record_->buffers.get();
+    plan->buffers->template load<Kernels, element>();
+    with_operands([&](operands const& of) {
+      plan->pass.emplace(std::make_unique<cuda::detail::planned_forward<Kernels, element, parameter>>(
+          of, in_.options, record_->saved(), plan->buffers->workspace(), batch_norm_caller{fault_, backward_}));
+    });
+    return plan;
+  }
+
+  void before() override {
+    base::before();
+    if (is_converted()) counter_.copy_(in_.num_batches_tracked);
+  }
   void after() override {
+    if (outputs_.empty()) throw_own_fault();
     if (in_.scope != statistics_scope::all_ranks || !this->mean_.defined()) return;
     bump_versions({in_.running_mean, in_.running_var});
-    if (!counter_.defined()) return;
-    if (counter_.is_same(in_.num_batches_tracked)) return bump_versions({counter_});
+    if (!is_converted()) return bump_versions({counter_});
     std::optional<c10::InferenceMode> writing;
     if (in_.num_batches_tracked.is_inference()) writing.emplace();
     in_.num_batches_tracked.copy_(counter_);
   }
 
 private:
+  using operands = cuda::detail::forward_operands<element, parameter>;
+
   void compute() override {
+    with_operands([&](operands const& of) {
+      record_->buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
+        cuda::detail::forward<Kernels, element, parameter>(comm_, of, in_.options, record_->saved(), workspace, stream,
+                                                           {fault_, backward_});
+      });
+    });
+  }
+
+  /// f(what the pass reads and writes).
+  template <class F>
+  void with_operands(F const& f) const {
     auto const x = each_on_device(this->x_views_);
     auto const y = each_on_device(this->y_views_);
     auto const epilogues = each_on_device(this->epilogues());
     running_statistics<parameter> const running{on_device(this->running_.mean), on_device(this->running_.var),
                                                 counter_.defined() ? counter_.data_ptr<std::int64_t>() : nullptr};
-    cuda::detail::forward_operands<element, parameter> const operands{x,       y,         on_device(this->affine_),
-                                                                      running, in_.scope, epilogues};
-    record_->buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
-      cuda::detail::forward<Kernels, element, parameter>(comm_, operands, in_.options, record_->saved(), workspace,
-                                                         stream, {fault_, backward_});
-    });
-    if (outputs_.empty()) throw_own_fault();
+    f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues});
   }
+
+  /// Whether the module's counter is of another type.
+  [[nodiscard]] bool is_converted() const { return counter_.defined() && !counter_.is_same(in_.num_batches_tracked); }
 
   /// So that this rank goes on, and hears of its fault where the others do; none where there can be none.
   [[nodiscard]] std::vector<at::Tensor> outputs_despite_fault(at::Device device) const noexcept {

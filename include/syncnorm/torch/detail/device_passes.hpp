@@ -2,12 +2,14 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/torch/detail/begun_passes.hpp>
 
 namespace syncnorm::torch::detail {
 
@@ -25,6 +27,15 @@ public:
   device_record(device_record const&) = delete;
   device_record& operator=(device_record const&) = delete;
   virtual ~device_record() = default;
+};
+
+/// A pass on a device, described to begin in two phases.
+class device_plan {
+public:
+  device_plan() = default;
+  device_plan(device_plan const&) = delete;
+  device_plan& operator=(device_plan const&) = delete;
+  virtual ~device_plan() = default;
 };
 
 /// The passes of a module over tensors of a device that is not the CPU, and what they share.
@@ -49,6 +60,11 @@ public:
                                                                           forward_tensors of, tensors dy,
                                                                           wanted_gradients wants,
                                                                           std::string fault) const = 0;
+
+  /// Begins passes of this module, or, `grouped`, of several of which it is the first. Collective, unless all of them are this rank's
+  /// alone.
+  [[nodiscard]] virtual std::unique_ptr<begun_passes> begin(std::vector<std::unique_ptr<device_plan>> plans,
+                                                            bool grouped) = 0;
 
   [[nodiscard]] virtual tensors double_backward(::torch::autograd::AutogradContext const& recorded,
                                                 recorded_pass const& pass, tensors const& gradients,

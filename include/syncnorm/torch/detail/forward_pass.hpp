@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/torch/detail/check.hpp>
+#include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>
@@ -37,7 +39,9 @@ public:
     compute();
     after();
   }
-  /// The pass that `plan_of` describes completes between these two. Throws where an input was written to since.
+  /// Describes a pass on a device, which it borrows; `plan_of` does one on the CPU.
+  [[nodiscard]] virtual std::unique_ptr<device_plan> plan_on_device() { return nullptr; }
+  /// A pass that was described completes between these two. Throws where an input was written to since.
   virtual void before() {
     if (versions_ != versions_of(in_.batches))
       throw invalid_argument_error{"batch_norm forward: the input was written to before the pass was finished"};

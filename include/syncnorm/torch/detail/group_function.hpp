@@ -77,10 +77,12 @@ public:
       calls.push_back(make_backward_call(member.pass, std::move(of), {next_dy, end_of_dy}, std::move(wanted), fault));
       next_dy = end_of_dy;
     }
-    if (calls.size() == 1)
+    if (calls.size() == 1) {
       calls.front()->run();
-    else
-      run(*group->members.front().pass->state, calls);
+    } else {
+      at::AutoGradMode const no_recording{false};
+      begin_together(calls, true)->finish([] {}, [] {});
+    }
     tensors results;
     for (std::size_t l = 0; l < calls.size(); ++l) {
       auto const& member = group->members[l];
@@ -94,17 +96,6 @@ public:
     // Of the anchor, if there is one, and what is no tensor.
     results.resize(static_cast<std::size_t>(recorded->saved_data["inputs"].toInt()) + 2);
     return results;
-  }
-
-private:
-  static void run(exchange_state& state, std::vector<std::unique_ptr<backward_call>> const& calls) {
-    at::AutoGradMode const no_recording{false};
-    std::vector<batch_norm_pass> plans;
-    for (auto const& call : calls) plans.push_back(plan_of(*call));
-    if (auto pending = begin_together(state, plans))
-      pending->finish();
-    else
-      run_alone(plans);
   }
 };
 

@@ -2,16 +2,15 @@
 
 #include <algorithm>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include <torch/types.h>
 
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/ops/batch_norm_pass.hpp>
-#include <syncnorm/ops/pending_passes.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/torch/detail/begin_together.hpp>
+#include <syncnorm/torch/detail/begun_passes.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/function.hpp>
 #include <syncnorm/torch/detail/group_function.hpp>
@@ -28,44 +27,36 @@ class pending_outputs {
 public:
   using passes_type = std::vector<std::unique_ptr<forward_pass>>;
 
-  /// Of one module, with the buffers of its own passes. Collective in training.
-  explicit pending_outputs(std::unique_ptr<forward_pass> pass) {
-    auto& state = *pass->inputs().state;
-    auto plan = plan_of(*pass);
-    if (plan.steps().collective())
-      exchange_.emplace(begin_pass(state.comm, std::move(plan), state.workspace));
-    else
-      plans_.push_back(std::move(plan));
-    passes_.push_back(std::move(pass));
-    if (prepare_record()) outputs_.push_back(record(*passes_.front(), anchored_));
-  }
-  /// Of a group, with the buffers of the first.
-  explicit pending_outputs(passes_type passes) : passes_{std::move(passes)} {
-    for (auto const& pass : passes_) plans_.push_back(plan_of(*pass));
-    exchange_ = begin_together(*passes_.front()->inputs().state, plans_);
-    if (prepare_record()) outputs_ = record_group(passes_, anchored_);
+  /// Of one module, or of a group. Collective in training.
+  pending_outputs(passes_type passes, bool grouped) : passes_{std::move(passes)} {
+    begun_ = begin_together(passes_, grouped);
+    anchored_ = any([](forward_pass const& pass) { return pass.inputs().scope == statistics_scope::all_ranks; }) &&
+                !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
+    // A fault of this rank, which leaves nothing to record, is what `finish` throws.
+    if (any([](forward_pass const& pass) { return pass.outputs().empty(); })) return;
+    outputs_ = grouped ? record_group(passes_, anchored_) : std::vector{record(*passes_.front(), anchored_)};
   }
   pending_outputs(pending_outputs&&) = default;
   pending_outputs& operator=(pending_outputs&& other) noexcept {
-    exchange_.reset(); // waits, before what it borrows goes
-    plans_ = std::move(other.plans_);
+    begun_.reset(); // waits, before what it borrows goes
     passes_ = std::move(other.passes_);
     outputs_ = std::move(other.outputs_);
-    exchange_ = std::move(other.exchange_);
+    begun_ = std::move(other.begun_);
     anchored_ = other.anchored_;
     done_ = other.done_;
     return *this;
   }
 
-  [[nodiscard]] bool ready() { return !exchange_ || exchange_->ready(); }
+  [[nodiscard]] bool ready() { return begun_->ready(); }
 
   /// Completes the passes, and returns their outputs. Once.
   [[nodiscard]] std::vector<at::Tensor> finish() {
     if (std::exchange(done_, true)) throw invalid_argument_error{"finish: this pass is finished already"};
     at::AutoGradMode const no_recording{false};
-    for (auto const& pass : passes_) pass->before();
-    exchange_ ? exchange_->finish() : run_alone(plans_);
-    for (auto const& pass : passes_) pass->after();
+    auto const each = [&](void (forward_pass::*step)()) {
+      for (auto const& pass : passes_) ((*pass).*step)();
+    };
+    begun_->finish([&] { each(&forward_pass::before); }, [&] { each(&forward_pass::after); });
     if (anchored_ && !any([](forward_pass const& pass) { return pass.pass()->saved.backward_needed; }))
       for (auto& output : outputs_) output = output.detach();
     return std::move(outputs_);
@@ -76,17 +67,10 @@ private:
     return std::ranges::any_of(passes_, [&](auto const& pass) { return holds(*pass); });
   }
 
-  /// Whether there is something to record: a fault is what `finish` throws.
-  [[nodiscard]] bool prepare_record() {
-    anchored_ = exchange_ && !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
-    return !any([](forward_pass const& pass) { return pass.outputs().empty(); });
-  }
-
   passes_type passes_;
   std::vector<at::Tensor> outputs_;
   bool anchored_ = false, done_ = false;
-  std::vector<batch_norm_pass> plans_;     // of passes without an exchange
-  std::optional<pending_passes> exchange_; // last, so that it goes first, and waits while there is what it borrows
+  std::unique_ptr<begun_passes> begun_; // last, so that it goes first, and waits while there is what it borrows
 };
 
 } // namespace syncnorm::torch::detail
