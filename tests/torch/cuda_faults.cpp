@@ -7,7 +7,6 @@
 
 #include <syncnorm/adapters/nccl.hpp>
 #include <syncnorm/comm/self.hpp>
-#include <syncnorm/torch/batch_norm_group.hpp>
 #include <syncnorm/torch/micro_batches.hpp>
 
 #include "cuda/fake_nccl.hpp"
@@ -126,7 +125,6 @@ TEST_CASE("CUDA tensors: what there is not is an error that says so") {
   use_cuda(*norm, syncnorm::self_communicator{});
   CHECK(norm->forward(x).device() == device);
   auto const text = [&](auto const& f) { return message_of<invalid_argument_error>(f); };
-  CHECK(contains(text([&] { (void)syncnorm::torch::group_forward({{norm, x}}); }), "not implemented on CUDA"));
 
   norm->eval(); // where nothing is exchanged, nor told later
   CHECK(text([&] { (void)norm->forward(x.cpu()); }) == "batch_norm inference: the input is on cpu, expected cuda:0");

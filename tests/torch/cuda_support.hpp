@@ -104,6 +104,29 @@ inline void check_same(step const& got, step const& expected, double scale = 1) 
   for (std::size_t i = 0; i < got.buffers.size(); ++i) same(got.buffers[i], expected.buffers[i], "a buffer", 1);
 }
 
+/// All that is left of a step on the CPU: `results`, gradients of `leaves` and of the module, and its buffers.
+inline std::vector<Tensor> left_of(SyncBatchNorm& norm, std::vector<Tensor> const& results,
+                                   std::vector<Tensor> const& leaves) {
+  norm->synchronize();
+  std::vector<Tensor> all;
+  for (auto const& result : results) all.push_back(result.detach().cpu());
+  for (auto const& leaf : leaves) all.push_back(gradient_of(leaf));
+  for (auto const& parameter : norm->parameters()) all.push_back(gradient_of(parameter));
+  for (auto const& buffer : norm->buffers()) all.push_back(buffer.detach().cpu());
+  return all;
+}
+
+inline void check_close(std::vector<Tensor> const& got, std::vector<Tensor> const& expected, double tolerance) {
+  REQUIRE(got.size() == expected.size());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    CAPTURE(i);
+    REQUIRE(got[i].defined() == expected[i].defined());
+    if (!got[i].defined()) continue;
+    CHECK(got[i].strides() == expected[i].strides());
+    CHECK(error_of(got[i], expected[i], 5) <= tolerance);
+  }
+}
+
 inline void check_no_violations() {
   for (auto const& what : fake_cuda::noted()) FAIL_CHECK(what);
 }

@@ -20,33 +20,6 @@
 
 namespace test::on_cuda {
 
-namespace {
-
-/// All that is left of a step on the CPU: `results`, gradients of `leaves` and of the module, and its buffers.
-std::vector<Tensor> left_of(SyncBatchNorm& norm, std::vector<Tensor> const& results,
-                            std::vector<Tensor> const& leaves) {
-  norm->synchronize();
-  std::vector<Tensor> all;
-  for (auto const& result : results) all.push_back(result.detach().cpu());
-  for (auto const& leaf : leaves) all.push_back(gradient_of(leaf));
-  for (auto const& parameter : norm->parameters()) all.push_back(gradient_of(parameter));
-  for (auto const& buffer : norm->buffers()) all.push_back(buffer.detach().cpu());
-  return all;
-}
-
-void check_close(std::vector<Tensor> const& got, std::vector<Tensor> const& expected, double tolerance) {
-  REQUIRE(got.size() == expected.size());
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    CAPTURE(i);
-    REQUIRE(got[i].defined() == expected[i].defined());
-    if (!got[i].defined()) continue;
-    CHECK(got[i].strides() == expected[i].strides());
-    CHECK(error_of(got[i], expected[i], 5) <= tolerance);
-  }
-}
-
-} // namespace
-
 TEST_CASE("CUDA tensors: micro-batches by one statistic and their gradient penalty agree with the CPU's") {
   torch::manual_seed(77);
   // Samples of each micro-batch of each rank.

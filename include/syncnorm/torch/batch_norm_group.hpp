@@ -10,6 +10,8 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/pending_outputs.hpp>
@@ -51,27 +53,47 @@ public:
     std::vector<forward_inputs> inputs;
     for (auto const& member : members) {
       inputs.push_back(member.norm->inputs_of({member.input}, member.epilogue));
-      require_on_cpu(inputs.back(), "passes of a group");
       needs = needs || inputs.back().requires_grad();
     }
     auto const backward = backward_of(at::GradMode::is_enabled(), needs);
-    auto const first = inputs.front().state;
+    auto const first = home_of(inputs.front());
     std::vector<std::unique_ptr<forward_pass>> passes;
     for (auto& each : inputs) {
-      auto fault =
-          each.in_place ? std::string{SyncBatchNormImpl::not_in_place} : find_fault(each.state->comm, first->comm);
-      passes.push_back(make_forward_pass(std::move(each), backward, std::move(fault)));
+      auto const home = home_of(each);
+      std::string fault = each.in_place ? SyncBatchNormImpl::not_in_place : find_fault(home, first);
+      each.in_place = false;
+      if (first.passes == nullptr) {
+        passes.push_back(make_forward_pass(std::move(each), backward, std::move(fault)));
+        continue;
+      }
+      // One that is elsewhere tells of that where the others are.
+      auto const of_each = home.passes ? home.passes : first.passes->renewed();
+      passes.push_back(of_each->make_forward_pass(std::move(each), backward, std::move(fault), first.place));
     }
     return passes;
   }
 
 private:
-  [[nodiscard]] static std::string find_fault(any_communicator const& comm, any_communicator const& first) {
-    if (size(comm) == size(first) && rank(comm) == rank(first)) return {};
-    auto const text = [](any_communicator const& of) {
-      return "rank " + std::to_string(rank(of)) + " of " + std::to_string(size(of));
-    };
-    return "the module is on " + text(comm) + ", the first of the group on " + text(first);
+  /// Where the passes of a module are, and on which rank.
+  struct home {
+    std::shared_ptr<device_passes> passes; ///< null: on the CPU
+    at::Device place;
+    int rank, size;
+  };
+  [[nodiscard]] static home home_of(forward_inputs const& in) {
+    if (is_on_device(in)) {
+      auto const& device = in.state->device;
+      return {device, device->place_of(in), device->rank(), device->size()};
+    }
+    return {nullptr, at::kCPU, rank(in.state->comm), size(in.state->comm)};
+  }
+  [[nodiscard]] static std::string find_fault(home const& of, home const& first) {
+    using syncnorm::detail::call_check;
+    if (of.place != first.place)
+      return call_check::text("the module is on ", of.place, ", the first of the group on ", first.place);
+    if (of.size == first.size && of.rank == first.rank) return {};
+    return call_check::text("the module is on rank ", of.rank, " of ", of.size, ", the first of the group on rank ",
+                            first.rank, " of ", first.size);
   }
 };
 
@@ -84,9 +106,9 @@ private:
 /// Each is what `forward_with` gives. No input may depend on another module's output, and the gradients of all outputs come
 /// in one backward pass, an output that the loss does not depend on having the gradient 0. Collective, over the communicator
 /// of the first module, as long as one is in training; all ranks pass the same modules in the same order, which are on the
-/// same ranks. Modules in evaluation mode or with frozen statistics may be among them. What is wrong on one rank with one of
-/// them is thrown on every rank, and then none has changed. Gradients of gradients take a collective for each module. Not in
-/// place.
+/// same ranks, and devices. Modules in evaluation mode or with frozen statistics may be among them. What is wrong on one rank with
+/// one of them is thrown on every rank, and then none has changed; of CUDA tensors, if not at once, in a later pass of the group or
+/// where the first module is synchronized. Gradients of gradients take a collective for each module. Not in place.
 inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> const& members) {
   return pending_group_forward{{detail::members_of::passes(members), true}}.finish();
 }

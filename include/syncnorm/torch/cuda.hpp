@@ -17,6 +17,7 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/cuda/compiled_kernels.hpp>
+#include <syncnorm/ops/cuda_batch_norm_group.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/torch/detail/begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_backward_call.hpp>
@@ -41,18 +42,24 @@ public:
   [[nodiscard]] int rank() const override { return syncnorm::rank(comm_); }
   [[nodiscard]] int size() const override { return syncnorm::size(comm_); }
 
+  [[nodiscard]] at::Device place_of(forward_inputs const& in) const override {
+    for (auto const& tensor : {in.weight, in.bias, in.running_mean, in.running_var, in.first()})
+      if (tensor.defined() && tensor.is_cuda()) return tensor.device();
+    return c10::impl::VirtualGuardImpl{at::kCUDA}.getDevice();
+  }
+
   [[nodiscard]] std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward,
-                                                                std::string fault) override {
-    auto const device = device_of(in);
+                                                                std::string fault, at::Device on) override {
     if (fault.empty() && in.in_place) fault = "passes in place are not implemented on CUDA";
-    if (fault.empty()) fault = find_fault(in, backward, device);
+    if (fault.empty()) fault = find_fault(in, backward, on);
     if (fault.empty() && backward == backward_pass::possible) in.make_savable();
     auto const type = fault.empty() ? in.first().scalar_type() : at::kFloat;
     auto const parameters = in.type_of_parameters();
-    auto shared = buffers(device, in.channels, in.options.exchange);
+    auto shared = buffers(on, in.channels, in.options.exchange);
     return with_types(type, parameters, [&]<class Types>(Types) -> std::unique_ptr<forward_pass> {
       return std::make_unique<cuda_forward_pass<Kernels, C, typename Types::element, typename Types::parameter>>(
-          std::move(in), std::move(shared), device, comm_, type, parameters, std::move(fault), backward);
+          std::move(in), shared_from_this(), std::move(shared), on, comm_, type, parameters, std::move(fault),
+          backward);
     });
   }
 
@@ -67,12 +74,20 @@ public:
     });
   }
 
-  [[nodiscard]] std::unique_ptr<begun_passes> begin(std::vector<std::unique_ptr<device_plan>> plans, bool) override {
-    auto& plan = static_cast<cuda_plan&>(*plans.front());
-    return std::make_unique<cuda_begun_passes>(std::vector{plan.buffers}, [&](cudaStream_t stream) {
-      auto& workspace = plan.buffers->workspace();
-      std::vector<cuda::batch_norm_pass> passes;
-      passes.push_back(std::move(*plan.pass));
+  [[nodiscard]] std::unique_ptr<begun_passes> begin(std::vector<std::unique_ptr<device_plan>> plans,
+                                                    bool grouped) override {
+    std::vector<cuda_buffers*> buffers;
+    std::vector<cuda::batch_norm_pass> passes;
+    for (auto const& plan : plans) {
+      auto& each = static_cast<cuda_plan&>(*plan);
+      buffers.push_back(each.buffers);
+      passes.push_back(std::move(each.pass));
+    }
+    auto& first = *buffers.front();
+    return std::make_unique<cuda_begun_passes>(std::move(buffers), [&](cudaStream_t stream) {
+      if (grouped)
+        return groups_.try_emplace(first.device().index(), comm_).first->second.begin(std::move(passes), stream);
+      auto& workspace = first.workspace();
       bool agreed = workspace.agreed();
       return cuda::pending_passes::begin(comm_, passes, workspace.pool(), workspace.passes_report(), agreed, stream);
     });
@@ -93,16 +108,10 @@ public:
 
   void synchronize() override {
     for (auto const& [of, shared] : buffers_) shared->synchronize(comm_);
+    for (auto& [device, group] : groups_) group.check(); // whose passes are among those that were waited for
   }
 
 private:
-  /// Where the module's tensors are; without any, where the input is, or the current device.
-  [[nodiscard]] static at::Device device_of(forward_inputs const& in) {
-    for (auto const& tensor : {in.weight, in.bias, in.running_mean, in.running_var, in.first()})
-      if (tensor.defined() && tensor.is_cuda()) return tensor.device();
-    return c10::impl::VirtualGuardImpl{at::kCUDA}.getDevice();
-  }
-
   [[nodiscard]] std::shared_ptr<cuda_buffers> buffers(at::Device device, std::int64_t channels,
                                                       exchange_policy policy) {
     auto& found = buffers_[{device.index(), policy}];
@@ -112,6 +121,8 @@ private:
 
   C comm_;
   std::map<std::pair<at::DeviceIndex, exchange_policy>, std::shared_ptr<cuda_buffers>> buffers_;
+  std::map<at::DeviceIndex, cuda::batch_norm_group<C>>
+      groups_; // of the passes with others, of which the module's is the first
 };
 
 /// Gives modules their passes on a device.
@@ -155,7 +166,7 @@ public:
 /// one of them needs. A backward pass begins at one tensor, the loss: from several, autograd may take them in an order of its own on
 /// each rank. Several ranks of one process take a device each, as autograd has one thread for each device.
 ///
-/// Not on CUDA, and an error on every rank: passes in place, of groups. Throws
+/// Not on CUDA, and an error on every rank: passes in place. Throws
 /// invalid_argument_error where a module's communicator has several ranks, and others than `comm`; nothing has changed then.
 template <class Kernels = cuda::compiled_kernels, communicator C>
 void use_cuda(::torch::nn::Module& root, C const& comm) {

@@ -218,11 +218,9 @@ public:
 [[nodiscard]] inline std::unique_ptr<backward_call> make_backward_call(c10::intrusive_ptr<recorded_pass> pass,
                                                                        forward_tensors of, backward_call::tensors dy,
                                                                        wanted_gradients wants, std::string fault) {
-  if (pass->on_device != nullptr) {
-    auto const device = pass->state->device;
+  if (auto const device = pass->device)
     return device->make_backward_call(std::move(pass), std::move(of), std::move(dy), std::move(wants),
                                       std::move(fault));
-  }
   auto const element = pass->element, parameters = pass->parameters;
   return with_types(element, parameters, [&]<class Types>(Types) -> std::unique_ptr<backward_call> {
     return std::make_unique<typed_backward_call<typename Types::element, typename Types::parameter>>(

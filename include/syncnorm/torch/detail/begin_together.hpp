@@ -38,12 +38,12 @@ private:
 template <class Pass>
 [[nodiscard]] std::unique_ptr<begun_passes> begin_together(std::vector<std::unique_ptr<Pass>> const& passes,
                                                            bool grouped) {
-  auto& state = *passes.front()->pass()->state;
-  if (passes.front()->pass()->on_device != nullptr) {
+  if (auto const device = passes.front()->pass()->device) {
     std::vector<std::unique_ptr<device_plan>> plans;
     for (auto const& pass : passes) plans.push_back(pass->plan_on_device());
-    return state.device->begin(std::move(plans), grouped);
+    return device->begin(std::move(plans), grouped);
   }
+  auto& state = *passes.front()->pass()->state;
   std::vector<batch_norm_pass> plans;
   bool exchanges = false;
   for (auto const& pass : passes) exchanges |= plans.emplace_back(plan_of(*pass)).steps().collective();

@@ -1,15 +1,20 @@
 #pragma once
 
+#include <memory>
 #include <string>
 #include <utility>
 
 #include <ATen/ATen.h>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/torch/detail/backward_call.hpp>
+#include <syncnorm/torch/detail/cuda_begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
 #include <syncnorm/torch/detail/cuda_element.hpp>
+#include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 
 namespace syncnorm::torch::detail {
@@ -29,21 +34,40 @@ public:
 
   void run() override {
     at::AutoGradMode const no_recording{false};
-    auto& record = static_cast<cuda_record&>(*this->pass_->on_device);
-    auto const dy = each_on_device(this->dy_views_), x = each_on_device(this->x_views_);
-    auto const dx = each_on_device(this->dx_views_), dresidual = each_on_device(this->dresidual_views());
-    auto const epilogues = each_on_device(this->epilogues());
-    affine_gradients<parameter> const gradients{on_device(this->gradients_.gamma), on_device(this->gradients_.beta)};
-    cuda::detail::backward_operands<element, parameter> const operands{
-        dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual};
-    record.buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
-      cuda::detail::backward<Kernels, element, parameter>(comm_, operands, {this->pass_->state->exchange_backward},
-                                                          record.saved(), workspace, stream,
-                                                          {this->fault_, this->differentiable_});
+    with_operands([&](operands const& of) {
+      record().buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
+        cuda::detail::backward<Kernels, element, parameter>(comm_, of, {exchanges()}, record().saved(), workspace,
+                                                            stream, caller());
+      });
+    });
+  }
+
+  [[nodiscard]] std::unique_ptr<device_plan> plan_on_device() override {
+    using planned = cuda::detail::planned_backward<Kernels, element, parameter>;
+    auto& buffers = *record().buffers;
+    buffers.template load<Kernels, element>();
+    return with_operands([&](operands const& of) {
+      return std::make_unique<cuda_plan>(
+          buffers, std::make_unique<planned>(of, exchanges(), record().saved(), buffers.workspace(), caller()));
     });
   }
 
 private:
+  using operands = cuda::detail::backward_operands<element, parameter>;
+
+  /// f(what the pass reads and writes).
+  template <class F>
+  decltype(auto) with_operands(F const& f) const {
+    auto const dy = each_on_device(this->dy_views_), x = each_on_device(this->x_views_);
+    auto const dx = each_on_device(this->dx_views_), dresidual = each_on_device(this->dresidual_views());
+    auto const epilogues = each_on_device(this->epilogues());
+    affine_gradients<parameter> const gradients{on_device(this->gradients_.gamma), on_device(this->gradients_.beta)};
+    return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual});
+  }
+  [[nodiscard]] cuda_record& record() const { return static_cast<cuda_record&>(*this->pass_->on_device); }
+  [[nodiscard]] bool exchanges() const { return this->pass_->state->exchange_backward; }
+  [[nodiscard]] batch_norm_caller caller() const { return {this->fault_, this->differentiable_}; }
+
   C const& comm_;
 };
 

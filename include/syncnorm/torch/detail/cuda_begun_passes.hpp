@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -19,8 +20,11 @@ namespace syncnorm::torch::detail {
 
 /// A pass on a CUDA device, described, and the buffers that it uses.
 struct cuda_plan final : device_plan {
-  std::optional<cuda::batch_norm_pass> pass;
-  cuda_buffers* buffers = nullptr;
+  cuda_plan(cuda_buffers& of, std::unique_ptr<cuda::detail::planned_pass> planned)
+      : buffers{&of}, pass{std::move(planned)} {}
+
+  cuda_buffers* buffers;
+  cuda::batch_norm_pass pass;
 };
 
 /// Passes on a CUDA device that have begun together. They stay on the stream on which they did, of which their memory is.

@@ -37,8 +37,9 @@ class cuda_forward_pass final : public prepared_forward_pass<T, P> {
 
 public:
   /// `fault` is what is wrong already.
-  cuda_forward_pass(forward_inputs in, std::shared_ptr<cuda_buffers> buffers, at::Device device, C const& comm,
-                    at::ScalarType type, at::ScalarType parameters, std::string fault, backward_pass backward)
+  cuda_forward_pass(forward_inputs in, std::shared_ptr<device_passes> of, std::shared_ptr<cuda_buffers> buffers,
+                    at::Device device, C const& comm, at::ScalarType type, at::ScalarType parameters, std::string fault,
+                    backward_pass backward)
       : base{std::move(in), type, parameters, std::move(fault), backward}, comm_{comm},
         record_{std::make_shared<cuda_record>(std::move(buffers))} {
     this->attempt([&] {
@@ -49,6 +50,7 @@ public:
       counter_ = tracked.scalar_type() == at::kLong ? tracked : at::empty({}, tracked.options().dtype(at::kLong));
     });
     if (!fault_.empty()) outputs_ = outputs_despite_fault(device);
+    pass_->device = std::move(of);
     pass_->on_device = record_;
     pass_->saved.scope = in_.scope;
     pass_->saved.exchange = in_.options.exchange;
@@ -58,14 +60,13 @@ public:
   }
 
   [[nodiscard]] std::unique_ptr<device_plan> plan_on_device() override {
-    auto plan = std::make_unique<cuda_plan>();
-    plan->buffers = record_->buffers.get();
-    plan->buffers->template load<Kernels, element>();
-    with_operands([&](operands const& of) {
-      plan->pass.emplace(std::make_unique<cuda::detail::planned_forward<Kernels, element, parameter>>(
-          of, in_.options, record_->saved(), plan->buffers->workspace(), batch_norm_caller{fault_, backward_}));
+    using planned = cuda::detail::planned_forward<Kernels, element, parameter>;
+    auto& buffers = *record_->buffers;
+    buffers.template load<Kernels, element>();
+    return with_operands([&](operands const& of) {
+      return std::make_unique<cuda_plan>(
+          buffers, std::make_unique<planned>(of, in_.options, record_->saved(), buffers.workspace(), caller()));
     });
-    return plan;
   }
 
   void before() override {
@@ -89,21 +90,23 @@ private:
     with_operands([&](operands const& of) {
       record_->buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
         cuda::detail::forward<Kernels, element, parameter>(comm_, of, in_.options, record_->saved(), workspace, stream,
-                                                           {fault_, backward_});
+                                                           caller());
       });
     });
   }
 
   /// f(what the pass reads and writes).
   template <class F>
-  void with_operands(F const& f) const {
+  decltype(auto) with_operands(F const& f) const {
     auto const x = each_on_device(this->x_views_);
     auto const y = each_on_device(this->y_views_);
     auto const epilogues = each_on_device(this->epilogues());
     running_statistics<parameter> const running{on_device(this->running_.mean), on_device(this->running_.var),
                                                 counter_.defined() ? counter_.data_ptr<std::int64_t>() : nullptr};
-    f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues});
+    return f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues});
   }
+
+  [[nodiscard]] batch_norm_caller caller() const { return {fault_, backward_}; }
 
   /// Whether the module's counter is of another type.
   [[nodiscard]] bool is_converted() const { return counter_.defined() && !counter_.is_same(in_.num_batches_tracked); }

@@ -39,7 +39,7 @@ public:
 };
 
 /// The passes of a module over tensors of a device that is not the CPU, and what they share.
-class device_passes {
+class device_passes : public std::enable_shared_from_this<device_passes> {
 public:
   using tensors = ::torch::autograd::variable_list;
 
@@ -53,9 +53,12 @@ public:
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
 
-  /// As the functions of these names do on the CPU.
+  /// Where the module's tensors are; without any, where the input is, or the current device.
+  [[nodiscard]] virtual at::Device place_of(forward_inputs const& in) const = 0;
+
+  /// As the functions of these names do on the CPU; on the device `on`, which is `place_of(in)` unless there is a fault.
   [[nodiscard]] virtual std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward,
-                                                                        std::string fault) = 0;
+                                                                        std::string fault, at::Device on) = 0;
   [[nodiscard]] virtual std::unique_ptr<backward_call> make_backward_call(c10::intrusive_ptr<recorded_pass> pass,
                                                                           forward_tensors of, tensors dy,
                                                                           wanted_gradients wants,

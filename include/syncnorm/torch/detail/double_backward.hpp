@@ -117,9 +117,9 @@ public:
     auto const pass = c10::static_intrusive_pointer_cast<recorded_pass>(recorded->saved_data["pass"].toCapsule());
     std::string fault;
     auto saved = saved_tensors(*recorded, fault);
-    auto results = pass->on_device == nullptr
+    auto results = pass->device == nullptr
                        ? run_on_cpu(*recorded, *pass, gradients, saved, std::move(fault))
-                       : pass->state->device->double_backward(*recorded, *pass, gradients, saved, std::move(fault));
+                       : pass->device->double_backward(*recorded, *pass, gradients, saved, std::move(fault));
     if (at::GradMode::is_enabled()) {
       saved.insert(saved.end(), gradients.begin(), gradients.end());
       once_differentiable::refuse("the gradients of its gradients (third derivatives)", results, saved);

@@ -40,7 +40,8 @@ struct recorded_pass : ::torch::CustomClassHolder {
   masked_outputs masked = masked_outputs::normalized;
   at::Tensor mask{};                          ///< dense `[N, S]`, or undefined
   std::shared_ptr<void const> kept{};         ///< the `batch_norm_kept` of a pass in place, or null
-  std::shared_ptr<device_record> on_device{}; ///< of a pass on a device, or null
+  std::shared_ptr<device_passes> device{};    ///< of a pass on a device, or null
+  std::shared_ptr<device_record> on_device{}; ///< the same
 
   /// The workspace of a pass that follows. Only passes that exchange are in one thread at a time; others have their `own`.
   [[nodiscard]] batch_norm_workspace& workspace_or(std::optional<batch_norm_workspace>& own) const {

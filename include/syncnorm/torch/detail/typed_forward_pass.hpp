@@ -119,14 +119,8 @@ private:
                                                                       std::string fault = {}) {
   if (!is_on_device(in)) return make_forward_pass(std::move(in), backward, std::move(fault));
   auto const device = in.state->device;
-  return device->make_forward_pass(std::move(in), backward, std::move(fault));
-}
-
-/// Throws where the pass would be on a device: there are no `passes` of that kind.
-inline void require_on_cpu(forward_inputs const& in, char const* passes) {
-  if (is_on_device(in))
-    throw invalid_argument_error{std::string{"syncnorm::torch::SyncBatchNorm: "} + passes +
-                                 " are not implemented on CUDA, where the module is; on the CPU they are"};
+  auto const on = device->place_of(in);
+  return device->make_forward_pass(std::move(in), backward, std::move(fault), on);
 }
 
 /// Describes the pass. It borrows the pass.

@@ -1,0 +1,207 @@
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda_support.hpp"
+
+#include <syncnorm/adapters/nccl.hpp>
+#include <syncnorm/torch/batch_norm_group.hpp>
+
+#include "cuda/fake_nccl.hpp"
+
+namespace test::on_cuda {
+
+using syncnorm::torch::begin_group_forward;
+using syncnorm::torch::group_forward;
+
+TEST_CASE("CUDA tensors: a group of modules gives the bits of each by itself") {
+  torch::manual_seed(79);
+  auto const relu = activation::relu();
+  auto const x = torch::randn({5, 4, 2}), u = torch::randn({5, 3, 2}), added = torch::randn({5, 3, 2});
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    for (auto const& shares : std::vector<std::vector<std::int64_t>>{{5}, {3, 0, 2}}) {
+      auto const a = make_norm(BatchNormOptions{4}, {}, torch::kFloat), b = make_norm(BatchNormOptions{3}),
+                 frozen = make_norm(BatchNormOptions{4}, {}, torch::kFloat);
+      frozen.ptr()->freeze_statistics();
+      for (auto const& norm : {a, b}) norm.ptr()->set_exchange_policy(policy);
+      run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
+        INFO("rank ", comm.rank(), " of ", comm.size());
+        auto const own = [&](Tensor const& whole, torch::Dtype type) {
+          return part_of(whole, shares, comm.rank()).to(device_of(comm)).to(type).requires_grad_();
+        };
+        std::vector<std::vector<Tensor>> results;
+        for (int const way : {0, 1, 2}) {
+          std::array norms{on_device(a, comm), on_device(b, comm), on_device(frozen, comm)};
+          auto& all = results.emplace_back();
+          for (int i = 0; i < 2; ++i) {
+            auto const first = own(x, torch::kHalf), second = own(u, torch::kDouble), third = own(x, torch::kFloat);
+            norm_epilogue const with{relu, own(added, torch::kDouble)};
+            std::vector<Tensor> y;
+            if (way == 0)
+              y = {norms[0]->forward(first), norms[1]->forward_with(second, with), norms[2]->forward(third)};
+            if (way == 1) y = group_forward({{norms[0], first}, {norms[1], second, with}, {norms[2], third}});
+            if (way == 2) {
+              auto pending = begin_group_forward({{norms[0], first}, {norms[1], second, with}, {norms[2], third}});
+              y = pending.finish();
+              CHECK(pending.ready());
+            }
+            auto loss = torch::zeros({}, second.options());
+            for (auto const& each : y) loss = loss + each.to(torch::kDouble).pow(3).sum();
+            loss.backward();
+            for (auto& norm : norms) {
+              auto const left = left_of(norm, {}, {});
+              all.insert(all.end(), left.begin(), left.end());
+            }
+            auto const left = left_of(norms[0], y, {first, second, third, with.residual});
+            all.insert(all.end(), left.begin(), left.end());
+          }
+        }
+        CHECK(same_state(results[0], results[1]));
+        CHECK(same_state(results[0], results[2]));
+      });
+    }
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: every rank joins a group's backward pass, and a gradient penalty goes through it") {
+  torch::manual_seed(80);
+  auto const x = random({4, 3}), u = random({4, 2});
+  auto const a = make_norm(BatchNormOptions{3}.affine(false)), b = make_norm(BatchNormOptions{2});
+  run_ranks(3, [&](thread_communicator const& comm) {
+    auto const step = [&](SyncBatchNorm first, SyncBatchNorm second, torch::Device const& on, bool penalty) {
+      // But for a penalty, rank 0 needs a gradient of the first, rank 1 of the second, and rank 2 of none.
+      if (!penalty)
+        for (auto& parameter : second->parameters()) parameter.set_requires_grad(false);
+      auto const own_x = (x + comm.rank()).to(on).set_requires_grad(penalty || comm.rank() == 0);
+      auto const own_u = (u * (1 + comm.rank())).to(on).set_requires_grad(penalty || comm.rank() == 1);
+      auto const y = group_forward({{first, own_x}, {second, own_u}});
+      auto loss = y[0].pow(3).sum() + y[1].pow(3).sum();
+      if (penalty)
+        for (auto const& slope : torch::autograd::grad({loss}, {own_x, own_u}, {}, true, /*create_graph=*/true))
+          loss = loss + slope.pow(2).sum();
+      loss.backward();
+      auto all = left_of(first, y, {own_x, own_u});
+      for (auto const& each : left_of(second, {}, {})) all.push_back(each);
+      return all;
+    };
+    for (bool const penalty : {false, true}) {
+      auto const expected = step(on_host(a, comm), on_host(b, comm), torch::kCPU, penalty);
+      auto const got = step(on_device(a, comm), on_device(b, comm), device_of(comm), penalty);
+      check_close(got, expected, 1e-11);
+    }
+  });
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: a group of modules is one collective forward and one backward") {
+  auto const raw = fake_nccl::make_group(2);
+  struct of_rank {
+    of_rank(ncclComm_t comm, int rank) {
+      torch::Device const on{torch::kCUDA, static_cast<c10::DeviceIndex>(rank)};
+      auto const of_both = syncnorm::nccl_communicator::adopt(comm);
+      for (auto const& norm : {a, b}) norm.ptr()->to(on), use_cuda(*norm.ptr(), of_both);
+      x = torch::randn({4, 200}).to(on), u = torch::randn({4, 3}).to(on);
+      dy = {torch::randn({4, 200}).to(on), torch::randn({4, 3}).to(on)};
+    }
+    void step() {
+      for (auto const& norm : {a, b}) norm.ptr()->zero_grad(true);
+      torch::autograd::backward(group_forward({{a, x}, {b, u}}), dy);
+    }
+    SyncBatchNorm a{BatchNormOptions{200}}, b{BatchNormOptions{3}};
+    Tensor x, u;
+    std::vector<Tensor> dy;
+  };
+  std::vector<std::unique_ptr<of_rank>> ranks;
+  for (int r = 0; r < 2; ++r) ranks.push_back(std::make_unique<of_rank>(raw[static_cast<std::size_t>(r)], r));
+  {
+    std::jthread const other{[&] { ranks[1]->step(); }};
+    ranks[0]->step();
+  }
+  std::vector<syncnorm::torch::pending_group_forward> pending; // of one thread for both ranks
+  auto const begin = [&] {
+    for (auto const& each : ranks) pending.push_back(begin_group_forward({{each->a, each->x}, {each->b, each->u}}));
+  };
+  {
+    torch::NoGradGuard const no_recording;
+    begin();
+    for (auto& each : pending) (void)each.finish();
+    pending.clear();
+    fake_cuda::reset();
+    begin();
+    for (auto& each : pending) (void)each.finish();
+    pending.clear();
+  }
+  for (auto const* const function : {"cudaMalloc", "cudaHostAlloc", "cudaStreamSynchronize", "cudaMemcpyAsync"}) {
+    CAPTURE(std::string{function});
+    CHECK(fake_cuda::calls(function) == 0);
+  }
+  CHECK(fake_cuda::calls("ncclAllGather") == 2);
+  {
+    std::jthread const other{[&] { ranks[1]->step(); }};
+    ranks[0]->step();
+  }
+  CHECK(fake_cuda::calls("ncclAllGather") == 2 + 2 * 2);
+  for (auto const& each : ranks) each->a->synchronize(), each->b->synchronize();
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: what is wrong with one module of a group on one rank is an error on every rank") {
+  using syncnorm::invalid_argument_error;
+  auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat), other = make_norm(BatchNormOptions{2});
+  auto const x = torch::randn({4, 3}), u = random({4, 2});
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto const on = device_of(comm);
+    bool const here = comm.rank() == 1;
+    auto a = on_device(norm, comm), b = on_device(other, comm), on_cpu = on_host(other, comm),
+         elsewhere = on_device(other, comm), alone = copy_of(other);
+    if (here) elsewhere->to(torch::Device{torch::kCUDA, 3});
+    if (here) alone->to(on), use_cuda(*alone, syncnorm::self_communicator{});
+    auto const own = x.to(on), second = u.to(on);
+    auto const before = state_of(*a), before_b = state_of(*b);
+    auto const thrown = [&](SyncBatchNorm const& of, Tensor const& input) {
+      auto const text = message_of<invalid_argument_error>([&] {
+        group_forward({{a, own}, {of, input}});
+        a->synchronize();
+      });
+      CHECK(same_state(state_of(*a), before));
+      CHECK(same_state(state_of(*b), before_b));
+      return text;
+    };
+    std::string const where = "batch_norm forward of layer 1: rank 1: ";
+    for (int repeat = 0; repeat < 2; ++repeat)
+      CHECK(thrown(b, here ? u : second) == where + "the input is on cpu, expected cuda:1");
+    CHECK(thrown(b, here ? own : second) == where + "the input is of Float, but weight of Double");
+    CHECK(thrown(here ? on_cpu : b, second) == where + "the module is on cpu, the first of the group on cuda:1");
+    CHECK(thrown(elsewhere, second) == where + "the module is on cuda:3, the first of the group on cuda:1");
+    CHECK(thrown(here ? alone : b, second) ==
+          where + "the module is on rank 0 of 1, the first of the group on rank 1 of 2");
+    b->set_in_place(here);
+    CHECK(thrown(b, second) == where + "a pass in two phases or of a group is not in place");
+    b->set_in_place(false);
+    b->freeze_statistics(); // which by itself would not tell anyone
+    CHECK(contains(thrown(b, here ? u : second), "rank 1: the input is on cpu, expected cuda:1"));
+    b->freeze_statistics(false);
+
+    auto const failed = group_forward({{a, own}, {b, here ? second.slice(1, 0, 1) : second}});
+    auto const text = message_of<invalid_argument_error>([&] {
+      (failed[0].sum() + failed[1].sum()).backward(); // says nothing of its own
+      a->synchronize();
+    });
+    CHECK(text == where + "x has 1 channels, expected 2");
+    CHECK(same_state(state_of(*b), before_b));
+    a->zero_grad(true), b->zero_grad(true);
+
+    auto host_a = on_host(norm, comm), host_b = on_host(other, comm);
+    auto const expected = group_forward({{host_a, x}, {host_b, u}}), got = group_forward({{a, own}, {b, second}});
+    for (std::size_t l = 0; l < 2; ++l) CHECK(error_of(got[l].cpu(), expected[l], 1) <= allowed(torch::kFloat));
+    a->synchronize();
+  });
+  check_no_violations();
+}
+
+} // namespace test::on_cuda
