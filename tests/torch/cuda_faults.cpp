@@ -55,9 +55,6 @@ TEST_CASE("CUDA tensors: what is wrong on one rank is an error on every rank, an
                            }),
                    "ranks disagree on whether a backward pass follows: rank 0 needs one, rank 1 records no gradients"));
     CHECK(same_state(state_of(*device), before));
-    device->set_in_place();
-    CHECK(contains(message(invalid, [&] { return device->forward(mine); }), "not implemented on CUDA"));
-    device->set_in_place(false);
     using syncnorm::torch::forward_batches;
     auto const batches = [&](Tensor const& second) {
       return message(invalid, [&] { return forward_batches(device, {mine, wrong_on_one(second)}); });

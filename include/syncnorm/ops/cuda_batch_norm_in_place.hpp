@@ -24,7 +24,15 @@ template <class T>
 class batch_norm_kept {
 public:
   explicit batch_norm_kept(std::int64_t channels)
-      : channels_{std::max<std::int64_t>(channels, 0)}, table_{table_bytes()} {}
+      : channels_{std::max<std::int64_t>(channels, 0)}, own_table_{table_bytes(channels_)}, table_{own_table_.data()} {}
+  /// With room for `room` channels of an x of `count` elements a channel in `memory` of `bytes(channels, room, count)`, aligned to 16
+  /// bytes, which it borrows.
+  batch_norm_kept(std::int64_t channels, std::int64_t room, std::int64_t count, std::byte* memory)
+      : channels_{std::max<std::int64_t>(channels, 0)}, room_{room}, count_{count}, table_{memory},
+        elements_{memory + table_bytes(channels_)} {}
+  [[nodiscard]] static std::size_t bytes(std::int64_t channels, std::int64_t room, std::int64_t count) {
+    return table_bytes(std::max<std::int64_t>(channels, 0)) + static_cast<std::size_t>(room * count) * sizeof(T);
+  }
 
   /// Makes room for the channels of an x of `count` elements a channel that cannot be recovered by these parameters, and for
   /// `spare` more. Local; waits for the stream, allocates, and drops what is kept.
@@ -48,8 +56,9 @@ public:
         ++needed;
     room_ = count_ = 0;
     auto const room = std::min(channels_, needed + spare);
-    elements_ = detail::device_memory{};
-    elements_ = detail::device_memory{static_cast<std::size_t>(room * count) * sizeof(T)};
+    own_elements_ = detail::device_memory{};
+    own_elements_ = detail::device_memory{static_cast<std::size_t>(room * count) * sizeof(T)};
+    elements_ = own_elements_.data();
     room_ = room, count_ = count;
   }
   /// Whether there is room for an x of `count` elements a channel, as far as the host knows.
@@ -59,10 +68,10 @@ public:
   }
 
   [[nodiscard]] kept_channels memory() const {
-    detail::memory_cutter cutter{table_.data()};
+    detail::memory_cutter cutter{table_};
     auto* const state = cutter.template take<std::int64_t>(1);
     auto* const list = cutter.template take<std::int32_t>(static_cast<std::size_t>(channels_));
-    return {list, state, elements_.data(), room_};
+    return {list, state, elements_, room_};
   }
   /// Channels that there is room for.
   [[nodiscard]] std::int64_t room() const noexcept { return room_; }
@@ -73,15 +82,16 @@ public:
   bool holds_x = true;         ///< its memory, as far as passes have been enqueued
 
 private:
-  [[nodiscard]] std::size_t table_bytes() const {
+  [[nodiscard]] static std::size_t table_bytes(std::int64_t channels) {
     detail::memory_cutter sizes;
     (void)sizes.take<std::int64_t>(1);
-    (void)sizes.take<std::int32_t>(static_cast<std::size_t>(channels_));
+    (void)sizes.take<std::int32_t>(static_cast<std::size_t>(channels));
     return sizes.used();
   }
 
   std::int64_t channels_, room_ = 0, count_ = 0;
-  detail::device_memory table_, elements_;
+  detail::device_memory own_table_, own_elements_; // empty where they are borrowed
+  std::byte *table_ = nullptr, *elements_ = nullptr;
 };
 
 } // namespace syncnorm::cuda

@@ -50,7 +50,6 @@ public:
 
   [[nodiscard]] std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward,
                                                                 std::string fault, at::Device on) override {
-    if (fault.empty() && in.in_place) fault = "passes in place are not implemented on CUDA";
     if (fault.empty()) fault = find_fault(in, backward, on);
     if (fault.empty() && backward == backward_pass::possible) in.make_savable();
     auto const type = fault.empty() ? in.first().scalar_type() : at::kFloat;
@@ -153,10 +152,11 @@ public:
 ///     net->to(torch::kCUDA);
 ///
 /// A pass is enqueued on libtorch's current stream of the module's device, by the kernels of a source that nvcc has compiled, which
-/// instantiates `kernels_of` for float, double, __half and __nv_bfloat16. After the first of an element type, a pass allocates by
-/// libtorch's allocator alone, and the host does not wait for the device, unless the communicator does. `clone` gives a module passes
-/// of its own; `set_communicator`, and so `convert_sync_batchnorm`, takes them away. CPU tensors go over the module's communicator as
-/// before, in modules that are on the CPU; a module without parameters and statistics takes CUDA tensors alone.
+/// instantiates `kernels_of` for float, double, __half and __nv_bfloat16. After the first of an element type, and of as many as
+/// were ever pending at a time, a pass allocates by libtorch's allocator alone, and the host does not wait for the device, unless
+/// the communicator does. `clone` gives a module passes of its own; `set_communicator`, and so `convert_sync_batchnorm`, takes
+/// them away. CPU tensors go over the module's communicator as before, in modules that are on the CPU; a module without
+/// parameters and statistics takes CUDA tensors alone.
 ///
 /// Errors. What is wrong on one rank is an error on every rank. With several ranks, each throws it as soon as it hears of it from its
 /// device: in the pass, in a later one of the module, or in `synchronize(root)`, which is where all throw it at the same place. The
@@ -166,8 +166,12 @@ public:
 /// one of them needs. A backward pass begins at one tensor, the loss: from several, autograd may take them in an order of its own on
 /// each rank. Several ranks of one process take a device each, as autograd has one thread for each device.
 ///
-/// Not on CUDA, and an error on every rank: passes in place. Throws
-/// invalid_argument_error where a module's communicator has several ranks, and others than `comm`; nothing has changed then.
+/// In place, a pass makes room for as many channels that cannot be recovered as the latest one has kept that the host knows of, and for
+/// a sixteenth of all besides, four at least. It waits for the stream to read weight and bias before the first such pass, and where
+/// they are in other memory since. Where they come to need more room from one pass to the next, that is an error on every rank, the
+/// inputs stay, and the next pass reads them again.
+///
+/// Throws invalid_argument_error where a module's communicator has several ranks, and others than `comm`; nothing has changed then.
 template <class Kernels = cuda::compiled_kernels, communicator C>
 void use_cuda(::torch::nn::Module& root, C const& comm) {
   static_assert(allgathers_on_stream<C, std::byte> || std::same_as<C, self_communicator>,

@@ -144,6 +144,9 @@ protected:
   affine_parameters<P> affine_;
   affine_gradients<P> gradients_;
   batch_norm_epilogue<T> epilogue_;
+  tensors read_x_;
+  at::Tensor recovered_; ///< where x of a pass in place goes
+  tensor_view<T> recovered_view_{};
 
 private:
   [[nodiscard]] std::size_t count_of_one() const { return x_views_.size() == 1 ? 1 : 0; }
@@ -166,19 +169,14 @@ private:
     if (wants_.weight) gradients_.gamma = values_of<P>(dgamma_ = zeros());
     if (wants_.bias) gradients_.beta = values_of<P>(dbeta_ = zeros());
     if (read_residual_.defined()) epilogue_.residual = make_companion<T>(read_residual_, first);
-    if (pass_->kept) {
-      // x is made again where its gradient will be.
-      auto const& kept = *static_cast<batch_norm_kept<T> const*>(pass_->kept.get());
-      fault_ = kept.recover(at_executor{}, first.x_view, first.y_view, affine_, pass_->saved, epilogue_);
-      read_x_.front() = first.y;
-      x_views_.front() = first.y_view;
-    }
+    // x is made again where its gradient will be.
+    if (pass_->kept != nullptr) recovered_ = first.y, recovered_view_ = first.y_view;
     epilogue_.mask = view_of_mask(pass_->mask);
     epilogue_.masked = pass_->masked;
     if (wants_.residual) dresidual_view_ = *view_of<T>(dresidual_ = at::empty_like(first.y), first.order);
   }
 
-  tensors read_x_, read_dy_;
+  tensors read_dy_;
   at::Tensor read_residual_, gamma_, beta_;
   tensor_view<T> dresidual_view_{};
 };
@@ -187,14 +185,19 @@ private:
 template <class T, class P>
 class typed_backward_call final : public prepared_backward_call<T, P> {
   using base = prepared_backward_call<T, P>;
-  using base::affine_, base::differentiable_, base::dx_views_, base::dy_views_, base::fault_, base::gradients_,
-      base::pass_, base::x_views_;
+  using base::affine_, base::differentiable_, base::dx_views_, base::dy_views_, base::epilogue_, base::fault_,
+      base::gradients_, base::pass_, base::x_views_;
 
 public:
   /// `fault` is what is wrong already.
   typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, backward_call::tensors dy,
                       wanted_gradients wants, std::string fault)
-      : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)} {}
+      : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)} {
+    if (pass_->kept == nullptr || !fault_.empty()) return;
+    auto const& kept = *static_cast<batch_norm_kept<T> const*>(pass_->kept.get());
+    fault_ = kept.recover(at_executor{}, x_views_.front(), this->recovered_view_, affine_, pass_->saved, epilogue_);
+    x_views_.front() = this->recovered_view_;
+  }
 
   void run() override {
     at::AutoGradMode const no_recording{false};

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
@@ -9,11 +10,13 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/torch/detail/backward_call.hpp>
 #include <syncnorm/torch/detail/cuda_begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
 #include <syncnorm/torch/detail/cuda_element.hpp>
+#include <syncnorm/torch/detail/cuda_kept.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 
@@ -30,7 +33,18 @@ public:
   /// `fault` is what is wrong already.
   cuda_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, backward_call::tensors dy,
                      wanted_gradients wants, C const& comm, std::string fault)
-      : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)}, comm_{comm} {}
+      : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)}, comm_{comm} {
+    if (this->pass_->kept == nullptr || !this->fault_.empty()) return;
+    at::AutoGradMode const no_recording{false};
+    try {
+      this->recovered_.copy_(this->read_x_.front()); // of y, which stays for whoever else reads it
+      this->x_views_.front() = this->recovered_view_;
+      kept_ = &*static_cast<cuda_kept<element>*>(this->pass_->kept.get())->of;
+      kept_->holds_x = this->recovered_view_.size() == 0;
+    } catch (std::exception const& e) {
+      this->fault_ = text_of(e);
+    }
+  }
 
   void run() override {
     at::AutoGradMode const no_recording{false};
@@ -62,13 +76,15 @@ private:
     auto const dx = each_on_device(this->dx_views_), dresidual = each_on_device(this->dresidual_views());
     auto const epilogues = each_on_device(this->epilogues());
     affine_gradients<parameter> const gradients{on_device(this->gradients_.gamma), on_device(this->gradients_.beta)};
-    return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual});
+    return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual, kept_,
+                      on_device(this->recovered_view_)});
   }
   [[nodiscard]] cuda_record& record() const { return static_cast<cuda_record&>(*this->pass_->on_device); }
   [[nodiscard]] bool exchanges() const { return this->pass_->state->exchange_backward; }
   [[nodiscard]] batch_norm_caller caller() const { return {this->fault_, this->differentiable_}; }
 
   C const& comm_;
+  cuda::batch_norm_kept<element>* kept_ = nullptr; ///< of a pass in place
 };
 
 } // namespace syncnorm::torch::detail

@@ -20,6 +20,7 @@
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/torch/detail/cuda_kept.hpp>
 #include <syncnorm/torch/detail/cuda_stream.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 
@@ -107,6 +108,8 @@ public:
     syncnorm::check(comm);
   }
 
+  [[nodiscard]] kept_room& room() noexcept { return room_; }
+
   /// Memory in place of what a pass could not allocate, which reports that to the other ranks.
   [[nodiscard]] cuda::batch_norm_saved& spare() noexcept { return spare_; }
 
@@ -140,6 +143,7 @@ private:
   cuda::device_limits limits_;
   cuda::batch_norm_workspace workspace_;
   cuda::batch_norm_saved spare_;
+  kept_room room_;
   cudaEvent_t done_ = nullptr;
   std::optional<cudaStream_t> last_{};
   std::array<bool, 4> loaded_{}, double_loaded_{}; // by value_kind

@@ -15,11 +15,13 @@
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/cuda_begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
 #include <syncnorm/torch/detail/cuda_element.hpp>
+#include <syncnorm/torch/detail/cuda_kept.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
@@ -44,6 +46,7 @@ public:
         record_{std::make_shared<cuda_record>(std::move(buffers))} {
     this->attempt([&] {
       record_->allocate(in_.channels, device);
+      if (in_.in_place) keep(device);
       if (!this->counts()) return;
       // Of any type, as Module::to converts it, too.
       auto const& tracked = in_.num_batches_tracked;
@@ -89,6 +92,8 @@ private:
   void compute() override {
     with_operands([&](operands const& of) {
       record_->buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
+        bool const keeps = kept_ != nullptr && of.x.front().size() > 0;
+        kept_room::watch const kept{record_->buffers->room(), keeps ? kept_->memory().state : nullptr, stream};
         cuda::detail::forward<Kernels, element, parameter>(comm_, of, in_.options, record_->saved(), workspace, stream,
                                                            caller());
       });
@@ -103,13 +108,26 @@ private:
     auto const epilogues = each_on_device(this->epilogues());
     running_statistics<parameter> const running{on_device(this->running_.mean), on_device(this->running_.var),
                                                 counter_.defined() ? counter_.data_ptr<std::int64_t>() : nullptr};
-    return f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues});
+    return f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues, kept_});
   }
 
   [[nodiscard]] batch_norm_caller caller() const { return {fault_, backward_}; }
 
   /// Whether the module's counter is of another type.
   [[nodiscard]] bool is_converted() const { return counter_.defined() && !counter_.is_same(in_.num_batches_tracked); }
+
+  /// Makes room for what a pass in place keeps of x, where it is recorded.
+  void keep(at::Device device) {
+    auto kept = std::make_shared<cuda_kept<element>>();
+    auto const& x = this->x_views_.front();
+    if (this->records()) {
+      auto const room = record_->buffers->room().template channels<element>(in_.channels, in_.weight, in_.bias,
+                                                                            this->epilogue_.activation, device);
+      kept->allocate(in_.channels, room, x.count(), device);
+      kept_ = &*kept->of;
+    }
+    pass_->kept = std::move(kept);
+  }
 
   /// So that this rank goes on, and hears of its fault where the others do; none where there can be none.
   [[nodiscard]] std::vector<at::Tensor> outputs_despite_fault(at::Device device) const noexcept {
@@ -133,6 +151,7 @@ private:
   C const& comm_;
   std::shared_ptr<cuda_record> record_;
   at::Tensor counter_;
+  cuda::batch_norm_kept<element>* kept_ = nullptr; ///< of a pass in place that is recorded
 };
 
 } // namespace syncnorm::torch::detail

@@ -145,6 +145,9 @@ private:
     if (in_.with.mask.defined()) pass_->mask = dense_mask(in_.with.mask, of_.front().order);
     epilogue_.mask = view_of_mask(pass_->mask);
     epilogue_.masked = in_.with.masked;
+    auto const& x = x_views_.front();
+    if (in_.in_place && epilogue_.has_residual() && epilogue_.residual.data == x.data && x.size() > 0)
+      throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
     if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
     mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();
     running_ = {values_of<P>(mean_), values_of<P>(var_)};

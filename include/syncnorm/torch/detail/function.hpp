@@ -71,7 +71,8 @@ public:
   auto const output =
       batch_norm_function::apply(in.first(), optional(in.weight), optional(in.bias), optional(in.with.residual), anchor,
                                  pass.pass(), &pass.outputs().front());
-  return in.in_place ? in.first() : output; // the same, unless nothing is recorded
+  // In place, it is the input even where nothing is recorded.
+  return pass.outputs().front().is_same(in.first()) ? in.first() : output;
 }
 
 /// Whether a pass that has run needs an anchor: where other ranks alone need gradients.

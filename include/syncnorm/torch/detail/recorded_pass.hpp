@@ -39,7 +39,7 @@ struct recorded_pass : ::torch::CustomClassHolder {
   syncnorm::activation activation{};
   masked_outputs masked = masked_outputs::normalized;
   at::Tensor mask{};                          ///< dense `[N, S]`, or undefined
-  std::shared_ptr<void const> kept{};         ///< the `batch_norm_kept` of a pass in place, or null
+  std::shared_ptr<void> kept{};               ///< the `batch_norm_kept` or `cuda_kept` of a pass in place, or null
   std::shared_ptr<device_passes> device{};    ///< of a pass on a device, or null
   std::shared_ptr<device_record> on_device{}; ///< the same
 

@@ -34,7 +34,11 @@ public:
                      backward_pass backward)
       : base{std::move(in), element, parameters, std::move(fault), backward} {
     this->attempt([&] {
-      if (in_.in_place) keep();
+      if (in_.in_place) {
+        auto kept = std::make_shared<batch_norm_kept<T>>();
+        if (this->records()) kept->keep(x_views_.front(), affine_, epilogue_);
+        pass_->kept = std::move(kept);
+      }
       if (!this->counts()) return;
       tracked_ = in_.num_batches_tracked; // of any type, as Module::to converts it, too
       running_.num_batches_tracked = &in_.state->batches_tracked;
@@ -85,16 +89,6 @@ private:
     batch_norm_forward_batches<T, P>(exec, self_communicator{}, x_views_, y_views_, affine_, {}, in_.options, saved,
                                      workspace, {}, this->epilogues());
     saved.scope = statistics_scope::this_rank;
-  }
-
-  /// What a pass in place keeps of x, where it is recorded.
-  void keep() {
-    auto const& x = x_views_.front();
-    if (epilogue_.has_residual() && epilogue_.residual.data == x.data && x.size() > 0)
-      throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
-    auto kept = std::make_shared<batch_norm_kept<T>>();
-    if (this->records()) kept->keep(x, affine_, epilogue_);
-    pass_->kept = std::move(kept);
   }
 
   at::Tensor tracked_;

@@ -1,0 +1,170 @@
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda_support.hpp"
+
+#include <syncnorm/comm/self.hpp>
+
+namespace test::on_cuda {
+
+TEST_CASE("CUDA tensors: in place, gradients are those of a module apart, and x is written over") {
+  torch::manual_seed(81);
+  struct mode {
+    torch::Dtype type;
+    double slope;
+    bool evaluates;
+  };
+  for (auto const& of : {mode{torch::kFloat, 0.25, false}, mode{torch::kDouble, 0, false}, mode{torch::kFloat, 1, true},
+                         mode{torch::kHalf, 0.5, false}})
+    for (auto const& shares : std::vector<std::vector<std::int64_t>>{{5}, {3, 0, 2}}) {
+      auto const x = random({5, 6, 2, 3}).to(of.type), dy = random({5, 6, 2, 3}).to(of.type),
+                 residual = random({5, 6, 2, 3}).to(of.type);
+      auto const mask = torch::rand({5, 2, 3}) < 0.7;
+      auto const norm =
+          make_norm(BatchNormOptions{6}.eps(1e-2), {}, of.type == torch::kDouble ? of.type : torch::kFloat);
+      {
+        torch::NoGradGuard const no_recording;
+        norm->bias.copy_(torch::arange(6) * 0.1);
+        norm->weight[1] = 0, norm->weight[4] = 1e-4; // channels to be kept
+      }
+      norm.ptr()->train(!of.evaluates);
+      run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
+        INFO("type ", static_cast<int>(of.type), ", slope ", of.slope, ", rank ", comm.rank(), " of ", comm.size());
+        auto const on = device_of(comm);
+        auto const own = [&](Tensor const& whole, bool channels_last) {
+          auto const part = part_of(whole, shares, comm.rank()).to(on);
+          return channels_last ? part.contiguous(torch::MemoryFormat::ChannelsLast) : part;
+        };
+        std::vector<std::vector<Tensor>> results;
+        for (bool const in_place : {false, true}) {
+          auto device = on_device(norm, comm);
+          device->set_in_place(in_place);
+          auto& all = results.emplace_back();
+          for (bool const channels_last : {false, true}) {
+            auto const leaf = own(x, channels_last).requires_grad_(),
+                       added = own(residual, channels_last).requires_grad_();
+            norm_epilogue const with{activation::leaky_relu(of.slope), added, own(mask, false)};
+            auto const input = leaf * 2, twice = leaf * 3; // which do not need their results
+            auto const* const memory = input.data_ptr();
+            auto const y = device->forward_with(input, with), z = device->forward(twice);
+            CHECK((y.data_ptr() == memory || y.numel() == 0) == (in_place || y.numel() == 0));
+            CHECK(y.is_same(input) == in_place);
+            auto const loss = (y * own(dy, false)).sum() + (z * own(dy, false)).sum();
+            loss.backward({}, /*retain_graph=*/true);
+            auto once = left_of(device, {y, z}, {leaf, added});
+            loss.backward();
+            auto const again = left_of(device, {y, z}, {leaf, added});
+            all.insert(all.end(), once.begin(), once.end());
+            all.insert(all.end(), again.begin(), again.end());
+          }
+        }
+        // Of recovered values: the last bit of y, times what `recoverable_ratio` allows.
+        auto const tolerance = of.type == torch::kHalf ? 2e-2 : of.type == torch::kFloat ? 2e-5 : 1e-12;
+        check_close(results[1], results[0], tolerance);
+      });
+    }
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: in place, room is made for the channels that a pass keeps, without waiting but at first") {
+  torch::Device const device{torch::kCUDA, 0};
+  SyncBatchNorm norm{BatchNormOptions{64}};
+  norm->to(device);
+  norm->set_in_place();
+  use_cuda(*norm, syncnorm::self_communicator{});
+  auto const x = torch::randn({3, 64}).to(device).requires_grad_();
+  auto const step = [&] {
+    auto const y = norm->forward(x * 1);
+    norm->synchronize();
+    return y;
+  };
+  auto const set_weights = [&](std::int64_t from, std::int64_t to) {
+    torch::NoGradGuard const no_recording;
+    norm->weight.slice(0, from, to).zero_();
+  };
+  (void)step();
+  auto const input = x * 1;
+  fake_cuda::reset();
+  (void)fake_torch::host_operations();
+  (void)norm->forward(input);
+  CHECK(fake_torch::host_operations() == 0);
+  CHECK(fake_cuda::calls("cudaStreamSynchronize") == 0);
+  norm->synchronize();
+  for (std::int64_t c = 0; c < 64; c += 4) set_weights(c, c + 4), (void)step(); // as they move, a few at a time
+
+  set_weights(0, 64);
+  norm->weight.detach().fill_(1);
+  (void)step();
+  set_weights(0, 5); // more at once
+  auto const before = state_of(*norm);
+  auto const copy = (x * 1).detach().cpu();
+  auto const given = x * 1;
+  CHECK(message_of<syncnorm::invalid_argument_error>([&] {
+          (void)norm->forward(given);
+          norm->synchronize();
+        }) == "batch_norm forward: rank 0: more channels to keep than room");
+  CHECK(torch::equal(given.detach().cpu(), copy));
+  CHECK(same_state(state_of(*norm), before));
+  auto const y = step(); // which makes room
+  (y * y).sum().backward();
+  norm->synchronize();
+
+  norm->weight.set_data(torch::zeros({64}).to(device)); // as what loads a checkpoint does
+  (void)step();
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: in place, what autograd forbids is an error on every rank, and changes nothing") {
+  using syncnorm::invalid_argument_error;
+  auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto const on = device_of(comm);
+    auto device = on_device(norm, comm);
+    device->set_in_place();
+    auto const before = state_of(*device);
+    auto const values = torch::randn({4, 3, 2}).to(on);
+    auto const leaf = values.clone().requires_grad_();
+    auto const thrown = [&](auto const& pass) {
+      auto const text = message_of<invalid_argument_error>([&] {
+        pass();
+        device->synchronize();
+      });
+      CHECK(same_state(state_of(*device), before));
+      return text;
+    };
+    auto const forward = [&](Tensor const& input, norm_epilogue const& with = {}) {
+      return thrown([&] { (void)device->forward_with(input, with); });
+    };
+    auto const mine = leaf * 1;
+    auto const given = mine.detach().cpu();
+    auto text = forward(comm.rank() == 1 ? leaf : mine);
+    CHECK_MESSAGE(contains(text, "rank 1: a leaf Variable that requires grad"), text);
+    if (comm.rank() == 0) CHECK(torch::equal(mine.detach().cpu(), given));
+    auto const both = leaf * 1;
+    text = forward(both, {.residual = comm.rank() == 0 ? both : leaf});
+    CHECK_MESSAGE(contains(text, "rank 0: the residual is in the memory of the input"), text);
+    text = forward(comm.rank() == 0 ? values.unsqueeze(3).expand({4, 3, 2, 2}) : values.unsqueeze(3) * 1);
+    CHECK_MESSAGE(contains(text, "rank 0: the strides of the input allow no pass in place"), text);
+
+    // An operation that writes to y, on one rank.
+    auto const y = device->forward(leaf * 1);
+    if (comm.rank() == 1) y.mul_(2);
+    text = message_of<invalid_argument_error>([&] {
+      y.sum().backward();
+      device->synchronize();
+    });
+    CHECK_MESSAGE((contains(text, "rank 1") && contains(text, "modified by an inplace operation")), text);
+    auto const dx = torch::autograd::grad({device->forward(leaf * 1).square().sum()}, {leaf}, {}, true, true)[0];
+    text = message_of<syncnorm::error>([&] { dx.sum().backward(); });
+    CHECK_MESSAGE(contains(text, "a pass in place (double backward) cannot be differentiated"), text);
+    torch::NoGradGuard const no_recording;
+    auto const input = leaf.detach().clone();
+    CHECK(device->forward(input).is_same(input));
+    device->synchronize();
+  });
+  check_no_violations();
+}
+
+} // namespace test::on_cuda
