@@ -121,8 +121,9 @@ private:
     auto kept = std::make_shared<cuda_kept<element>>();
     auto const& x = this->x_views_.front();
     if (this->records()) {
+      auto const wait = [this](cudaStream_t stream) { cuda::batch_norm_workspace::wait(comm_, stream); };
       auto const room = record_->buffers->room().template channels<element>(in_.channels, in_.weight, in_.bias,
-                                                                            this->epilogue_.activation, device);
+                                                                            this->epilogue_.activation, device, wait);
       kept->allocate(in_.channels, room, x.count(), device);
       kept_ = &*kept->of;
     }

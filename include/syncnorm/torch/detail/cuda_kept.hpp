@@ -12,6 +12,7 @@
 #include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/recoverable.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
@@ -38,16 +39,16 @@ struct cuda_kept {
 /// again where they are in other memory, or where there was no room for a pass.
 class kept_room {
 public:
-  /// Elements are of type `T`; weight and bias are contiguous or undefined.
+  /// Elements are of type `T`; weight and bias are contiguous or undefined. `wait` waits for a stream.
   template <class T>
   [[nodiscard]] std::int64_t channels(std::int64_t all, at::Tensor const& weight, at::Tensor const& bias,
-                                      activation const& of, at::Device device) {
+                                      activation const& of, at::Device device, function_ref<void(cudaStream_t)> wait) {
     auto latest = latest_kept();
     if (!is_recoverable(1, 0, of.negative_slope, recoverable_ratio<T>)) return all;
     source const now{address_of(weight), address_of(bias), recoverable_ratio<T>};
     auto needed = read_ == now ? latest.load(std::memory_order_relaxed) : -1;
     if (needed < 0) {
-      needed = read<T>(all, weight, bias, device);
+      needed = read<T>(all, weight, bias, device, wait);
       latest.store(needed, std::memory_order_relaxed);
       read_ = now;
     }
@@ -91,11 +92,12 @@ private:
 
   template <class T>
   [[nodiscard]] static std::int64_t read(std::int64_t all, at::Tensor const& weight, at::Tensor const& bias,
-                                         at::Device device) {
-    if (cuda::detail::is_capturing(current_stream(device)))
+                                         at::Device device, function_ref<void(cudaStream_t)> wait) {
+    auto const stream = current_stream(device);
+    if (cuda::detail::is_capturing(stream))
       throw invalid_argument_error{"the stream is being captured in a graph before there was a pass in place: run such "
                                    "a step outside of a graph first"};
-    syncnorm::detail::require_cuda(cudaStreamSynchronize(current_stream(device)), "cudaStreamSynchronize");
+    wait(stream);
     auto const on_host = [&](at::Tensor const& of, double otherwise) -> at::Tensor {
       auto const wide = at::TensorOptions{}.dtype(at::kDouble);
       return of.defined() ? of.detach().cpu().to(at::kDouble) : at::full({all}, otherwise, wide);
