@@ -194,6 +194,12 @@ TEST_CASE("CUDA tensors: what is wrong with one module of a group on one rank is
     });
     CHECK(text == where + "x has 1 channels, expected 2");
     CHECK(same_state(state_of(*b), before_b));
+    auto const of_one = group_forward({{a, here ? own.slice(1, 0, 2) : own}})[0];
+    CHECK(message_of<invalid_argument_error>([&] {
+            of_one.sum().backward();
+            a->synchronize();
+          }) == "batch_norm forward: rank 1: x has 2 channels, expected 3");
+    a->synchronize(); // once
     a->zero_grad(true), b->zero_grad(true);
 
     auto host_a = on_host(norm, comm), host_b = on_host(other, comm);

@@ -37,7 +37,7 @@ public:
     std::vector<std::unique_ptr<forward_pass>> passes;
     passes.push_back(make_pass_anywhere(std::move(inputs), backward, norm.in_place_ ? in_place : std::string{}));
     passes.front()->run();
-    return record_group(passes, needs_anchor(*passes.front()));
+    return record_group(passes, false, needs_anchor(*passes.front()));
   }
 };
 

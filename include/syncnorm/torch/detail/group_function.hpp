@@ -26,6 +26,7 @@ struct recorded_group : ::torch::CustomClassHolder {
     bool weight, bias, residual; ///< which of these there are, besides
   };
   std::vector<member> members;
+  bool together = false; ///< whether they travel together; else there is one
 };
 
 /// Records the forward passes of a group, or one over micro-batches, which have been computed already, and runs their backward
@@ -77,11 +78,11 @@ public:
       calls.push_back(make_backward_call(member.pass, std::move(of), {next_dy, end_of_dy}, std::move(wanted), fault));
       next_dy = end_of_dy;
     }
-    if (calls.size() == 1) {
-      calls.front()->run();
-    } else {
+    if (group->together) {
       at::AutoGradMode const no_recording{false};
       begin_together(calls, true)->finish([] {}, [] {});
+    } else {
+      calls.front()->run();
     }
     tensors results;
     for (std::size_t l = 0; l < calls.size(); ++l) {
@@ -99,10 +100,12 @@ public:
   }
 };
 
-/// The outputs of the passes of a group, recorded as functions of their inputs; and of an anchor.
+/// The outputs of the passes of a group, or of one that is not `together` with others, recorded as functions of their inputs; and
+/// of an anchor.
 [[nodiscard]] inline std::vector<at::Tensor> record_group(std::vector<std::unique_ptr<forward_pass>> const& passes,
-                                                          bool anchored) {
+                                                          bool together, bool anchored) {
   auto const group = c10::make_intrusive<recorded_group>();
+  group->together = together;
   std::vector<at::Tensor> inputs, outputs;
   for (auto const& pass : passes) {
     auto const& in = pass->inputs();

@@ -34,7 +34,7 @@ public:
                 !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
     // A fault of this rank, which leaves nothing to record, is what `finish` throws.
     if (any([](forward_pass const& pass) { return pass.outputs().empty(); })) return;
-    outputs_ = grouped ? record_group(passes_, anchored_) : std::vector{record(*passes_.front(), anchored_)};
+    outputs_ = grouped ? record_group(passes_, true, anchored_) : std::vector{record(*passes_.front(), anchored_)};
   }
   pending_outputs(pending_outputs&&) = default;
   pending_outputs& operator=(pending_outputs&& other) noexcept {
