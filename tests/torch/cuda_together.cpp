@@ -71,64 +71,67 @@ TEST_CASE("CUDA tensors: two phases give the bits of one, in whatever order rank
   struct mode {
     char const* name;
     torch::Dtype type;
+    std::vector<std::int64_t> shares;
     void (*set)(SyncBatchNormImpl&);
     norm_epilogue with{};
   };
   auto const nothing = [](SyncBatchNormImpl&) {};
   auto const mask = torch::tensor({1, 0, 1, 1, 0, 1, 1, 1, 0, 1}).view({5, 2}).to(torch::kBool);
   std::vector<mode> const modes{
-      {"training", torch::kFloat, nothing},
+      {"training", torch::kFloat, {3, 0, 2}, nothing},
+      {"one rank", torch::kFloat, {5}, nothing},
       {"epilogue",
        torch::kDouble,
+       {3, 0, 2},
        nothing,
        {activation::leaky_relu(0.1), random({5, 4, 2}), mask, syncnorm::masked_outputs::zero}},
-      {"evaluation", torch::kFloat, [](SyncBatchNormImpl& norm) { norm.eval(); }},
-      {"reduced", torch::kFloat,
-       [](SyncBatchNormImpl& norm) { norm.set_exchange_policy(syncnorm::exchange_policy::reduce); }}};
+      {"evaluation", torch::kFloat, {5}, [](SyncBatchNormImpl& norm) { norm.eval(); }},
+      {"reduced", torch::kFloat, {3, 0, 2}, [](SyncBatchNormImpl& norm) {
+         norm.set_exchange_policy(syncnorm::exchange_policy::reduce);
+       }}};
   auto const x = random({5, 4, 2}), dy = random({5, 4, 2});
-  for (auto const& shares : std::vector<std::vector<std::int64_t>>{{5}, {3, 0, 2}})
-    for (auto const& of : modes) {
-      auto const norm = make_norm(BatchNormOptions{4}, {}, of.type);
-      of.set(*norm.ptr());
-      run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
-        INFO(std::string{of.name}, ", rank ", comm.rank(), " of ", comm.size());
-        auto const on = device_of(comm);
-        auto const own = [&](Tensor const& whole) {
-          auto const part = part_of(whole, shares, comm.rank()).to(on);
-          return part.is_floating_point() ? part.to(of.type) : part;
-        };
-        auto with = of.with;
-        if (with.residual.defined()) with.residual = own(with.residual);
-        if (with.mask.defined()) with.mask = own(with.mask);
-        std::vector<std::vector<Tensor>> results;
-        for (bool const in_two : {false, true}) {
-          auto first = on_device(norm, comm), second = on_device(norm, comm);
-          for (int i = 0; i < 2; ++i) {
-            auto const u = (own(x) + i).detach().requires_grad_(), v = (2 * own(x)).detach().requires_grad_();
-            auto const w = (own(x) - 1).detach().requires_grad_();
-            std::vector<Tensor> y(3);
-            if (in_two) {
-              auto a = first->begin_forward(u, with), b = second->begin_forward(v, with);
-              auto c = first->begin_forward(w, with); // of the same module
-              bool const odd = comm.rank() % 2 == 1;
-              y[odd ? 1 : 0] = (odd ? b : a).finish();
-              y[odd ? 0 : 1] = (odd ? a : b).finish();
-              y[2] = c.finish();
-              CHECK((a.ready() && b.ready() && c.ready()));
-            } else {
-              y = {first->forward_with(u, with), second->forward_with(v, with), first->forward_with(w, with)};
-            }
-            // From one tensor, for the same order on every rank.
-            ((y[0] + 2 * y[1] + 3 * y[2]) * own(dy)).sum().backward();
-            auto left = left_of(first, y, {u, v, w});
-            auto const of_second = left_of(second, {}, {});
-            left.insert(left.end(), of_second.begin(), of_second.end());
-            if (i == 1) results.push_back(left);
+  for (auto const& of : modes) {
+    auto const norm = make_norm(BatchNormOptions{4}, {}, of.type);
+    of.set(*norm.ptr());
+    run_ranks(static_cast<int>(of.shares.size()), [&](thread_communicator const& comm) {
+      INFO(std::string{of.name}, ", rank ", comm.rank(), " of ", comm.size());
+      auto const on = device_of(comm);
+      auto const own = [&](Tensor const& whole) {
+        auto const part = part_of(whole, of.shares, comm.rank()).to(on);
+        return part.is_floating_point() ? part.to(of.type) : part;
+      };
+      auto with = of.with;
+      if (with.residual.defined()) with.residual = own(with.residual);
+      if (with.mask.defined()) with.mask = own(with.mask);
+      std::vector<std::vector<Tensor>> results;
+      for (bool const in_two : {false, true}) {
+        auto first = on_device(norm, comm), second = on_device(norm, comm);
+        for (int i = 0; i < 2; ++i) {
+          auto const u = (own(x) + i).detach().requires_grad_(), v = (2 * own(x)).detach().requires_grad_();
+          auto const w = (own(x) - 1).detach().requires_grad_();
+          std::vector<Tensor> y(3);
+          if (in_two) {
+            auto a = first->begin_forward(u, with), b = second->begin_forward(v, with);
+            auto c = first->begin_forward(w, with); // of the same module
+            bool const odd = comm.rank() % 2 == 1;
+            y[odd ? 1 : 0] = (odd ? b : a).finish();
+            y[odd ? 0 : 1] = (odd ? a : b).finish();
+            y[2] = c.finish();
+            CHECK((a.ready() && b.ready() && c.ready()));
+          } else {
+            y = {first->forward_with(u, with), second->forward_with(v, with), first->forward_with(w, with)};
           }
+          // From one tensor, for the same order on every rank.
+          ((y[0] + 2 * y[1] + 3 * y[2]) * own(dy)).sum().backward();
+          auto left = left_of(first, y, {u, v, w});
+          auto const of_second = left_of(second, {}, {});
+          left.insert(left.end(), of_second.begin(), of_second.end());
+          if (i == 1) results.push_back(left);
         }
-        CHECK(same_state(results[0], results[1]));
-      });
-    }
+      }
+      CHECK(same_state(results[0], results[1]));
+    });
+  }
   check_no_violations();
 }
 
