@@ -73,6 +73,37 @@ TEST_CASE("micro-batches of tensors by one statistic are their concatenation") {
     }
 }
 
+TEST_CASE("micro-batches in two phases give the bits of those in one") {
+  torch::manual_seed(43);
+  std::vector<std::vector<std::vector<std::int64_t>>> const cases{{{2, 3}}, {{2, 1}, {3}}, {{0}, {1, 2}, {0, 4}}};
+  for (auto const& shares : cases)
+    run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
+      auto norm = make_norm(BatchNormOptions{3}, comm), twin = make_norm(BatchNormOptions{3}, comm);
+      std::vector<Tensor> inputs, same, gradients;
+      for (auto const n : shares[static_cast<std::size_t>(comm.rank())]) {
+        inputs.push_back(random({n, 3, 2}).requires_grad_());
+        same.push_back(inputs.back().detach().clone().requires_grad_());
+        gradients.push_back(random({n, 3, 2}));
+      }
+      for (bool const training : {true, false}) {
+        norm->train(training), twin->train(training);
+        auto const expected = syncnorm::torch::forward_batches(norm, inputs);
+        auto pending = syncnorm::torch::begin_forward_batches(twin, same);
+        auto const outputs = pending.finish();
+        CHECK(pending.ready());
+        CHECK(outputs.size() == expected.size());
+        torch::autograd::backward(expected, gradients);
+        torch::autograd::backward(outputs, gradients);
+        for (std::size_t k = 0; k < outputs.size(); ++k) {
+          CHECK(torch::equal(outputs[k], expected[k]));
+          CHECK(torch::equal(same[k].grad(), inputs[k].grad()));
+        }
+        CHECK(torch::equal(twin->weight.grad(), norm->weight.grad()));
+        CHECK(same_state(state_of(*twin), state_of(*norm)));
+      }
+    });
+}
+
 TEST_CASE("micro-batches: what is wrong on one rank, and what cannot be done, are errors on every rank") {
   run_ranks(2, [](thread_communicator const& comm) {
     auto norm = make_norm(BatchNormOptions{3}, comm);
@@ -88,6 +119,13 @@ TEST_CASE("micro-batches: what is wrong on one rank, and what cannot be done, ar
     CHECK_MESSAGE(contains(text, "rank 0: x[1] has 4 channels"), text);
     text = thrown({x, comm.rank() == 0 ? x.to(torch::kFloat) : x});
     CHECK_MESSAGE(contains(text, "rank 0: micro-batch 1: the input is of"), text);
+    auto pending =
+        syncnorm::torch::begin_forward_batches(norm, comm.rank() == 1 ? std::vector<Tensor>{} : std::vector<Tensor>{x});
+    text = message_of<syncnorm::invalid_argument_error>([&] { (void)pending.finish(); });
+    CHECK_MESSAGE(contains(text, "rank 1: there are no micro-batches"), text);
+    norm->set_in_place();
+    text = thrown({x, x});
+    CHECK_MESSAGE(contains(text, "micro-batches are not normalized in place"), text);
     CHECK(same_state(before, state_of(*norm)));
   });
 }

@@ -14,9 +14,9 @@
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
-#include <syncnorm/torch/detail/pending_outputs.hpp>
 #include <syncnorm/torch/detail/typed_forward_pass.hpp>
 #include <syncnorm/torch/epilogue.hpp>
+#include <syncnorm/torch/pending_forward.hpp>
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
 namespace syncnorm::torch {
@@ -28,19 +28,8 @@ struct group_member {
   norm_epilogue epilogue{};
 };
 
-/// Forward passes of a group whose exchange is under way; see `begin_group_forward`, and `pending_forward`.
-class pending_group_forward {
-public:
-  explicit pending_group_forward(detail::pending_outputs pending) : pending_{std::move(pending)} {}
-
-  [[nodiscard]] bool ready() { return pending_.ready(); }
-
-  /// The outputs, as `pending_forward::finish`.
-  [[nodiscard]] std::vector<::torch::Tensor> finish() { return pending_.finish(); }
-
-private:
-  detail::pending_outputs pending_;
-};
+/// Forward passes of a group whose exchange is under way; see `begin_group_forward`.
+using pending_group_forward = pending_forwards;
 
 namespace detail {
 
@@ -108,7 +97,8 @@ private:
 /// of the first module, as long as one is in training; all ranks pass the same modules in the same order, which are on the
 /// same ranks, and devices. Modules in evaluation mode or with frozen statistics may be among them. What is wrong on one rank with
 /// one of them is thrown on every rank, and then none has changed; of CUDA tensors, if not at once, in a later pass of the group or
-/// where the first module is synchronized. Gradients of gradients take a collective for each module. Not in place.
+/// where the first module is synchronized. Gradients of gradients take a collective for each module. Not in place. A list
+/// without modules, or with an empty one, is thrown at once, on this rank alone.
 inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> const& members) {
   return pending_group_forward{{detail::members_of::passes(members), true}}.finish();
 }

@@ -7,12 +7,12 @@
 
 #include <torch/types.h>
 
-#include <syncnorm/core/error.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/function.hpp>
 #include <syncnorm/torch/detail/group_function.hpp>
 #include <syncnorm/torch/detail/typed_forward_pass.hpp>
+#include <syncnorm/torch/pending_forward.hpp>
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
 namespace syncnorm::torch {
@@ -22,22 +22,36 @@ namespace detail {
 /// Passes of a module over micro-batches.
 class batches_of {
 public:
+  /// Whether they share one statistic.
+  [[nodiscard]] static bool are_together(SyncBatchNormImpl const& norm) { return norm.is_training() && !norm.frozen_; }
+
+  /// One pass over all, or, where they share no statistic, one over each.
+  [[nodiscard]] static std::vector<std::unique_ptr<forward_pass>> passes(SyncBatchNormImpl& norm,
+                                                                         std::vector<at::Tensor> const& batches) {
+    std::vector<std::unique_ptr<forward_pass>> passes;
+    auto const add = [&](std::vector<at::Tensor> some) {
+      auto inputs = norm.inputs_of(std::move(some), {});
+      std::string fault = inputs.in_place ? "micro-batches are not normalized in place" : "";
+      inputs.in_place = false;
+      auto const backward = backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
+      passes.push_back(make_pass_anywhere(std::move(inputs), backward, std::move(fault)));
+    };
+    if (are_together(norm) || batches.empty()) {
+      add(batches);
+    } else {
+      for (auto const& batch : batches) add({batch});
+    }
+    return passes;
+  }
+
   [[nodiscard]] static std::vector<at::Tensor> forward(SyncBatchNormImpl& norm,
                                                        std::vector<at::Tensor> const& batches) {
-    constexpr char const* in_place = "micro-batches are not normalized in place";
-    if (!norm.is_training() || norm.frozen_) {
-      if (norm.in_place_) throw invalid_argument_error{in_place};
-      std::vector<at::Tensor> outputs;
-      for (auto const& batch : batches) outputs.push_back(norm.forward(batch));
-      return outputs;
-    }
-    auto inputs = norm.inputs_of(batches, {});
-    inputs.in_place = false;
-    auto const backward = backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
-    std::vector<std::unique_ptr<forward_pass>> passes;
-    passes.push_back(make_pass_anywhere(std::move(inputs), backward, norm.in_place_ ? in_place : std::string{}));
-    passes.front()->run();
-    return record_group(passes, false, needs_anchor(*passes.front()));
+    auto const all = passes(norm, batches);
+    for (auto const& pass : all) pass->run();
+    if (are_together(norm)) return record_group(all, false, needs_anchor(*all.front()));
+    std::vector<at::Tensor> outputs;
+    for (auto const& pass : all) outputs.push_back(record(*pass, needs_anchor(*pass)));
+    return outputs;
   }
 };
 
@@ -50,6 +64,12 @@ public:
 [[nodiscard]] inline std::vector<::torch::Tensor> forward_batches(SyncBatchNorm& norm,
                                                                   std::vector<::torch::Tensor> const& inputs) {
   return detail::batches_of::forward(*norm, inputs);
+}
+
+/// Starts the exchange of `forward_batches`, and returns while it is under way, as `SyncBatchNormImpl::begin_forward`.
+[[nodiscard]] inline pending_forwards begin_forward_batches(SyncBatchNorm& norm,
+                                                            std::vector<::torch::Tensor> const& inputs) {
+  return pending_forwards{{detail::batches_of::passes(*norm, inputs), !detail::batches_of::are_together(*norm)}};
 }
 
 } // namespace syncnorm::torch

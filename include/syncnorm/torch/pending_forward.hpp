@@ -1,6 +1,7 @@
 #pragma once
 
 #include <utility>
+#include <vector>
 
 #include <torch/types.h>
 
@@ -22,6 +23,20 @@ public:
   /// says. Not collective. Throws what is wrong on any rank, on every rank, and then leaves the running statistics as they were; and,
   /// on this rank alone, that the input was written to meanwhile. Once.
   [[nodiscard]] ::torch::Tensor finish() { return pending_.finish().front(); }
+
+private:
+  detail::pending_outputs pending_;
+};
+
+/// The same of several outputs: of the modules of a group, or of micro-batches.
+class pending_forwards {
+public:
+  explicit pending_forwards(detail::pending_outputs pending) : pending_{std::move(pending)} {}
+
+  [[nodiscard]] bool ready() { return pending_.ready(); }
+
+  /// The outputs, as `pending_forward::finish`.
+  [[nodiscard]] std::vector<::torch::Tensor> finish() { return pending_.finish(); }
 
 private:
   detail::pending_outputs pending_;

@@ -34,7 +34,8 @@ public:
                 !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
     // A fault of this rank, which leaves nothing to record, is what `finish` throws.
     if (any([](forward_pass const& pass) { return pass.outputs().empty(); })) return;
-    outputs_ = grouped ? record_group(passes_, true, anchored_) : std::vector{record(*passes_.front(), anchored_)};
+    bool const one = !grouped && passes_.front()->outputs().size() == 1;
+    outputs_ = one ? std::vector{record(*passes_.front(), anchored_)} : record_group(passes_, grouped, anchored_);
   }
   pending_outputs(pending_outputs&&) = default;
   pending_outputs& operator=(pending_outputs&& other) noexcept {
