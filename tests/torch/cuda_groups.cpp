@@ -1,6 +1,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -191,6 +192,46 @@ TEST_CASE("CUDA tensors: what is wrong with one module of a group on one rank is
     for (std::size_t l = 0; l < 2; ++l) CHECK(error_of(got[l].cpu(), expected[l], 1) <= allowed(torch::kFloat));
     a->synchronize();
   });
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: a group that failed is followed by a backward pass, which says nothing else") {
+  auto const raw = fake_nccl::make_group(2);
+  auto const x = torch::randn({4, 3}), u = torch::randn({4, 2});
+  std::vector<std::jthread> threads;
+  for (int r = 0; r < 2; ++r)
+    threads.emplace_back([&, r] {
+      torch::Device const on{torch::kCUDA, static_cast<c10::DeviceIndex>(r)};
+      SyncBatchNorm a{BatchNormOptions{3}}, b{BatchNormOptions{2}};
+      auto const comm = syncnorm::nccl_communicator::adopt(raw.at(static_cast<std::size_t>(r)));
+      for (auto const& norm : {a, b}) norm.ptr()->to(on), use_cuda(*norm.ptr(), comm);
+      auto const own = x.to(on), second = u.to(on), wrong = r == 1 ? own.slice(1, 0, 2) : own;
+      for (bool const alone : {false, true}) {
+        auto const group_of = [&](Tensor const& input) {
+          return alone ? group_forward({{a, input}}) : group_forward({{b, second}, {a, input}});
+        };
+        (void)group_of(own);
+        auto& first = alone ? a : b;
+        first->synchronize();
+        auto const before = state_of(*a), before_b = state_of(*b);
+        // Gradients are not added up, which the stand-in waits for.
+        for (auto const& norm : {a, b}) norm.ptr()->zero_grad(/*set_to_none=*/true);
+        std::promise<void> go_on; // until then the host is ahead of the device
+        fake_cuda::enqueue(fake_torch::default_stream(r), [wait = go_on.get_future().share()] { wait.wait(); });
+        auto const y = group_of(wrong);
+        std::vector<Tensor> ones;
+        for (auto const& each : y) ones.push_back(torch::ones_like(each));
+        torch::autograd::backward(y, ones);
+        go_on.set_value();
+        CHECK(message_of<syncnorm::invalid_argument_error>([&] { first->synchronize(); }) ==
+              std::string{"batch_norm forward"} + (alone ? "" : " of layer 1") +
+                  ": rank 1: x has 2 channels, expected 3");
+        first->synchronize(); // once
+        CHECK(same_state(state_of(*a), before));
+        CHECK(same_state(state_of(*b), before_b));
+      }
+    });
+  threads.clear();
   check_no_violations();
 }
 

@@ -165,7 +165,7 @@ private:
     auto const& first = of_x.front();
     if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = of_.weight.contiguous());
     if (of_.bias.defined()) affine_.beta = values_of<P>(beta_ = of_.bias.contiguous());
-    auto const zeros = [&] { return at::zeros({first.x.size(1)}, first.x.options().dtype(pass_->parameters)); };
+    auto const zeros = [&] { return at::zeros({pass_->channels}, first.x.options().dtype(pass_->parameters)); };
     if (wants_.weight) gradients_.gamma = values_of<P>(dgamma_ = zeros());
     if (wants_.bias) gradients_.beta = values_of<P>(dbeta_ = zeros());
     if (read_residual_.defined()) epilogue_.residual = make_companion<T>(read_residual_, first);

@@ -63,6 +63,7 @@ protected:
     pass_->state = in_.state;
     pass_->element = element;
     pass_->parameters = parameters;
+    pass_->channels = in_.channels;
     pass_->activation = in_.with.activation;
     pass_->masked = in_.with.masked;
   }

@@ -35,6 +35,7 @@ struct recorded_pass : ::torch::CustomClassHolder {
   std::shared_ptr<exchange_state> state;
   batch_norm_saved saved;
   at::ScalarType element = at::kFloat;    ///< the type of x, as far as there are passes of it
+  std::int64_t channels = 0;              ///< of the module
   at::ScalarType parameters = at::kFloat; ///< the type of weight, bias and running statistics
   syncnorm::activation activation{};
   masked_outputs masked = masked_outputs::normalized;
