@@ -14,6 +14,7 @@
 
 namespace syncnorm::detail {
 
+/// `run_pass`, but for what becomes of a pass that throws.
 template <communicator C>
 void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
                part_choice const& parts) {
