@@ -23,6 +23,8 @@ class backward_kernel {
   static constexpr std::size_t most = static_cast<std::size_t>(chunk_channels<A>);
   /// Pieces shorter than this go element by element into double.
   static constexpr std::int64_t shortest = 8;
+  /// Of these in each tensor, columns that are a power of two apart still share a set of the first-level cache.
+  static constexpr std::size_t rows_at_once = 4;
 
 public:
   backward_kernel(tensor_view<T const> const& dy, tensor_view<T const> const& x, std::span<double const> mean,
@@ -158,7 +160,7 @@ private:
     std::array<double, most> first, second;
     std::fill_n(first.data(), slots.size(), 0.0);
     std::fill_n(second.data(), slots.size(), 0.0);
-    std::array<T const*, static_cast<std::size_t>(shortest)> dy_rows, x_rows;
+    std::array<T const*, rows_at_once> dy_rows, x_rows;
     std::size_t waiting = 0;
     auto const flush = [&] {
       slots.for_each([&](std::int64_t slot, std::int64_t c) {

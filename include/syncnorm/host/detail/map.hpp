@@ -87,20 +87,24 @@ template <class A, class T>
 template <class A, class Op>
 void fill_coefficients(A* table, Op const& op, std::int64_t lanes, std::int64_t fold, std::int64_t period) {
   constexpr int L = native_lanes<A>;
-  for (std::int64_t lane = 0; lane < lanes; lane += fold) {
-    auto const values = op(lane / fold);
-    for (std::size_t j = 0; j < Op::coefficients; ++j) {
-      A* const of = table + static_cast<std::int64_t>(j) * period;
-      if (fold == 1) {
-        of[lane] = values[j];
-        continue;
-      }
-      // A vector may go on into the lanes of the next channels, which come later.
-      for (std::int64_t i = lane; i < lane + fold; i += L) {
-        if (i + L <= lanes)
-          store<L>(of + i, splat<A, L>(values[j]));
-        else
-          std::fill_n(of + i, lane + fold - i, values[j]);
+  if (fold == 1) {
+    for (std::int64_t c = 0; c < lanes; ++c) {
+      auto const values = op(c);
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < Op::coefficients; ++j) table[static_cast<std::int64_t>(j) * period + c] = values[j];
+    }
+  } else {
+    for (std::int64_t c = 0, lane = 0; lane < lanes; ++c, lane += fold) {
+      auto const values = op(c);
+      for (std::size_t j = 0; j < Op::coefficients; ++j) {
+        A* const of = table + static_cast<std::int64_t>(j) * period;
+        // A vector may go on into the lanes of the next channels, which come later.
+        for (std::int64_t i = lane; i < lane + fold; i += L) {
+          if (i + L <= lanes)
+            store<L>(of + i, splat<A, L>(values[j]));
+          else
+            std::fill_n(of + i, lane + fold - i, values[j]);
+        }
       }
     }
   }
