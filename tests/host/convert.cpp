@@ -75,8 +75,13 @@ TEST_CASE_TEMPLATE("streamed vectors are the stored ones", T, float16, bfloat16)
 TEST_CASE_TEMPLATE("two vectors at once are converted as single elements are", T, float16, bfloat16) {
   constexpr unsigned lanes = vectors::native_lanes<float>;
   using vector = vectors::vector_t<float, static_cast<int>(lanes)>;
-  alignas(64) std::array<T, 2 * lanes> streamed{};
-  std::array<T, 2 * lanes + 1> stored{};
+  alignas(64) std::array<T, 2 * lanes> streamed{}, streamed_pair{};
+  std::array<T, 2 * lanes + 1> stored{}, stored_pair{};
+  // Where a pair has which element, told by elements that are their own numbers.
+  for (unsigned i = 0; i < 2 * lanes; ++i) stored[i] = T{static_cast<float>(i)};
+  auto const numbers = vectors::load_pair<static_cast<int>(lanes)>(stored.data());
+  std::array<float, 2 * lanes> places;
+  std::memcpy(places.data(), numbers.data(), sizeof places);
   int wrong = 0;
   // Upper halves of all kinds, beside lower halves about none, a tie and all but one; what is no number in either vector,
   // in both, and in none.
@@ -91,11 +96,17 @@ TEST_CASE_TEMPLATE("two vectors at once are converted as single elements are", T
         std::array<vector, 2> v;
         std::memcpy(v.data(), values.data(), sizeof v);
         vectors::stream_two<static_cast<int>(lanes)>(streamed.data(), v[0], v[1]);
-        vectors::stream_fence();
         vectors::store_two<static_cast<int>(lanes)>(stored.data() + 1, v[0], v[1]);
+        std::array<float, 2 * lanes> in_places;
+        for (unsigned i = 0; i < 2 * lanes; ++i) in_places[i] = values[static_cast<std::size_t>(places[i])];
+        std::memcpy(v.data(), in_places.data(), sizeof v);
+        vectors::stream_pair<static_cast<int>(lanes)>(streamed_pair.data(), v);
+        vectors::store_pair<static_cast<int>(lanes)>(stored_pair.data() + 1, v);
+        vectors::stream_fence();
         for (unsigned i = 0; i < 2 * lanes; ++i) {
           auto const expected = T{values[i]}.bits();
-          wrong += (streamed[i].bits() != expected) + (stored[i + 1].bits() != expected);
+          wrong += (streamed[i].bits() != expected) + (stored[i + 1].bits() != expected) +
+                   (streamed_pair[i].bits() != expected) + (stored_pair[i + 1].bits() != expected);
         }
       }
   CHECK(wrong == 0);

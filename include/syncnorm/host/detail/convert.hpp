@@ -110,20 +110,94 @@ template <__mmask32 Kept, class Source>
   return _mm512_mask_add_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(0x7fff)), odd, v, _mm512_set1_epi32(0x8000));
 }
 
-/// Two vectors one after the other, in fewer steps than each by itself.
-[[nodiscard, gnu::always_inline]] inline bits16<32> narrow_two_bfloat16(vector_t<float, 16> const& v0,
-                                                                        vector_t<float, 16> const& v1) {
-  auto const all0 = reinterpret<__m512i>(v0), all1 = reinterpret<__m512i>(v1);
-  auto const real0 = reinterpret<__m512>(v0), real1 = reinterpret<__m512>(v1);
-  auto rounded0 = round_to_bfloat16(all0), rounded1 = round_to_bfloat16(all1);
-  if (__builtin_expect(_mm512_cmp_ps_mask(real0, real1, _CMP_UNORD_Q) != 0, 0)) {
-    auto const quiet = _mm512_set1_epi32(0x400000);
-    rounded0 = _mm512_mask_or_epi32(rounded0, _mm512_cmp_ps_mask(real0, real0, _CMP_UNORD_Q), all0, quiet);
-    rounded1 = _mm512_mask_or_epi32(rounded1, _mm512_cmp_ps_mask(real1, real1, _CMP_UNORD_Q), all1, quiet);
+#elif defined(__AVX2__)
+
+[[nodiscard, gnu::always_inline]] inline __m256i round_to_bfloat16(__m256i v) {
+  auto const odd = _mm256_and_si256(_mm256_srli_epi32(v, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(_mm256_add_epi32(v, _mm256_set1_epi32(0x7fff)), odd);
+}
+
+#endif
+
+/// Floats rounded to bfloat16, which is the upper half of each.
+template <int Lanes>
+[[nodiscard, gnu::always_inline]] inline vector_t<std::uint32_t, Lanes>
+upper_bfloat16(vector_t<float, Lanes> const& v) {
+  using wide = vector_t<std::uint32_t, Lanes>;
+  wide const all = reinterpret<wide>(v), rounded = all + 0x7fffu + (all >> 16 & 1u);
+#if defined(__AVX512F__)
+  if constexpr (Lanes == 16) {
+    auto const real = reinterpret<__m512>(v);
+    return reinterpret<wide>(_mm512_mask_or_epi32(reinterpret<__m512i>(rounded),
+                                                  _mm512_cmp_ps_mask(real, real, _CMP_UNORD_Q),
+                                                  reinterpret<__m512i>(all), _mm512_set1_epi32(0x400000)));
   }
-  auto const upper = _mm512_set1_epi32(static_cast<int>(0xffff0000U)); // of which the halves of the second are taken
-  auto const mixed = _mm512_ternarylogic_epi32(upper, rounded1, _mm512_maskz_srli_epi32(0xffff, rounded0, 16), 0xca);
+#endif
+  return (all & 0x7fffffffu) > 0x7f800000u ? all | 0x400000u : rounded;
+}
+
+/// Two vectors of these, in fewer steps than each by itself.
+template <int Lanes>
+[[nodiscard, gnu::always_inline]] inline std::array<vector_t<std::uint32_t, Lanes>, 2>
+two_upper_bfloat16(vector_t<float, Lanes> const& v0, vector_t<float, Lanes> const& v1) {
+#if defined(__AVX512BW__) || defined(__AVX2__)
+  using wide = vector_t<std::uint32_t, Lanes>;
+#endif
+#if defined(__AVX512BW__)
+  if constexpr (Lanes == 16) {
+    auto const either = _mm512_cmp_ps_mask(reinterpret<__m512>(v0), reinterpret<__m512>(v1), _CMP_UNORD_Q);
+    if (__builtin_expect(either == 0, 1))
+      return {reinterpret<wide>(round_to_bfloat16(reinterpret<__m512i>(v0))),
+              reinterpret<wide>(round_to_bfloat16(reinterpret<__m512i>(v1)))};
+  }
+#elif defined(__AVX2__)
+  if constexpr (Lanes == 8) {
+    auto const either = _mm256_cmp_ps(reinterpret<__m256>(v0), reinterpret<__m256>(v1), _CMP_UNORD_Q);
+    if (__builtin_expect(_mm256_movemask_ps(either) == 0, 1))
+      return {reinterpret<wide>(round_to_bfloat16(reinterpret<__m256i>(v0))),
+              reinterpret<wide>(round_to_bfloat16(reinterpret<__m256i>(v1)))};
+  }
+#endif
+  return {upper_bfloat16<Lanes>(v0), upper_bfloat16<Lanes>(v1)};
+}
+
+/// Two vectors of bfloat16 as floats: the elements at even places, and those at odd ones. Fewer steps than in their order.
+template <int Lanes>
+[[nodiscard, gnu::always_inline]] inline std::array<vector_t<float, Lanes>, 2>
+unweave_bfloat16(bits16<2 * Lanes> const& bits) {
+  using wide = vector_t<std::uint32_t, Lanes>;
+  auto const all = reinterpret<wide>(bits);
+  return {reinterpret<vector_t<float, Lanes>>(all << 16), reinterpret<vector_t<float, Lanes>>(all & 0xffff0000u)};
+}
+
+/// The inverse, which rounds.
+template <int Lanes>
+[[nodiscard, gnu::always_inline]] inline bits16<2 * Lanes> weave_bfloat16(vector_t<float, Lanes> const& even,
+                                                                          vector_t<float, Lanes> const& odd) {
+  auto const [first, second] = two_upper_bfloat16<Lanes>(even, odd);
+#if defined(__AVX2__)
+  if constexpr (Lanes == 8)
+    return reinterpret<bits16<16>>(
+        _mm256_blend_epi16(reinterpret<__m256i>(first >> 16), reinterpret<__m256i>(second), 0xaa));
+#endif
+  return reinterpret<bits16<2 * Lanes>>(first >> 16 | (second & 0xffff0000u));
+}
+
+#if defined(__AVX2__)
+
+/// Two vectors one after the other, in fewer steps than each by itself.
+template <int Lanes>
+[[nodiscard, gnu::always_inline]] inline bits16<2 * Lanes> narrow_two_bfloat16(vector_t<float, Lanes> const& v0,
+                                                                               vector_t<float, Lanes> const& v1) {
+#if defined(__AVX512BW__)
+  auto const mixed = reinterpret<__m512i>(weave_bfloat16<Lanes>(v0, v1));
   return reinterpret<bits16<32>>(permute_words<0xffffffffU>(mixed, [](int i) { return i < 16 ? 2 * i : 2 * i - 31; }));
+#else
+  auto const [first, second] = two_upper_bfloat16<Lanes>(v0, v1);
+  // By halves of a register: those of the first vector come first and third.
+  auto const packed = _mm256_packus_epi32(reinterpret<__m256i>(first >> 16), reinterpret<__m256i>(second >> 16));
+  return reinterpret<bits16<16>>(_mm256_permute4x64_epi64(packed, 0xd8));
+#endif
 }
 
 #endif
@@ -149,18 +223,11 @@ template <int Lanes>
 
 template <int Lanes>
 [[nodiscard, gnu::always_inline]] inline bits16<Lanes> narrow_bfloat16(vector_t<float, Lanes> const& v) {
-  using wide = vector_t<std::uint32_t, Lanes>;
-  wide const all = reinterpret<wide>(v), rounded = all + 0x7fffu + (all >> 16 & 1u);
+  auto const bits32 = upper_bfloat16<Lanes>(v) >> 16;
 #if defined(__AVX512F__)
-  if constexpr (Lanes == 16) {
-    auto const real = reinterpret<__m512>(v);
-    auto const quieted =
-        _mm512_mask_or_epi32(reinterpret<__m512i>(rounded), _mm512_cmp_ps_mask(real, real, _CMP_UNORD_Q),
-                             reinterpret<__m512i>(all), _mm512_set1_epi32(0x400000));
-    return reinterpret<bits16<16>>(_mm512_maskz_cvtepi32_epi16(0xffff, _mm512_maskz_srli_epi32(0xffff, quieted, 16)));
-  }
+  if constexpr (Lanes == 16)
+    return reinterpret<bits16<16>>(_mm512_maskz_cvtepi32_epi16(0xffff, reinterpret<__m512i>(bits32)));
 #endif
-  wide const bits32 = ((all & 0x7fffffffu) > 0x7f800000u ? all | 0x400000u : rounded) >> 16;
 #if defined(__AVX2__)
   if constexpr (Lanes == 8) {
     auto const bits = reinterpret<__m256i>(bits32);
@@ -206,6 +273,8 @@ template <element_format Format, int Lanes>
 inline constexpr bool narrows_two =
 #if defined(__AVX512BW__)
     Format == element_format::bfloat16&& Lanes == 16;
+#elif defined(__AVX2__)
+    Format == element_format::bfloat16&& Lanes == 8;
 #else
     false;
 #endif

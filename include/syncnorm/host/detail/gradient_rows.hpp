@@ -58,10 +58,14 @@ template <class T, class A = accumulate_t<T>>
       prefetch<4 * lanes>(dy, i + dy_ahead);
       prefetch<4 * lanes>(x, i + x_ahead);
     }
-    s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
-    s1.add(load<lanes>(dy + i + lanes), load<lanes>(x + i + lanes) - c);
-    s2.add(load<lanes>(dy + i + 2 * lanes), load<lanes>(x + i + 2 * lanes) - c);
-    s3.add(load<lanes>(dy + i + 3 * lanes), load<lanes>(x + i + 3 * lanes) - c);
+    auto const [g0, g1] = load_pair<lanes>(dy + i);
+    auto const [g2, g3] = load_pair<lanes>(dy + i + 2 * lanes);
+    auto const [x0, x1] = load_pair<lanes>(x + i);
+    auto const [x2, x3] = load_pair<lanes>(x + i + 2 * lanes);
+    s0.add(g0, x0 - c);
+    s1.add(g1, x1 - c);
+    s2.add(g2, x2 - c);
+    s3.add(g3, x3 - c);
   }
   if (i < n && x_ahead != 0) {
     prefetch<4 * lanes>(dy, i + dy_ahead);

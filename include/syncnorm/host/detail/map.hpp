@@ -249,6 +249,7 @@ private:
 
   /// The coefficients of one channel.
   struct constant {
+    static constexpr bool of_one_channel = true;
     std::array<vector_t<A, native_lanes<A>>, coefficients> wide;
     std::array<A, coefficients> single;
 
@@ -270,6 +271,7 @@ private:
 
   /// The coefficients of consecutive channels.
   struct per_channel {
+    static constexpr bool of_one_channel = false;
     A const* table;
     std::int64_t step;
 
@@ -288,16 +290,23 @@ private:
     return from;
   }
 
-  template <int L, class K>
-  [[gnu::always_inline]] static vector_t<A, L> compute(pointers const& from, std::int64_t i, K const& k) {
-    std::array<vector_t<A, L>, inputs> v;
-#pragma GCC unroll 8
-    for (std::size_t j = 0; j < inputs; ++j) v[j] = load<L>(from[j] + i);
-    auto const& values = k.template get<L>(i);
+  template <int L>
+  using vectors = std::array<vector_t<A, L>, inputs>;
+
+  template <int L, class Values>
+  [[gnu::always_inline]] static vector_t<A, L> combine(vectors<L> const& v, Values const& values) {
     vector_t<A, L> sum = (v[inputs - 1] - values[inputs]) * values[inputs - 1] + values[inputs + 1];
 #pragma GCC unroll 8
     for (std::size_t j = 1; j < inputs; ++j) sum = v[inputs - 1 - j] * values[inputs - 1 - j] + sum;
     return sum;
+  }
+
+  template <int L, class K>
+  [[gnu::always_inline]] static vector_t<A, L> compute(pointers const& from, std::int64_t i, K const& k) {
+    vectors<L> v;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < inputs; ++j) v[j] = load<L>(from[j] + i);
+    return combine<L>(v, k.template get<L>(i));
   }
 
   template <bool Stream, int L>
@@ -309,12 +318,29 @@ private:
     }
   }
 
-  template <bool Stream, int L>
-  [[gnu::always_inline]] static void put_two(T* to, vector_t<A, L> const& v0, vector_t<A, L> const& v1) {
-    if constexpr (Stream) {
-      stream_two<L>(to, v0, v1);
+  /// Computes and writes two vectors, of one channel in whatever order is the quickest.
+  template <bool Stream, int L, class K>
+  [[gnu::always_inline]] static void put_two(pointers const& from, T* to, std::int64_t i, K const& k) {
+    if constexpr (K::of_one_channel) {
+      std::array<vectors<L>, 2> v;
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < inputs; ++j) {
+        auto const pair = load_pair<L>(from[j] + i);
+        v[0][j] = pair[0];
+        v[1][j] = pair[1];
+      }
+      auto const& values = k.template get<L>(i);
+      std::array<vector_t<A, L>, 2> const out{combine<L>(v[0], values), combine<L>(v[1], values)};
+      if constexpr (Stream)
+        stream_pair<L>(to + i, out);
+      else
+        store_pair<L>(to + i, out);
     } else {
-      store_two<L>(to, v0, v1);
+      auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
+      if constexpr (Stream)
+        stream_two<L>(to + i, v0, v1);
+      else
+        store_two<L>(to + i, v0, v1);
     }
   }
 
@@ -367,15 +393,13 @@ private:
     auto const overlapping = Stream ? vector_t<A, L>{} : compute<L>(from, n - L, k);
     for (; i + 4 * L <= last; i += 4 * L) {
       if constexpr (Fetch != 0) fetch<Fetch, L>(from, i, further);
-      auto const v0 = compute<L>(from, i, k), v1 = compute<L>(from, i + L, k);
-      auto const v2 = compute<L>(from, i + 2 * L, k), v3 = compute<L>(from, i + 3 * L, k);
-      put_two<Stream, L>(to + i, v0, v1);
-      put_two<Stream, L>(to + i + 2 * L, v2, v3);
+      put_two<Stream, L>(from, to, i, k);
+      put_two<Stream, L>(from, to, i + 2 * L, k);
     }
     if constexpr (Fetch != 0)
       if (i < last) fetch<Fetch, L>(from, i, further);
     if (i + 2 * L <= last) {
-      put_two<Stream, L>(to + i, compute<L>(from, i, k), compute<L>(from, i + L, k));
+      put_two<Stream, L>(from, to, i, k);
       i += 2 * L;
     }
     // Half a line that is streamed by itself takes several times as long.

@@ -47,10 +47,12 @@ struct pivoted_sums {
     std::int64_t i = 0;
     for (; i + 4 * lanes <= n; i += 4 * lanes) {
       if (ahead != 0) prefetch<4 * lanes>(x, i + ahead);
-      s0.add(load<lanes>(x + i) - p);
-      s1.add(load<lanes>(x + i + lanes) - p);
-      s2.add(load<lanes>(x + i + 2 * lanes) - p);
-      s3.add(load<lanes>(x + i + 3 * lanes) - p);
+      auto const [v0, v1] = load_pair<lanes>(x + i);
+      auto const [v2, v3] = load_pair<lanes>(x + i + 2 * lanes);
+      s0.add(v0 - p);
+      s1.add(v1 - p);
+      s2.add(v2 - p);
+      s3.add(v3 - p);
     }
     if (i < n && ahead != 0) prefetch<4 * lanes>(x, i + ahead);
     for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(x + i) - p);

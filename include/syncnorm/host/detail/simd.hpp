@@ -173,9 +173,9 @@ template <class T, int Lanes>
 requires packs<T>
 [[nodiscard, gnu::always_inline]] inline auto pack_two(vector_t<accumulate_t<T>, Lanes> const& v0,
                                                        vector_t<accumulate_t<T>, Lanes> const& v1) {
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
   if constexpr (narrows_two<format_of<T>, Lanes>)
-    return narrow_two_bfloat16(v0, v1);
+    return narrow_two_bfloat16<Lanes>(v0, v1);
   else
 #endif
     return join(pack<T, Lanes>(v0), pack<T, Lanes>(v1), std::make_index_sequence<2 * Lanes>{});
@@ -203,6 +203,43 @@ template <int Lanes, class T>
   } else {
     store<Lanes>(to, v0);
     store<Lanes>(to + Lanes, v1);
+  }
+}
+
+/// Whether two vectors are loaded and stored in fewer steps where one has the elements at even places, and the other those
+/// at odd ones.
+template <class T, int Lanes>
+inline constexpr bool weaves = Lanes > 1 && format_of<T> == element_format::bfloat16;
+
+/// The elements of two vectors, in an order that only `store_pair` and `stream_pair` know.
+template <int Lanes, class T>
+[[nodiscard, gnu::always_inline]] inline std::array<vector_t<accumulate_t<T>, Lanes>, 2> load_pair(T const* from) {
+  if constexpr (weaves<T, Lanes>) {
+    bits16<2 * Lanes> bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return unweave_bfloat16<Lanes>(bits);
+  } else {
+    return {load<Lanes>(from), load<Lanes>(from + Lanes)};
+  }
+}
+
+/// Aligned like `stream_two`.
+template <int Lanes, class T>
+[[gnu::always_inline]] inline void stream_pair(T* to, std::array<vector_t<accumulate_t<T>, Lanes>, 2> const& v) {
+  if constexpr (weaves<T, Lanes> && can_stream<T> && stream_lanes<T> == 2 * Lanes)
+    stream_bits(to, weave_bfloat16<Lanes>(v[0], v[1]));
+  else
+    stream_two<Lanes>(to, v[0], v[1]);
+}
+
+/// Of any alignment.
+template <int Lanes, class T>
+[[gnu::always_inline]] inline void store_pair(T* to, std::array<vector_t<accumulate_t<T>, Lanes>, 2> const& v) {
+  if constexpr (weaves<T, Lanes>) {
+    auto const woven = weave_bfloat16<Lanes>(v[0], v[1]);
+    std::memcpy(static_cast<void*>(to), &woven, sizeof woven);
+  } else {
+    store_two<Lanes>(to, v[0], v[1]);
   }
 }
 
