@@ -145,7 +145,8 @@ void for_each_problem(F const& f) {
 
 } // namespace
 
-TEST_CASE_TEMPLATE("moments are those of the positions that count", T, float, float16 AND_UNSANITIZED(double)) {
+TEST_CASE_TEMPLATE("moments are those of the positions that count", T, float,
+                   float16 AND_UNSANITIZED(double, bfloat16)) {
   double const accuracy = sizeof(T) == 8 ? 1e-12 : 1e-5;
   for (auto const& shape : test::shapes)
     for (auto const kind : {counted::none, counted::padded, counted::most, counted::few}) {
@@ -197,7 +198,8 @@ TEST_CASE("a mask of other strides, and one by which all count") {
   CHECK(m2_of_strided == m2);
 }
 
-TEST_CASE_TEMPLATE("outputs are activated, added to and masked as defined", T, float, float16 AND_UNSANITIZED(double)) {
+TEST_CASE_TEMPLATE("outputs are activated, added to and masked as defined", T, float,
+                   float16 AND_UNSANITIZED(double, bfloat16)) {
   std::size_t cells = 0;
   for_each_problem<T>([&](epilogue_problem<T> const& p) {
     for (auto const order : test::arrangements)
@@ -231,7 +233,7 @@ TEST_CASE_TEMPLATE("outputs are activated, added to and masked as defined", T, f
 }
 
 TEST_CASE_TEMPLATE("sums and gradients through an epilogue are the oracle's", T, float,
-                   float16 AND_UNSANITIZED(double)) {
+                   float16 AND_UNSANITIZED(double, bfloat16)) {
   double const accuracy = sizeof(T) == 8 ? 1e-12 : 1e-5;
   std::size_t cells = 0;
   for_each_problem<T>([&](epilogue_problem<T> const& p) {
@@ -352,7 +354,7 @@ TEST_CASE("where ReLU is off, nothing of what comes back is left") {
   }
 }
 
-TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, float, float16) {
+TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, float, bfloat16) {
   int turn = 0;
   for (auto const& shape : {test::extents{24, 9, 1100}, {500, 600, 1}, {2000, 40, 4}, {24, 24, 196}})
     for (auto const& chose : {choices[0], choices[1], choices[3], choices[4], choices[6]}) {

@@ -117,6 +117,7 @@ public:
 private:
   /// The coefficients of one channel, at consecutive positions.
   struct constant {
+    static constexpr bool of_one_channel = true;
     std::array<A, coefficients> values;
     std::uint8_t const* mask;
 
@@ -135,12 +136,14 @@ private:
     }
     template <int L>
     [[gnu::always_inline]] auto counted(std::int64_t i) const {
-      alignas(64) static constexpr auto ones = [] {
-        std::array<std::uint8_t, 64> all{};
-        all.fill(1);
-        return all;
-      }();
-      return counted_lanes<A, L>(mask == nullptr ? ones.data() : mask + i);
+      return mask == nullptr ? all_lanes<A, L>() : counted_lanes<A, L>(mask + i);
+    }
+    /// Of the vectors of `load_pair`.
+    template <int L>
+    [[gnu::always_inline]] auto counted_of_pair(std::int64_t i) const {
+      std::array both{all_lanes<A, L>(), all_lanes<A, L>()};
+      if (mask != nullptr) both = counted_pair<T, L>(mask + i);
+      return both;
     }
     /// Of the first `count` lanes; the mask may end there.
     template <int L>
@@ -154,6 +157,7 @@ private:
 
   /// The coefficients of consecutive channels, at one position or where all count.
   struct per_channel {
+    static constexpr bool of_one_channel = false;
     A const* table;
     std::int64_t step;
     A counts; ///< 1 or 0
@@ -217,17 +221,38 @@ private:
       }
   }
 
-  /// Two vectors one after the other.
-  template <int L>
-  [[gnu::always_inline]] static void put_two(targets const& to, std::int64_t i, results<L> const& v0,
-                                             results<L> const& v1, std::array<bool, outputs> const& streams) {
+  /// Computes and writes two vectors, of one channel in whatever order is the quickest.
+  template <int L, class K>
+  [[gnu::always_inline]] static void put_two(Op const& op, pointers const& from, targets const& to, std::int64_t i,
+                                             K const& k, std::array<bool, outputs> const& streams) {
+    if constexpr (K::of_one_channel && weaves<T, L>) {
+      std::array<vector_t<A, L>, inputs> even, odd;
 #pragma GCC unroll 8
-    for (std::size_t j = 0; j < outputs; ++j)
-      if (streams[j]) {
-        stream_two<L>(to[j] + i, v0[j], v1[j]);
-      } else if (to[j] != nullptr) {
-        store_two<L>(to[j] + i, v0[j], v1[j]);
+      for (std::size_t j = 0; j < inputs; ++j) {
+        auto const pair = load_pair<L>(from[j] + i);
+        even[j] = pair[0];
+        odd[j] = pair[1];
       }
+      auto const values = k.template get<L>(i);
+      auto const counted = k.template counted_of_pair<L>(i);
+      auto const v0 = op.apply(even, values, counted[0]), v1 = op.apply(odd, values, counted[1]);
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < outputs; ++j)
+        if (streams[j]) {
+          stream_pair<L>(to[j] + i, {v0[j], v1[j]});
+        } else if (to[j] != nullptr) {
+          store_pair<L>(to[j] + i, {v0[j], v1[j]});
+        }
+    } else {
+      auto const v0 = compute<L>(op, from, i, k), v1 = compute<L>(op, from, i + L, k);
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < outputs; ++j)
+        if (streams[j]) {
+          stream_two<L>(to[j] + i, v0[j], v1[j]);
+        } else if (to[j] != nullptr) {
+          store_two<L>(to[j] + i, v0[j], v1[j]);
+        }
+    }
   }
 
   /// Elements [begin, end) of `n`, fewer than a vector's; a vector's are there.
@@ -349,8 +374,7 @@ private:
       if (fetch)
 #pragma GCC unroll 8
         for (std::size_t j = 0; j < inputs; ++j) prefetch<2 * L, 2>(from[j], i + further[j]);
-      auto const v0 = compute<L>(op, from, i, k), v1 = compute<L>(op, from, i + L, k);
-      put_two<L>(to, i, v0, v1, streams);
+      put_two<L>(op, from, to, i, k, streams);
     }
     for (; i + L <= n; i += L)
       put<L>(to, i, compute<L>(op, from, i, k), stream_lanes<T> == L ? streams : std::array<bool, outputs>{});

@@ -103,6 +103,11 @@ private:
   template <int L>
   struct sums {
     vector_t<A, L> dy, product;
+
+    [[gnu::always_inline]] void add(sums const& more) {
+      dy += more.dy;
+      product += more.product;
+    }
   };
 
   /// One piece of one channel.
@@ -145,13 +150,39 @@ private:
       return {counted ? g : zero, counted ? product : zero};
     }
 
+    /// What the two vectors from `i` on add.
+    template <int L>
+    [[gnu::always_inline]] void add_two(sums<L>& to0, sums<L>& to1, std::int64_t i) const {
+      if constexpr (weaves<T, L>) {
+        using vector = vector_t<A, L>;
+        vector const p = splat<A, L>(center), k = splat<A, L>(scale), b = splat<A, L>(shift), zero{};
+        auto const [x0, x1] = load_pair<L>(x + i);
+        vector const d0 = x0 - p, d1 = x1 - p;
+        vector v0 = d0 * k + b, v1 = d1 * k + b;
+        if (residual != nullptr) {
+          auto const [r0, r1] = load_pair<L>(residual + i);
+          v0 += r0;
+          v1 += r1;
+        }
+        auto const [dy0, dy1] = load_pair<L>(dy + i);
+        vector g0 = activation_gradient(v0, dy0, slope), g1 = activation_gradient(v1, dy1, slope);
+        vector product0 = g0 * d0, product1 = g1 * d1;
+        if (mask != nullptr) {
+          auto const counted = counted_pair<T, L>(mask + i);
+          g0 = counted[0] ? g0 : zero, product0 = counted[0] ? product0 : zero;
+          g1 = counted[1] ? g1 : zero, product1 = counted[1] ? product1 : zero;
+        }
+        to0.add({g0, product0});
+        to1.add({g1, product1});
+      } else {
+        to0.add(at<L>(i));
+        to1.add(at<L>(i + L));
+      }
+    }
+
     template <int L>
     [[nodiscard]] sums<1> sum_vectors(std::int64_t n, std::int64_t dy_ahead, std::int64_t x_ahead) const {
       std::array<sums<L>, 4> of{};
-      auto const add_to = [](sums<L>& to, sums<L> const& more) {
-        to.dy += more.dy;
-        to.product += more.product;
-      };
       std::int64_t i = 0;
       for (; i + 4 * L <= n; i += 4 * L) {
         if (x_ahead != 0) {
@@ -159,16 +190,14 @@ private:
           prefetch<4 * L>(x, i + x_ahead);
           if (residual != nullptr) prefetch<4 * L>(residual, i + x_ahead);
         }
-        add_to(of[0], at<L>(i));
-        add_to(of[1], at<L>(i + L));
-        add_to(of[2], at<L>(i + 2 * L));
-        add_to(of[3], at<L>(i + 3 * L));
+        add_two<L>(of[0], of[1], i);
+        add_two<L>(of[2], of[3], i + 2 * L);
       }
-      for (; i + L <= n; i += L) add_to(of[0], at<L>(i));
+      for (; i + L <= n; i += L) of[0].add(at<L>(i));
       if (i < n) {
         auto const last = at<L>(n - L);
         auto const rest = static_cast<int>(n - i);
-        add_to(of[1], {keep_last<A, L>(last.dy, rest), keep_last<A, L>(last.product, rest)});
+        of[1].add({keep_last<A, L>(last.dy, rest), keep_last<A, L>(last.product, rest)});
       }
       return {sum_lanes<A, L>((of[0].dy + of[1].dy) + (of[2].dy + of[3].dy)),
               sum_lanes<A, L>((of[0].product + of[1].product) + (of[2].product + of[3].product))};
