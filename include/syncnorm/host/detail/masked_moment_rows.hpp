@@ -1,10 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -15,29 +14,38 @@
 
 namespace syncnorm::host::detail {
 
-/// The elements at `x` that count, one after the other, as numbers. `to` has room for a vector more.
+/// The mean of the first elements that count, up to a vector of the `counted`, or the first of fewer.
 template <class T, class A = accumulate_t<T>>
-inline void compact(T const* x, std::uint8_t const* mask, std::int64_t n, A* to) {
-  std::int64_t i = 0;
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<A, float>)
-    for (; i + 16 <= n; i += 16) {
-      vector_t<std::uint8_t, 16> sixteen;
-      std::memcpy(&sixteen, mask + i, sizeof sixteen);
-      __m512i const bytes = _mm512_maskz_cvtepu8_epi32(0xffff, reinterpret<__m128i>(sixteen));
-      __mmask16 const counted = _mm512_test_epi32_mask(bytes, bytes);
-      _mm512_storeu_ps(to, _mm512_maskz_compress_ps(counted, reinterpret<__m512>(load<16>(x + i))));
-      to += __builtin_popcount(counted);
-    }
-#endif
-  for (; i < n; ++i) {
-    *to = load<1>(x + i);
-    to += mask[i] != 0;
-  }
+[[nodiscard]] inline A pilot_mean_of_counted(T const* x, std::uint8_t const* mask, std::int64_t counted) {
+  constexpr int lanes = native_lanes<A>;
+  std::array<A, static_cast<std::size_t>(lanes)> first{};
+  std::int64_t const n = std::min<std::int64_t>(counted, lanes);
+  for (std::int64_t i = 0, found = 0; found < n; ++i)
+    if (mask[i] != 0) first[static_cast<std::size_t>(found++)] = load<1>(x + i);
+  return pilot_mean(first.data(), n);
 }
 
-/// Moments of the elements that count of a few channels, row piece by row piece; see moment_rows. Elements that do not count
-/// may be anything, no numbers, too.
+/// The differences of elements that count, and 0 of others, which may be anything, no numbers, too.
+template <class T>
+struct by_mask {
+  using A = accumulate_t<T>;
+  std::uint8_t const* mask;
+
+  template <int L>
+  [[nodiscard, gnu::always_inline]] vector_t<A, L> keep(vector_t<A, L> const& d, std::int64_t i) const {
+    vector_t<A, L> const zero{};
+    return counted_lanes<A, L>(mask + i) ? d : zero;
+  }
+  template <int L>
+  [[nodiscard, gnu::always_inline]] std::array<vector_t<A, L>, 2>
+  keep_pair(vector_t<A, L> const& d0, vector_t<A, L> const& d1, std::int64_t i) const {
+    vector_t<A, L> const zero{};
+    auto const counted = counted_pair<T, L>(mask + i);
+    return {counted[0] ? d0 : zero, counted[1] ? d1 : zero};
+  }
+};
+
+/// Moments of the elements that count of a few channels, row piece by row piece; see moment_rows.
 template <class T>
 class masked_moment_rows {
   using A = accumulate_t<T>;
@@ -55,10 +63,14 @@ public:
     auto const& counted = parts_.mask.at(now);
     if (counted.counted == 0) return;
     std::int64_t const begin = now.begin + counted.first, length = counted.last - counted.first;
-    if (contiguous_ && counted.contiguous())
-      add_piece(sums_[i], &x_(now.sample, c, begin), length, fetch ? lookahead(x_, c, now, next) : 0, begun_[i]);
+    std::int64_t const ahead = fetch ? lookahead(x_, c, now, next) : 0;
+    if (!contiguous_)
+      add_strided(c, now.sample, begin, length, counted.counted);
+    else if (counted.contiguous())
+      add_piece(sums_[i], &x_(now.sample, c, begin), length, ahead, begun_[i]);
     else
-      add_some(c, now.sample, begin, length, counted.counted);
+      add_some(sums_[i], &x_(now.sample, c, begin), parts_.mask.row(now.sample) + begin, length, counted.counted, ahead,
+               begun_[i]);
     begun_[i] = true;
   }
 
@@ -76,18 +88,21 @@ public:
   }
 
 private:
-  [[gnu::noinline]] void add_some(std::int64_t c, std::int64_t sample, std::int64_t begin, std::int64_t length,
-                                  std::int64_t counted) {
+  static void add_some(pivoted_sums<A>& sum, T const* x, std::uint8_t const* mask, std::int64_t n, std::int64_t counted,
+                       std::int64_t ahead, bool begun) {
+    if (!begun) sum = {pilot_mean_of_counted(x, mask, counted)};
+    sum.add(x, n, ahead, by_mask<T>{mask});
+    if (!begun) sum.settle(counted);
+  }
+
+  [[gnu::noinline]] void add_strided(std::int64_t c, std::int64_t sample, std::int64_t begin, std::int64_t length,
+                                     std::int64_t counted) {
     auto const i = static_cast<std::size_t>(c);
-    std::array<A, static_cast<std::size_t>(row_cut::longest<T>) + native_lanes<A>> row;
+    std::array<A, static_cast<std::size_t>(row_cut::longest<T>)> row;
     std::uint8_t const* const mask = parts_.mask.row(sample) + begin;
-    if (contiguous_) {
-      compact(&x_(sample, c, begin), mask, length, row.data());
-    } else {
-      A* to = row.data();
-      for (std::int64_t s = 0; s < length; ++s)
-        if (mask[s] != 0) *to++ = load<1>(&x_(sample, c, begin + s));
-    }
+    A* to = row.data();
+    for (std::int64_t s = 0; s < length; ++s)
+      if (mask[s] != 0) *to++ = load<1>(&x_(sample, c, begin + s));
     add_piece(sums_[i], row.data(), counted, 0, begun_[i]);
   }
 

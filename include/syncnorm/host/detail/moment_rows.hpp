@@ -13,6 +13,18 @@
 
 namespace syncnorm::host::detail {
 
+/// Which differences of `pivoted_sums` are added: all of them.
+struct all_count {
+  template <int L, class V>
+  [[nodiscard, gnu::always_inline]] V keep(V const& d, std::int64_t) const {
+    return d;
+  }
+  template <int L, class V>
+  [[nodiscard, gnu::always_inline]] std::array<V, 2> keep_pair(V const& d0, V const& d1, std::int64_t) const {
+    return {d0, d1};
+  }
+};
+
 /// Σ (x − pivot) and Σ (x − pivot)² of some channel's pieces, in one number per lane: pieces are added up without adding
 /// up lanes.
 template <class A>
@@ -22,13 +34,13 @@ struct pivoted_sums {
   A pivot;
   vector_t<double, native_lanes<double>> first{}, second{};
 
-  template <class T>
-  void add(T const* x, std::int64_t n, std::int64_t ahead) {
+  template <class T, class Counted = all_count>
+  void add(T const* x, std::int64_t n, std::int64_t ahead, Counted const& counted = {}) {
     using vector = vector_t<A, lanes>;
     if (n < lanes) {
       A a = 0, b = 0;
       for (std::int64_t i = 0; i < n; ++i) {
-        A const d = load<1>(x + i) - pivot;
+        A const d = counted.template keep<1>(load<1>(x + i) - pivot, i);
         a += d;
         b += d * d;
       }
@@ -49,14 +61,17 @@ struct pivoted_sums {
       if (ahead != 0) prefetch<4 * lanes>(x, i + ahead);
       auto const [v0, v1] = load_pair<lanes>(x + i);
       auto const [v2, v3] = load_pair<lanes>(x + i + 2 * lanes);
-      s0.add(v0 - p);
-      s1.add(v1 - p);
-      s2.add(v2 - p);
-      s3.add(v3 - p);
+      auto const [d0, d1] = counted.template keep_pair<lanes>(v0 - p, v1 - p, i);
+      auto const [d2, d3] = counted.template keep_pair<lanes>(v2 - p, v3 - p, i + 2 * lanes);
+      s0.add(d0);
+      s1.add(d1);
+      s2.add(d2);
+      s3.add(d3);
     }
+    auto const at = [&](std::int64_t j) { return counted.template keep<lanes>(load<lanes>(x + j) - p, j); };
     if (i < n && ahead != 0) prefetch<4 * lanes>(x, i + ahead);
-    for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(x + i) - p);
-    if (i < n) s1.add(keep_last<A, lanes>(load<lanes>(x + n - lanes) - p, static_cast<int>(n - i)));
+    for (; i + lanes <= n; i += lanes) s0.add(at(i));
+    if (i < n) s1.add(keep_last<A, lanes>(at(n - lanes), static_cast<int>(n - i)));
     first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
     second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
   }
@@ -69,6 +84,13 @@ struct pivoted_sums {
     *this = {other};
     first[0] = sum + n * t;
     second[0] = squares + t * (2 * sum + n * t);
+  }
+
+  /// Takes the mean of the `n` elements so far for the pivot, if they are a long piece.
+  void settle(std::int64_t n) {
+    if (n < groups::long_piece) return;
+    double const count = static_cast<double>(n), sum = sum_lanes<double, native_lanes<double>>(first);
+    move_to(static_cast<A>(static_cast<double>(pivot) + sum / count), count);
   }
 };
 
@@ -85,11 +107,7 @@ template <class A, class T>
 inline void add_piece(pivoted_sums<A>& sum, T const* x, std::int64_t n, std::int64_t ahead, bool begun) {
   if (!begun) sum = {pilot_mean(x, n)};
   sum.add(x, n, ahead);
-  if (begun || n < groups::long_piece) return;
-  double const count = static_cast<double>(n);
-  sum.move_to(
-      static_cast<A>(static_cast<double>(sum.pivot) + sum_lanes<double, native_lanes<double>>(sum.first) / count),
-      count);
+  if (!begun) sum.settle(n);
 }
 
 /// m2 and mean from Σ (x − pivot) and Σ (x − pivot)².
