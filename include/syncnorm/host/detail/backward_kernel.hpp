@@ -21,7 +21,7 @@ template <class T>
 class backward_kernel {
   using A = accumulate_t<T>;
   static constexpr std::size_t most = static_cast<std::size_t>(chunk_channels<A>);
-  /// Pieces shorter than this go element by element into double.
+  /// Pieces shorter than this are taken some at a time.
   static constexpr std::int64_t shortest = 8;
   /// Of these in each tensor, columns that are a power of two apart still share a set of the first-level cache.
   static constexpr std::size_t rows_at_once = 4;
@@ -46,6 +46,8 @@ public:
     if (parts_.cut.length >= shortest) {
       length >= lanes ? channels<lanes>(dy, x, center, group, sum_dy, sum_dy_xmu)
                       : channels<1>(dy, x, center, group, sum_dy, sum_dy_xmu);
+    } else if (length >= lanes) {
+      elements<lanes>(dy, x, center, group, sum_dy, sum_dy_xmu);
     } else {
       length >= double_lanes ? elements<double_lanes>(dy, x, center, group, sum_dy, sum_dy_xmu)
                              : elements<1>(dy, x, center, group, sum_dy, sum_dy_xmu);
@@ -150,12 +152,11 @@ private:
     finish_slots(slots, first, second, sum_dy, sum_dy_xmu);
   }
 
-  /// Short pieces, as in (N, C): every element goes into double, some rows at a time.
+  /// Short pieces, as in (N, C): the sums of some rows at a time go into double.
   template <int L>
   void elements(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center,
                 std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
     using vector = vector_t<A, L>;
-    using wide = vector_t<double, L>;
     lane_slots<L> const slots{x.channels};
     std::array<double, most> first, second;
     std::fill_n(first.data(), slots.size(), 0.0);
@@ -166,14 +167,14 @@ private:
       slots.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot);
         vector const m = load<L>(&center[static_cast<std::size_t>(c)]);
-        wide a = load<L>(&first[i]), b = load<L>(&second[i]);
+        vector a{}, b{};
         for (std::size_t r = 0; r < waiting; ++r) {
           vector const g = load<L>(dy_rows[r] + c);
-          a += to_double<A, L>(g);
-          b += to_double<A, L>(g * (load<L>(x_rows[r] + c) - m));
+          a += g;
+          b += g * (load<L>(x_rows[r] + c) - m);
         }
-        store<L>(&first[i], a);
-        store<L>(&second[i], b);
+        add_to_doubles<A, L>(&first[i], a);
+        add_to_doubles<A, L>(&second[i], b);
       });
       waiting = 0;
     };

@@ -19,7 +19,7 @@ template <class T>
 class moments_kernel {
   using A = accumulate_t<T>;
   static constexpr std::size_t most = static_cast<std::size_t>(chunk_channels<A>);
-  /// Pieces shorter than this go element by element into double.
+  /// Pieces shorter than this are taken some at a time.
   static constexpr std::int64_t shortest = 8;
 
 public:
@@ -36,6 +36,8 @@ public:
       rows(x, group, mean, m2);
     } else if (parts_.cut.length >= shortest) {
       length >= lanes ? channels<lanes>(x, group, mean, m2) : channels<1>(x, group, mean, m2);
+    } else if (length >= lanes) {
+      elements<lanes>(x, group, mean, m2);
     } else {
       length >= double_lanes ? elements<double_lanes>(x, group, mean, m2) : elements<1>(x, group, mean, m2);
     }
@@ -153,11 +155,10 @@ private:
     finish_slots(slots, group, pivot, first, second, mean, m2);
   }
 
-  /// Short pieces, as in (N, C): every element goes into double, four of a channel at a time.
+  /// Short pieces, as in (N, C): the sums of some rows at a time go into double.
   template <int L>
   void elements(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     using vector = vector_t<A, L>;
-    using wide = vector_t<double, L>;
     lane_slots<L> const slots{x.channels};
     std::array<A, most> pivots;
     std::array<double, most> pivot, first, second;
@@ -179,14 +180,14 @@ private:
       slots.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot);
         vector const p = load<L>(&pivots[i]);
-        wide a = load<L>(&first[i]), b = load<L>(&second[i]);
+        vector a{}, b{};
         for (std::size_t r = 0; r < waiting; ++r) {
-          wide const d = to_double<A, L>(load<L>(rows[r] + c) - p);
+          vector const d = load<L>(rows[r] + c) - p;
           a += d;
           b += d * d;
         }
-        store<L>(&first[i], a);
-        store<L>(&second[i], b);
+        add_to_doubles<A, L>(&first[i], a);
+        add_to_doubles<A, L>(&second[i], b);
       });
       waiting = 0;
     };
