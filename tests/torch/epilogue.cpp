@@ -5,9 +5,6 @@
 #include <type_traits>
 #include <vector>
 
-#include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
-
 #include "support.hpp"
 
 #include <syncnorm/comm/thread_group.hpp>
@@ -20,9 +17,6 @@ using syncnorm::thread_communicator;
 using syncnorm::torch::norm_epilogue;
 
 namespace {
-
-/// The rows of rank `rank`: 3, then 2.
-Tensor rows_of(Tensor const& whole, int rank) { return rank == 0 ? whole.slice(0, 0, 3) : whole.slice(0, 3, 5); }
 
 /// Half of the last bit of a 16-bit type, relative to the number; each result is rounded once.
 double rounding_of(torch::Dtype type) { return type == torch::kHalf ? 0x1p-11 : type == torch::kBFloat16 ? 0x1p-8 : 0; }
@@ -244,111 +238,4 @@ TEST_CASE("a gradient penalty through activation, residual and mask is that of l
     });
     CHECK(error_of(weight_grads[0] + weight_grads[1], expected[1], 1) <= 1e-11);
   }
-}
-
-namespace {
-
-/// Counts the bytes of tensors that are alive.
-struct live_bytes : c10::MemoryReportingInfoBase {
-  std::int64_t bytes = 0;
-  void reportMemoryUsage(void*, int64_t size, int64_t, int64_t, c10::Device) override { bytes += size; }
-  [[nodiscard]] bool memoryProfilingEnabled() const override { return true; }
-};
-
-} // namespace
-
-TEST_CASE("in place, gradients are those of a module apart, and a tensor less is kept") {
-  torch::manual_seed(24);
-  for (auto const type : {torch::kDouble, torch::kFloat})
-    for (auto const format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast}) {
-      auto const x = random({5, 4, 8, 8}).to(type), dy = random({5, 4, 8, 8}).to(type);
-      auto const residual = random({5, 4, 8, 8}).to(type);
-      auto const mask = torch::rand({5, 8, 8}) < 0.7;
-      run_ranks(2, [&](thread_communicator const& comm) {
-        auto const own = [&](Tensor const& of) { return rows_of(of, comm.rank()).contiguous(format).detach().clone(); };
-        for (bool const unrecoverable : {false, true})
-          for (bool const evaluates : {false, true}) {
-            std::vector<Tensor> results[2];
-            std::int64_t kept[2];
-            for (int const in_place : {0, 1}) {
-              auto norm = make_norm(BatchNormOptions{4}.eps(1e-2), comm, type);
-              norm->weight.detach()[1] = unrecoverable ? 0 : 0.75;
-              norm->set_in_place(in_place == 1);
-              norm->train(!evaluates);
-              auto const leaf = own(x).requires_grad_(), added = own(residual).requires_grad_();
-              norm_epilogue const with{.activation = syncnorm::activation::leaky_relu(0.25),
-                                       .residual = added,
-                                       .mask = rows_of(mask, comm.rank())};
-              auto const counter = std::make_shared<live_bytes>();
-              {
-                c10::DebugInfoGuard const counts{c10::DebugInfoKind::PROFILER_STATE, counter};
-                auto const input = leaf * 2; // which does not need its result
-                auto const* const memory = input.data_ptr();
-                auto const y = norm->forward_with(input, with);
-                CHECK((y.data_ptr() == memory) == (in_place == 1));
-                CHECK(y.is_same(input) == (in_place == 1));
-                kept[in_place] = counter->bytes;
-                (y * 0.5).backward(own(dy), /*retain_graph=*/true);
-                leaf.mutable_grad() = added.mutable_grad() = norm->weight.mutable_grad() = Tensor{};
-                (y * 0.5).backward(own(dy));
-                results[in_place] = {y.detach().clone(), leaf.grad(), added.grad(), norm->weight.grad(),
-                                     norm->bias.grad()};
-              }
-            }
-            INFO("unrecoverable ", unrecoverable, ", evaluates ", evaluates, ", rank ", comm.rank());
-            // Of recovered values: the last bit of y, times what `recoverable_ratio` allows; 3 here.
-            auto const tolerance = type == torch::kDouble ? 1e-12 : 1e-5;
-            for (std::size_t i = 0; i < results[0].size(); ++i)
-              CHECK(error_of(results[1][i], results[0][i], 1) <= tolerance);
-            // Elements of a channel that is kept are in no tensor, and too many to count as none.
-            auto const tensor = rows_of(x, comm.rank()).numel() * x.element_size();
-            CHECK(kept[0] - kept[1] >= tensor - 256);
-          }
-      });
-    }
-}
-
-TEST_CASE("in place: what autograd forbids is an error on every rank, and changes nothing") {
-  run_ranks(2, [](thread_communicator const& comm) {
-    auto norm = make_norm(BatchNormOptions{3}, comm);
-    norm->set_in_place();
-    auto const before = state_of(*norm);
-    auto const thrown = [&](Tensor const& input, norm_epilogue const& with = {}) {
-      return message_of<syncnorm::invalid_argument_error>([&] { norm->forward_with(input, with); });
-    };
-    auto const values = random({4, 3, 2});
-    auto const leaf = values.clone().requires_grad_();
-    auto text = thrown(comm.rank() == 1 ? leaf : leaf * 1);
-    CHECK_MESSAGE((contains(text, "rank 1: a leaf Variable that requires grad") && torch::equal(leaf, values)), text);
-    text = thrown(comm.rank() == 1 ? (leaf * 1).unbind(0)[0].unsqueeze(0) : leaf * 1);
-    CHECK_MESSAGE(contains(text, "is the output of a function that returns multiple views"), text);
-    auto const both = leaf * 1;
-    text = thrown(both, {.residual = comm.rank() == 0 ? both : leaf});
-    CHECK_MESSAGE(contains(text, "rank 0: the residual is in the memory of the input"), text);
-    text = thrown(comm.rank() == 0 ? values.unsqueeze(3).expand({4, 3, 2, 2}) : values.unsqueeze(3) * 1);
-    CHECK_MESSAGE(contains(text, "rank 0: the strides of the input allow no pass in place"), text);
-    text =
-        message_of<syncnorm::invalid_argument_error>([&] { (void)syncnorm::torch::forward_batches(norm, {leaf * 1}); });
-    CHECK_MESSAGE(contains(text, "micro-batches are not normalized in place"), text);
-    CHECK(same_state(before, state_of(*norm)));
-
-    // An operation before that needs its result; this is libtorch's own error, on each rank.
-    auto const exponential = leaf.exp();
-    auto const y = norm->forward(exponential);
-    text = message_of<c10::Error>([&] { y.sum().backward(); });
-    CHECK_MESSAGE(contains(text, "modified by an inplace operation"), text);
-    // One after it that writes to y, on one rank.
-    auto const written = norm->forward(leaf * 1);
-    if (comm.rank() == 1) written.mul_(2);
-    text = message_of<syncnorm::invalid_argument_error>([&] { written.sum().backward(); });
-    CHECK_MESSAGE((contains(text, "rank 1") && contains(text, "modified by an inplace operation")), text);
-
-    auto const dx = torch::autograd::grad({norm->forward(leaf * 1).square().sum()}, {leaf}, {}, true, true)[0];
-    text = message_of<syncnorm::error>([&] { dx.sum().backward(); });
-    CHECK_MESSAGE(contains(text, "a pass in place (double backward) cannot be differentiated"), text);
-    // Without gradients, over whatever it is given.
-    torch::NoGradGuard const no_recording;
-    auto const input = leaf.detach().clone();
-    CHECK(norm->forward(input).is_same(input));
-  });
 }

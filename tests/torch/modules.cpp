@@ -36,9 +36,6 @@ torch::nn::BatchNorm2d local_twin(SyncBatchNorm const& norm) {
   return twin;
 }
 
-/// The rows of rank `rank`: 3, then 2.
-Tensor rows_of(Tensor const& whole, int rank) { return rank == 0 ? whole.slice(0, 0, 3) : whole.slice(0, 3, 5); }
-
 } // namespace
 
 TEST_CASE("options, modes and their gradients are those of torch::nn::BatchNorm2d") {

@@ -76,6 +76,9 @@ inline SyncBatchNorm make_norm(BatchNormOptions const& options, syncnorm::any_co
   return norm;
 }
 
+/// The rows of one of two ranks, of five: 3, then 2.
+inline Tensor rows_of(Tensor const& whole, int rank) { return rank == 0 ? whole.slice(0, 0, 3) : whole.slice(0, 3, 5); }
+
 inline Tensor random(std::vector<std::int64_t> const& shape) { return torch::randn(shape, torch::kDouble); }
 
 inline Tensor inference_copy(Tensor const& tensor) {

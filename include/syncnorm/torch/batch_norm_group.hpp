@@ -46,10 +46,14 @@ public:
     auto const backward = backward_of(at::GradMode::is_enabled(), needs);
     auto const first = home_of(inputs.front());
     std::vector<std::unique_ptr<forward_pass>> passes;
-    for (auto& each : inputs) {
+    std::vector<std::string> faults;
+    for (auto const& each : inputs) faults.push_back(find_fault_in_place(each, inputs, backward));
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      auto& each = inputs[i];
       auto const home = home_of(each);
-      std::string fault = each.in_place ? SyncBatchNormImpl::not_in_place : find_fault(home, first);
-      each.in_place = false;
+      std::string fault = find_fault(home, first);
+      if (fault.empty()) fault = std::move(faults[i]);
+      if (first.passes != nullptr && std::exchange(each.in_place, false)) fault = SyncBatchNormImpl::not_in_place;
       if (first.passes == nullptr) {
         passes.push_back(make_forward_pass(std::move(each), backward, std::move(fault)));
         continue;
@@ -62,6 +66,22 @@ public:
   }
 
 private:
+  /// What a pass in place of a group may not do besides.
+  [[nodiscard]] static std::string find_fault_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
+                                                       backward_pass backward) {
+    auto const x = of.first();
+    if (!of.in_place || !x.defined() || all.size() == 1) return {};
+    auto const shared = [&](at::Tensor const& tensor) {
+      return tensor.defined() && tensor.has_storage() && x.has_storage() && tensor.is_alias_of(x);
+    };
+    for (auto const& other : all)
+      if (&other != &of && (shared(other.first()) || shared(other.with.residual)))
+        return "a pass in place writes to memory that another pass of the group reads";
+    if (backward != backward_pass::impossible && x.is_view())
+      return "the input is a view, of which libtorch records no pass in place of a group; it takes a tensor of its own";
+    return {};
+  }
+
   /// Where the passes of a module are, and on which rank.
   struct home {
     std::shared_ptr<device_passes> passes; ///< null: on the CPU
@@ -96,7 +116,7 @@ private:
 /// of the first module, as long as one is in training; all ranks pass the same modules in the same order, which are on the
 /// same ranks, and devices. Modules in evaluation mode or with frozen statistics may be among them. What is wrong on one rank with
 /// one of them is thrown on every rank, and then none has changed; of CUDA tensors, if not at once, in a later pass of the group or
-/// where the first module is synchronized. Gradients of gradients take a collective for each module. Not in place. A list
+/// where the first module is synchronized. Gradients of gradients take a collective for each module. In place on the CPU alone. A list
 /// without modules, or with an empty one, is thrown at once, on this rank alone.
 inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> const& members) {
   return pending_group_forward{{detail::members_of::passes(members), true}}.finish();

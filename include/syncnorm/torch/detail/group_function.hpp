@@ -40,7 +40,7 @@ public:
   /// are there, and perhaps an anchor as in `batch_norm_function`.
   static tensors forward(context* recorded, at::TensorList inputs, c10::intrusive_ptr<recorded_group> const& group,
                          tensors const* outputs) {
-    tensors saved;
+    tensors saved, written;
     auto next = inputs.begin();
     auto y = outputs->begin();
     for (auto const& [pass, batches, has_weight, has_bias, has_residual] : group->members) {
@@ -48,10 +48,12 @@ public:
       tensors x(next, next + static_cast<std::ptrdiff_t>(batches));
       next += static_cast<std::ptrdiff_t>(batches);
       auto const weight = take(has_weight), bias = take(has_bias), residual = take(has_residual);
+      if (pass->kept != nullptr) written.insert(written.end(), x.begin(), x.end());
       forward_tensors::of(*pass, std::move(x), weight, bias, residual, *y).append_to(saved);
       y += static_cast<std::ptrdiff_t>(batches);
     }
     recorded->save_for_backward(std::move(saved));
+    recorded->mark_dirty(written);
     recorded->saved_data["group"] = c10::IValue::make_capsule(group);
     recorded->saved_data["inputs"] = static_cast<std::int64_t>(inputs.size());
     return *outputs;
@@ -117,7 +119,15 @@ public:
     outputs.insert(outputs.end(), pass->outputs().begin(), pass->outputs().end());
   }
   if (anchored) inputs.push_back(at::zeros({0}).requires_grad_());
-  return group_function::apply(at::TensorList{inputs}, group, &outputs);
+  auto recorded = group_function::apply(at::TensorList{inputs}, group, &outputs);
+  // In place, they are the inputs even where nothing is recorded.
+  auto output = recorded.begin();
+  for (auto const& pass : passes)
+    for (auto const& input : pass->inputs().batches) {
+      if (pass->inputs().in_place) *output = input;
+      ++output;
+    }
+  return recorded;
 }
 
 } // namespace syncnorm::torch::detail

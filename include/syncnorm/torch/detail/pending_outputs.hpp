@@ -22,7 +22,8 @@ namespace syncnorm::torch::detail {
 ///
 /// Outputs are recorded when passes begin, which they do in the same order on every rank: then autograd runs their backward
 /// passes in the same order, too, whatever order ranks finish them in. Whether some rank needs gradients is not known at that
-/// time. Where none does, outputs are detached in the end.
+/// time. Where none does, outputs are detached in the end. Passes in place are recorded when they are finished, since until
+/// then their inputs are what they were.
 class pending_outputs {
 public:
   using passes_type = std::vector<std::unique_ptr<forward_pass>>;
@@ -30,12 +31,14 @@ public:
   /// Of one module, or of a group. Collective in training.
   pending_outputs(passes_type passes, bool grouped) : passes_{std::move(passes)} {
     begun_ = begin_together(passes_, grouped);
+    grouped_ = grouped;
+    in_place_ = any([](forward_pass const& pass) { return pass.inputs().in_place; });
+    if (in_place_) return;
     anchored_ = any([](forward_pass const& pass) { return pass.inputs().scope == statistics_scope::all_ranks; }) &&
                 !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
     // A fault of this rank, which leaves nothing to record, is what `finish` throws.
     if (any([](forward_pass const& pass) { return pass.outputs().empty(); })) return;
-    bool const one = !grouped && passes_.front()->outputs().size() == 1;
-    outputs_ = one ? std::vector{record(*passes_.front(), anchored_)} : record_group(passes_, grouped, anchored_);
+    outputs_ = recorded();
   }
   pending_outputs(pending_outputs&&) = default;
   pending_outputs& operator=(pending_outputs&& other) noexcept {
@@ -43,6 +46,8 @@ public:
     passes_ = std::move(other.passes_);
     outputs_ = std::move(other.outputs_);
     begun_ = std::move(other.begun_);
+    grouped_ = other.grouped_;
+    in_place_ = other.in_place_;
     anchored_ = other.anchored_;
     done_ = other.done_;
     return *this;
@@ -58,7 +63,13 @@ public:
       for (auto const& pass : passes_) ((*pass).*step)();
     };
     begun_->finish([&] { each(&forward_pass::before); }, [&] { each(&forward_pass::after); });
-    if (anchored_ && !any([](forward_pass const& pass) { return pass.pass()->saved.backward_needed; }))
+    bool const needed = any([](forward_pass const& pass) { return pass.pass()->saved.backward_needed; });
+    if (in_place_) {
+      anchored_ = needed && !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
+      at::AutoGradMode const recording{passes_.front()->records()};
+      return recorded();
+    }
+    if (anchored_ && !needed)
       for (auto& output : outputs_) output = output.detach();
     return std::move(outputs_);
   }
@@ -68,9 +79,14 @@ private:
     return std::ranges::any_of(passes_, [&](auto const& pass) { return holds(*pass); });
   }
 
+  [[nodiscard]] std::vector<at::Tensor> recorded() const {
+    bool const one = !grouped_ && passes_.front()->outputs().size() == 1;
+    return one ? std::vector{record(*passes_.front(), anchored_)} : record_group(passes_, grouped_, anchored_);
+  }
+
   passes_type passes_;
   std::vector<at::Tensor> outputs_;
-  bool anchored_ = false, done_ = false;
+  bool grouped_ = false, in_place_ = false, anchored_ = false, done_ = false;
   std::unique_ptr<begun_passes> begun_; // last, so that it goes first, and waits while there is what it borrows
 };
 

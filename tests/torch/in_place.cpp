@@ -1,0 +1,211 @@
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include "support.hpp"
+
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/torch/batch_norm_group.hpp>
+#include <syncnorm/torch/micro_batches.hpp>
+
+using namespace test;
+using syncnorm::run_ranks;
+using syncnorm::thread_communicator;
+using syncnorm::torch::group_forward;
+using syncnorm::torch::norm_epilogue;
+
+namespace {
+
+/// Counts the bytes of tensors that are alive.
+struct live_bytes : c10::MemoryReportingInfoBase {
+  std::int64_t bytes = 0;
+  void reportMemoryUsage(void*, int64_t size, int64_t, int64_t, c10::Device) override { bytes += size; }
+  [[nodiscard]] bool memoryProfilingEnabled() const override { return true; }
+};
+
+/// How a pass is run; apart: not in place.
+enum class way { apart, at_once, begun, grouped };
+
+Tensor forward(way how, SyncBatchNorm& norm, Tensor const& input, norm_epilogue const& with = {}) {
+  if (how == way::begun) return norm->begin_forward(input, with).finish();
+  if (how != way::grouped) return norm->forward_with(input, with);
+  SyncBatchNorm other{BatchNormOptions{1}, norm->communicator()};
+  return group_forward({{other, torch::ones({2, 1})}, {norm, input, with}}).back();
+}
+
+} // namespace
+
+TEST_CASE("in place, gradients are those of a module apart, and a tensor less is kept") {
+  torch::manual_seed(24);
+  for (auto const type : {torch::kDouble, torch::kFloat})
+    for (auto const format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast}) {
+      auto const x = random({5, 4, 8, 8}).to(type), dy = random({5, 4, 8, 8}).to(type);
+      auto const residual = random({5, 4, 8, 8}).to(type);
+      auto const mask = torch::rand({5, 8, 8}) < 0.7;
+      run_ranks(2, [&](thread_communicator const& comm) {
+        auto const own = [&](Tensor const& of) { return rows_of(of, comm.rank()).contiguous(format).detach().clone(); };
+        for (bool const unrecoverable : {false, true})
+          for (bool const evaluates : {false, true}) {
+            std::vector<Tensor> apart;
+            std::int64_t kept_apart = 0;
+            for (auto const how : {way::apart, way::at_once, way::begun, way::grouped}) {
+              bool const in_place = how != way::apart;
+              auto norm = make_norm(BatchNormOptions{4}.eps(1e-2), comm, type);
+              norm->weight.detach()[1] = unrecoverable ? 0 : 0.75;
+              norm->set_in_place(in_place);
+              norm->train(!evaluates);
+              auto const leaf = own(x).requires_grad_(), added = own(residual).requires_grad_();
+              norm_epilogue const with{.activation = syncnorm::activation::leaky_relu(0.25),
+                                       .residual = added,
+                                       .mask = rows_of(mask, comm.rank())};
+              auto const counter = std::make_shared<live_bytes>();
+              std::int64_t kept = 0;
+              std::vector<Tensor> results;
+              {
+                c10::DebugInfoGuard const counts{c10::DebugInfoKind::PROFILER_STATE, counter};
+                auto const input = leaf * 2; // which does not need its result
+                auto const* const memory = input.data_ptr();
+                auto const y = forward(how, norm, input, with);
+                CHECK((y.data_ptr() == memory) == in_place);
+                CHECK(y.is_same(input) == in_place);
+                kept = counter->bytes;
+                (y * 0.5).backward(own(dy), /*retain_graph=*/true);
+                leaf.mutable_grad() = added.mutable_grad() = norm->weight.mutable_grad() = Tensor{};
+                (y * 0.5).backward(own(dy));
+                results = {y.detach().clone(), leaf.grad(), added.grad(), norm->weight.grad(), norm->bias.grad()};
+              }
+              if (!in_place) {
+                apart = results;
+                kept_apart = kept;
+                continue;
+              }
+              INFO("unrecoverable ", unrecoverable, ", evaluates ", evaluates, ", rank ", comm.rank());
+              CAPTURE(static_cast<int>(how));
+              // Of recovered values: the last bit of y, times what `recoverable_ratio` allows; 3 here.
+              auto const tolerance = type == torch::kDouble ? 1e-12 : 1e-5;
+              for (std::size_t i = 0; i < apart.size(); ++i) CHECK(error_of(results[i], apart[i], 1) <= tolerance);
+              // Elements of a channel that is kept are in no tensor, and too many to count as none.
+              auto const tensor = rows_of(x, comm.rank()).numel() * x.element_size();
+              CHECK(kept_apart - kept >= tensor - 256);
+            }
+          }
+      });
+    }
+}
+
+TEST_CASE("in place: what autograd forbids is an error on every rank, and changes nothing") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm);
+    norm->set_in_place();
+    auto const before = state_of(*norm);
+    auto const values = random({4, 3, 2});
+    auto const leaf = values.clone().requires_grad_();
+    for (auto const how : {way::at_once, way::begun, way::grouped}) {
+      auto const thrown = [&](Tensor const& input, norm_epilogue const& with = {}) {
+        auto const of = input.grad_fn();
+        auto const elements = input.detach().clone();
+        auto const text = message_of<syncnorm::invalid_argument_error>([&] { forward(how, norm, input, with); });
+        CHECK((input.grad_fn() == of && torch::equal(input, elements)));
+        return text;
+      };
+      auto text = thrown(comm.rank() == 1 ? leaf : leaf * 1);
+      CHECK_MESSAGE(contains(text, "rank 1: a leaf Variable that requires grad"), text);
+      auto const part = (leaf * 1).unbind(0)[0].unsqueeze(0);
+      text = thrown(comm.rank() == 1 ? part : leaf * 1);
+      CHECK_MESSAGE(contains(text, how == way::grouped ? "rank 1: the input is a view"
+                                                       : "is the output of a function that returns multiple views"),
+                    text);
+      auto const both = leaf * 1;
+      text = thrown(both, {.residual = comm.rank() == 0 ? both : leaf});
+      CHECK_MESSAGE(contains(text, "rank 0: the residual is in the memory of the input"), text);
+      text = thrown(comm.rank() == 0 ? values.unsqueeze(3).expand({4, 3, 2, 2}) : values.unsqueeze(3) * 1);
+      CHECK_MESSAGE(contains(text, how == way::grouped ? "rank 0: the input is a view"
+                                                       : "rank 0: the strides of the input allow no pass in place"),
+                    text);
+    }
+    auto text =
+        message_of<syncnorm::invalid_argument_error>([&] { (void)syncnorm::torch::forward_batches(norm, {leaf * 1}); });
+    CHECK_MESSAGE(contains(text, "micro-batches are not normalized in place"), text);
+    CHECK(same_state(before, state_of(*norm)));
+
+    // An operation before that needs its result; this is libtorch's own error, on each rank.
+    auto const exponential = leaf.exp();
+    auto const y = norm->forward(exponential);
+    text = message_of<c10::Error>([&] { y.sum().backward(); });
+    CHECK_MESSAGE(contains(text, "modified by an inplace operation"), text);
+    // One after it that writes to y, on one rank.
+    auto const written = norm->forward(leaf * 1);
+    if (comm.rank() == 1) written.mul_(2);
+    text = message_of<syncnorm::invalid_argument_error>([&] { written.sum().backward(); });
+    CHECK_MESSAGE((contains(text, "rank 1") && contains(text, "modified by an inplace operation")), text);
+
+    auto const dx = torch::autograd::grad({norm->forward(leaf * 1).square().sum()}, {leaf}, {}, true, true)[0];
+    text = message_of<syncnorm::error>([&] { dx.sum().backward(); });
+    CHECK_MESSAGE(contains(text, "a pass in place (double backward) cannot be differentiated"), text);
+    // Without gradients, over whatever it is given.
+    torch::NoGradGuard const no_recording;
+    auto const input = leaf.detach().clone();
+    CHECK(norm->forward(input).is_same(input));
+  });
+}
+
+TEST_CASE("in place, a pass that is dropped or refused leaves its input as it was") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm), other = make_norm(BatchNormOptions{3}, comm);
+    norm->set_in_place();
+    auto const values = random({4, 3, 2});
+    auto const leaf = values.clone().requires_grad_();
+    auto const x = leaf * 1;
+    auto const of = x.grad_fn();
+    { auto const dropped = norm->begin_forward(x); }
+    CHECK((x.grad_fn() == of && torch::equal(x, values)));
+    // Written to between begin and finish, on one rank, which alone throws.
+    auto begun = norm->begin_forward(x);
+    if (comm.rank() == 1) x.add_(1);
+    if (comm.rank() == 1) {
+      auto const text = message_of<syncnorm::invalid_argument_error>([&] { (void)begun.finish(); });
+      CHECK_MESSAGE(contains(text, "the input was written to before the pass was finished"), text);
+    } else {
+      CHECK(begun.finish().is_same(x));
+    }
+    auto const refused = [&](std::vector<syncnorm::torch::group_member> const& members) {
+      return message_of<syncnorm::invalid_argument_error>([&] { group_forward(members); });
+    };
+    auto const y = leaf * 1;
+    for (auto const& members : {std::vector<syncnorm::torch::group_member>{{norm, y}, {other, y}},
+                                {{other, leaf, {.residual = y}}, {norm, y}},
+                                {{norm, y}, {norm, y}}}) {
+      auto const text = refused(members);
+      CHECK_MESSAGE(contains(text, "writes to memory that another pass of the group reads"), text);
+      CHECK(torch::equal(y, values));
+    }
+  });
+}
+
+TEST_CASE("in place, a rank that needs no gradient takes part in the backward pass of those that do") {
+  for (auto const how : {way::at_once, way::begun, way::grouped})
+    run_ranks(2, [how](thread_communicator const& comm) {
+      torch::manual_seed(25);
+      auto const all = random({4, 3, 2}), dy = random({4, 3, 2});
+      auto const part = [&](Tensor const& of) { return of.slice(0, 2 * comm.rank(), 2 * comm.rank() + 2).clone(); };
+      bool const needs = comm.rank() == 0;
+      Tensor gradients[2];
+      for (int const in_place : {0, 1}) {
+        auto norm = make_norm(BatchNormOptions{3}, comm);
+        norm->set_in_place(in_place == 1);
+        norm->weight.set_requires_grad(false);
+        norm->bias.set_requires_grad(false);
+        auto const leaf = part(all).set_requires_grad(needs);
+        auto const x = needs ? leaf * 1 : leaf;
+        auto const y = forward(in_place == 1 ? how : way::apart, norm, x);
+        CHECK(y.is_same(x) == (in_place == 1));
+        CHECK(y.requires_grad());
+        y.backward(part(dy));
+        gradients[in_place] = needs ? leaf.grad() : torch::zeros({1});
+      }
+      CHECK(error_of(gradients[1], gradients[0], 1) <= 1e-12);
+    });
+}
