@@ -71,9 +71,6 @@ TEST_CASE("CUDA tensors: what is wrong on one rank is an error on every rank, an
     CHECK(in_two(x) == "batch_norm forward: rank 1: the input is on cpu, expected cuda:1");
     CHECK(in_two(mine.slice(1, 0, 2)) == "batch_norm forward: rank 1: x has 2 channels, expected 3");
     CHECK(in_two(Tensor{}) == "batch_norm forward: rank 1: the input is undefined");
-    device->set_in_place(comm.rank() == 1);
-    CHECK(contains(in_two(mine), "rank 1: a pass of CUDA tensors in two phases or of a group is not in place"));
-    device->set_in_place(false);
     CHECK(same_state(state_of(*device), before));
     check_same(run_step(device, x, dy, {}, on), run_step(host, x, dy), 8);
   });

@@ -180,8 +180,11 @@ TEST_CASE("CUDA tensors: what is wrong with one module of a group on one rank is
     CHECK(thrown(elsewhere, second) == where + "the module is on cuda:3, the first of the group on cuda:1");
     CHECK(thrown(here ? alone : b, second) ==
           where + "the module is on rank 0 of 1, the first of the group on rank 1 of 2");
-    b->set_in_place(here);
-    CHECK(thrown(b, second) == where + "a pass of CUDA tensors in two phases or of a group is not in place");
+    b->set_in_place();
+    auto const leaf = second.clone().requires_grad_(), written = leaf * 1;
+    CHECK(thrown(b, here ? leaf : written) ==
+          where + "a leaf Variable that requires grad is being used in an in-place operation.");
+    CHECK(thrown(b, here ? written.slice(0, 0, 1) : written).starts_with(where + "the input is a view"));
     b->set_in_place(false);
     b->freeze_statistics(); // which by itself would not tell anyone
     CHECK(contains(thrown(b, here ? u : second), "rank 1: the input is on cpu, expected cuda:1"));

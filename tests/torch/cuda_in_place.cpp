@@ -1,13 +1,38 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_support.hpp"
 
 #include <syncnorm/comm/self.hpp>
+#include <syncnorm/torch/batch_norm_group.hpp>
 
 namespace test::on_cuda {
+
+namespace {
+
+/// How passes are run; apart: not in place.
+enum class way { apart, at_once, begun, grouped };
+
+/// The outputs of `x` and of `u`, the latter's by the module alone.
+std::pair<Tensor, Tensor> forward_both(way how, SyncBatchNorm& norm, Tensor const& x, norm_epilogue const& with,
+                                       Tensor const& u) {
+  if (how == way::begun) {
+    auto first = norm->begin_forward(x, with), second = norm->begin_forward(u);
+    auto const y = first.finish();
+    return {y, second.finish()};
+  }
+  if (how == way::grouped) {
+    auto const y = syncnorm::torch::group_forward({{norm, x, with}}).back();
+    return {y, norm->forward(u)};
+  }
+  auto const y = norm->forward_with(x, with);
+  return {y, norm->forward(u)};
+}
+
+} // namespace
 
 TEST_CASE("CUDA tensors: in place, gradients are those of a module apart, and x is written over") {
   torch::manual_seed(81);
@@ -39,7 +64,8 @@ TEST_CASE("CUDA tensors: in place, gradients are those of a module apart, and x 
         return channels_last ? part.contiguous(torch::MemoryFormat::ChannelsLast) : part;
       };
       std::vector<std::vector<Tensor>> results;
-      for (bool const in_place : {false, true}) {
+      for (auto const how : {way::apart, way::at_once, way::begun, way::grouped}) {
+        bool const in_place = how != way::apart;
         auto device = on_device(norm, comm);
         device->set_in_place(in_place);
         auto& all = results.emplace_back();
@@ -49,7 +75,7 @@ TEST_CASE("CUDA tensors: in place, gradients are those of a module apart, and x 
           norm_epilogue const with{activation::leaky_relu(of.slope), added, own(mask, false)};
           auto const input = leaf * 2, twice = leaf * 3; // which do not need their results
           auto const* const memory = input.data_ptr();
-          auto const y = device->forward_with(input, with), z = device->forward(twice);
+          auto const [y, z] = forward_both(how, device, input, with, twice);
           CHECK((y.data_ptr() == memory || y.numel() == 0) == (in_place || y.numel() == 0));
           CHECK(y.is_same(input) == in_place);
           auto const loss = (y * own(dy, false)).sum() + (z * own(dy, false)).sum();
@@ -63,7 +89,7 @@ TEST_CASE("CUDA tensors: in place, gradients are those of a module apart, and x 
       }
       // Of recovered values: the last bit of y, times what `recoverable_ratio` allows.
       auto const tolerance = of.type == torch::kHalf ? 2e-2 : of.type == torch::kFloat ? 2e-5 : 1e-12;
-      check_close(results[1], results[0], tolerance);
+      for (std::size_t i = 1; i < results.size(); ++i) check_close(results[i], results[0], tolerance);
     });
   }
   check_no_violations();

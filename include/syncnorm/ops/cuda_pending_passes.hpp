@@ -45,7 +45,7 @@ public:
   planned_forward(forward_operands<T, P> const& in, batch_norm_options const& options, batch_norm_saved& saved,
                   batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
       : x_{copy_of(in.x)}, y_{copy_of(in.y)}, epilogues_{copy_of(in.epilogues)},
-        steps_{{x_, y_, in.affine, in.running, in.scope, epilogues_}, options, saved, workspace, caller} {}
+        steps_{{x_, y_, in.affine, in.running, in.scope, epilogues_, in.kept}, options, saved, workspace, caller} {}
   groupable_pass& steps() override { return steps_; }
 
 private:
@@ -61,7 +61,8 @@ public:
   planned_backward(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
                    batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
       : dy_{copy_of(in.dy)}, x_{copy_of(in.x)}, dx_{copy_of(in.dx)}, dresidual_{copy_of(in.dresidual)},
-        epilogues_{copy_of(in.epilogues)}, steps_{{dy_, x_, dx_, in.affine, in.gradients, epilogues_, dresidual_},
+        epilogues_{copy_of(in.epilogues)}, steps_{{dy_, x_, dx_, in.affine, in.gradients, epilogues_, dresidual_,
+                                                   in.kept, in.y},
                                                   exchange,
                                                   saved,
                                                   workspace,

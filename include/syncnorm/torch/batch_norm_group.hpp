@@ -53,7 +53,6 @@ public:
       auto const home = home_of(each);
       std::string fault = find_fault(home, first);
       if (fault.empty()) fault = std::move(faults[i]);
-      if (first.passes != nullptr && std::exchange(each.in_place, false)) fault = SyncBatchNormImpl::not_in_place;
       if (first.passes == nullptr) {
         passes.push_back(make_forward_pass(std::move(each), backward, std::move(fault)));
         continue;
@@ -116,7 +115,7 @@ private:
 /// of the first module, as long as one is in training; all ranks pass the same modules in the same order, which are on the
 /// same ranks, and devices. Modules in evaluation mode or with frozen statistics may be among them. What is wrong on one rank with
 /// one of them is thrown on every rank, and then none has changed; of CUDA tensors, if not at once, in a later pass of the group or
-/// where the first module is synchronized. Gradients of gradients take a collective for each module. In place on the CPU alone. A list
+/// where the first module is synchronized. Gradients of gradients take a collective for each module. A list
 /// without modules, or with an empty one, is thrown at once, on this rank alone.
 inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> const& members) {
   return pending_group_forward{{detail::members_of::passes(members), true}}.finish();

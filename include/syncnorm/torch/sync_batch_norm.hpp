@@ -109,17 +109,12 @@ public:
   ///
   /// Collective in training; `finish` is not, and passes may be finished in any order. Until then neither input nor module
   /// may be written to. A rank that drops a pass has no part in its backward pass, so the others must not run that. Passes in
-  /// place, on the CPU alone, are recorded when they are finished, so all ranks finish them in the same order.
+  /// place are recorded when they are finished, so all ranks finish them in the same order.
   [[nodiscard]] pending_forward begin_forward(::torch::Tensor const& input, norm_epilogue const& epilogue = {}) {
     auto inputs = inputs_of({input}, epilogue);
     auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
-    std::string fault;
-    if (in_place_ && detail::is_on_device(inputs)) {
-      fault = not_in_place;
-      inputs.in_place = false;
-    }
     std::vector<std::unique_ptr<detail::forward_pass>> passes;
-    passes.push_back(detail::make_pass_anywhere(std::move(inputs), backward, std::move(fault)));
+    passes.push_back(detail::make_pass_anywhere(std::move(inputs), backward));
     return pending_forward{{std::move(passes), false}};
   }
 
@@ -217,8 +212,6 @@ private:
     in.state = state_;
     return in;
   }
-
-  static constexpr char const* not_in_place = "a pass of CUDA tensors in two phases or of a group is not in place";
 
   int revert_dimension_;
   affine_parts parts_;

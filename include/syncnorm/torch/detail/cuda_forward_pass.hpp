@@ -66,6 +66,7 @@ public:
     using planned = cuda::detail::planned_forward<Kernels, element, parameter>;
     auto& buffers = *record_->buffers;
     buffers.template load<Kernels, element>();
+    watch(current_stream(buffers.device()));
     return with_operands([&](operands const& of) {
       return std::make_unique<cuda_plan>(
           buffers, std::make_unique<planned>(of, in_.options, record_->saved(), buffers.workspace(), caller()));
@@ -77,6 +78,7 @@ public:
     if (is_converted()) counter_.copy_(in_.num_batches_tracked);
   }
   void after() override {
+    watched_.reset();
     if (outputs_.empty()) throw_own_fault();
     if (in_.scope != statistics_scope::all_ranks || !this->mean_.defined()) return;
     bump_versions({in_.running_mean, in_.running_var});
@@ -92,8 +94,7 @@ private:
   void compute() override {
     with_operands([&](operands const& of) {
       record_->buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
-        bool const keeps = kept_ != nullptr && of.x.front().size() > 0;
-        kept_room::watch const kept{record_->buffers->room(), keeps ? kept_->memory().state : nullptr, stream};
+        watch(stream);
         cuda::detail::forward<Kernels, element, parameter>(comm_, of, in_.options, record_->saved(), workspace, stream,
                                                            caller());
       });
@@ -115,6 +116,12 @@ private:
 
   /// Whether the module's counter is of another type.
   [[nodiscard]] bool is_converted() const { return counter_.defined() && !counter_.is_same(in_.num_batches_tracked); }
+
+  /// Until the pass is done.
+  void watch(cudaStream_t stream) {
+    bool const keeps = kept_ != nullptr && this->x_views_.front().size() > 0;
+    watched_.emplace(record_->buffers->room(), keeps ? kept_->memory().state : nullptr, stream);
+  }
 
   /// Makes room for what a pass in place keeps of x, where it is recorded.
   void keep(at::Device device) {
@@ -153,6 +160,7 @@ private:
   std::shared_ptr<cuda_record> record_;
   at::Tensor counter_;
   cuda::batch_norm_kept<element>* kept_ = nullptr; ///< of a pass in place that is recorded
+  std::optional<kept_room::watch> watched_;
 };
 
 } // namespace syncnorm::torch::detail

@@ -108,12 +108,13 @@ public:
                                                           bool together, bool anchored) {
   auto const group = c10::make_intrusive<recorded_group>();
   group->together = together;
-  std::vector<at::Tensor> inputs, outputs;
+  std::vector<at::Tensor> inputs, outputs, of;
   for (auto const& pass : passes) {
     auto const& in = pass->inputs();
     group->members.push_back(
         {pass->pass(), in.batches.size(), in.weight.defined(), in.bias.defined(), in.with.residual.defined()});
     inputs.insert(inputs.end(), in.batches.begin(), in.batches.end());
+    of.insert(of.end(), in.batches.begin(), in.batches.end());
     for (auto const* tensor : {&in.weight, &in.bias, &in.with.residual})
       if (tensor->defined()) inputs.push_back(*tensor);
     outputs.insert(outputs.end(), pass->outputs().begin(), pass->outputs().end());
@@ -121,12 +122,8 @@ public:
   if (anchored) inputs.push_back(at::zeros({0}).requires_grad_());
   auto recorded = group_function::apply(at::TensorList{inputs}, group, &outputs);
   // In place, they are the inputs even where nothing is recorded.
-  auto output = recorded.begin();
-  for (auto const& pass : passes)
-    for (auto const& input : pass->inputs().batches) {
-      if (pass->inputs().in_place) *output = input;
-      ++output;
-    }
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    if (outputs[i].is_same(of[i])) recorded[i] = of[i];
   return recorded;
 }
 
