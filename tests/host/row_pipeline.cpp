@@ -21,9 +21,9 @@ using namespace syncnorm;
 
 namespace {
 
-/// Rows of one piece and of several, with and without tails; one group of pieces and many.
-constexpr test::extents pipeline_shapes[] = {{3, 5, 9},    {9, 7, 333},  {1, 4, 1040},
-                                             {5, 5, 2100}, {2, 3, 4200}, {130, 3, 260}};
+/// Rows of one piece and of several, with and without tails; one group of pieces and many; with a last piece of one double.
+constexpr test::extents pipeline_shapes[] = {{3, 5, 9},    {9, 7, 333},   {1, 4, 1040},  {5, 5, 2100},
+                                             {2, 3, 4200}, {130, 3, 260}, {2, 3, 64'513}};
 
 template <class T>
 bool same_bits(std::vector<T> const& a, std::vector<T> const& b) {
@@ -117,6 +117,7 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
                    bfloat16 AND_UNSANITIZED(double)) {
   for (auto const& shape : pipeline_shapes) {
     std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    if (s > 5000 && sizeof(T) != 8) continue;
     CAPTURE(test::name_of(shape));
     auto const values = test::deviates<T>(n, c, s, 1), gradients = test::deviates<T>(n, c, s, 2);
     for (auto const order : {test::arrangement::nchw, test::arrangement::padded_rows}) {
@@ -168,9 +169,10 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
 }
 
 TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits of separate passes", T, float,
-                   bfloat16) {
-  for (auto const& shape : {test::extents{3, 7, 333}, {2, 5, 2100}, {4, 7, 9}, {0, 7, 300}}) {
+                   bfloat16 AND_UNSANITIZED(double)) {
+  for (auto const& shape : {test::extents{3, 7, 333}, {2, 5, 2100}, {4, 7, 9}, {0, 7, 300}, {2, 7, 64'513}}) {
     std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    if (s > 5000 && sizeof(T) != 8) continue;
     CAPTURE(test::name_of(shape));
     for (auto const order : {test::arrangement::nchw, test::arrangement::padded_rows, test::arrangement::nhwc}) {
       CAPTURE(test::name_of(order));

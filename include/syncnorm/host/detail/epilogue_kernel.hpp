@@ -79,7 +79,7 @@ private:
     [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
                                                              std::array<V, coefficients> const& k) const {
       V const d = in[1] - k[0];
-      V v = d * k[1] + k[2];
+      V v = multiply_add(d, k[1], k[2]);
       if constexpr (Residual) v += in[2];
       V const g = activation_gradient(v, in[0], of.slope);
       return {g, g * d};
@@ -125,7 +125,7 @@ private:
           prefetch<L>(at.x + c, ahead * of.x.stride_s);
           if (residual) prefetch<L>(at.residual + c, ahead * of.residual.stride_s);
           vector const d = load<L>(at.x + c) - center;
-          vector v = d * scale + shift;
+          vector v = multiply_add(d, scale, shift);
           if (residual) v += load<L>(at.residual + c);
           vector const g = activation_gradient(v, load<L>(at.dy + c), slope);
           a += g;

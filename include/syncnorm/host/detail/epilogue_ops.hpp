@@ -7,6 +7,7 @@
 
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/host/channel_values.hpp>
+#include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
 
@@ -44,7 +45,7 @@ struct epilogue_op {
   template <class V, class Lanes>
   [[gnu::always_inline]] std::array<V, outputs>
   apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k, Lanes const& counted) const {
-    V v = (in[0] - k[0]) * k[1] + k[2];
+    V v = multiply_add<V>(in[0] - k[0], k[1], k[2]);
     if constexpr (Residual) v += in[1];
     return {counted ? activate(v, slope) : V{}};
   }
@@ -79,12 +80,12 @@ struct epilogue_gradient_op {
   apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k, Lanes const& counted) const {
     V const zero{};
     V const d = in[1] - k[1];
-    V v = d * k[4] + k[5];
+    V v = multiply_add(d, k[4], k[5]);
     if constexpr (Residual) v += in[2];
     V dv = activation_gradient(v, in[0], slope);
     V const left_out = (uncounted - zero) > zero ? dv : zero;
     dv = counted ? dv : left_out;
-    V const dx = dv * k[0] + (counted ? d * k[2] + k[3] : zero);
+    V const dx = multiply_add<V>(dv, k[0], counted ? multiply_add(d, k[2], k[3]) : zero);
     if constexpr (Residual) {
       return {dx, dv};
     } else {

@@ -128,7 +128,7 @@ private:
     void add(sums<1>& to, std::int64_t s) const {
       if (mask != nullptr && mask[s] == 0) return;
       A const d = load<1>(x + s * x_step) - center;
-      A v = d * scale + shift;
+      A v = multiply_add(d, scale, shift);
       if (residual != nullptr) v += load<1>(residual + s * residual_step);
       A const g = activation_gradient(v, load<1>(dy + s * dy_step), slope);
       to.dy += g;
@@ -140,7 +140,7 @@ private:
     [[nodiscard, gnu::always_inline]] sums<L> at(std::int64_t i) const {
       using vector = vector_t<A, L>;
       vector const d = load<L>(x + i) - splat<A, L>(center);
-      vector v = d * splat<A, L>(scale) + splat<A, L>(shift);
+      vector v = multiply_add(d, splat<A, L>(scale), splat<A, L>(shift));
       if (residual != nullptr) v += load<L>(residual + i);
       vector const g = activation_gradient(v, load<L>(dy + i), slope);
       vector const product = g * d;
@@ -158,7 +158,7 @@ private:
         vector const p = splat<A, L>(center), k = splat<A, L>(scale), b = splat<A, L>(shift), zero{};
         auto const [x0, x1] = load_pair<L>(x + i);
         vector const d0 = x0 - p, d1 = x1 - p;
-        vector v0 = d0 * k + b, v1 = d1 * k + b;
+        vector v0 = multiply_add(d0, k, b), v1 = multiply_add(d1, k, b);
         if (residual != nullptr) {
           auto const [r0, r1] = load_pair<L>(residual + i);
           v0 += r0;

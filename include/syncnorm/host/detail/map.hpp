@@ -295,9 +295,10 @@ private:
 
   template <int L, class Values>
   [[gnu::always_inline]] static vector_t<A, L> combine(vectors<L> const& v, Values const& values) {
-    vector_t<A, L> sum = (v[inputs - 1] - values[inputs]) * values[inputs - 1] + values[inputs + 1];
+    using vector = vector_t<A, L>;
+    vector sum = multiply_add<vector>(v[inputs - 1] - values[inputs], values[inputs - 1], values[inputs + 1]);
 #pragma GCC unroll 8
-    for (std::size_t j = 1; j < inputs; ++j) sum = v[inputs - 1 - j] * values[inputs - 1 - j] + sum;
+    for (std::size_t j = 1; j < inputs; ++j) sum = multiply_add<vector>(v[inputs - 1 - j], values[inputs - 1 - j], sum);
     return sum;
   }
 

@@ -108,9 +108,10 @@ private:
       std::int64_t const length = now.length, pilot = std::min(length, shortest), step = x.stride_s;
       T const* const row = &x(now.sample, 0, now.begin);
       slots.for_each([&](std::int64_t slot, std::int64_t c) {
-        vector sum = load<L>(row + c);
-        for (std::int64_t s = 1; s < pilot; ++s) sum += load<L>(row + c + s * step);
-        store<L>(&pivots[static_cast<std::size_t>(slot)], sum * static_cast<A>(1 / static_cast<double>(pilot)));
+        vector const base = load<L>(row + c);
+        vector sum{};
+        for (std::int64_t s = 1; s < pilot; ++s) sum += load<L>(row + c + s * step) - base;
+        store<L>(&pivots[static_cast<std::size_t>(slot)], base + sum * static_cast<A>(1 / static_cast<double>(pilot)));
         store<L>(&firsts[static_cast<std::size_t>(slot)], vector{});
         store<L>(&seconds[static_cast<std::size_t>(slot)], vector{});
       });
@@ -171,9 +172,11 @@ private:
       if (waiting == 0) return;
       if (!begun) {
         slots.for_each([&](std::int64_t slot, std::int64_t c) {
-          vector sum = load<L>(rows[0] + c);
-          for (std::size_t r = 1; r < waiting; ++r) sum += load<L>(rows[r] + c);
-          store<L>(&pivots[static_cast<std::size_t>(slot)], sum * static_cast<A>(1 / static_cast<double>(waiting)));
+          vector const base = load<L>(rows[0] + c);
+          vector sum{};
+          for (std::size_t r = 1; r < waiting; ++r) sum += load<L>(rows[r] + c) - base;
+          store<L>(&pivots[static_cast<std::size_t>(slot)],
+                   base + sum * static_cast<A>(1 / static_cast<double>(waiting)));
         });
         begun = true;
       }

@@ -50,6 +50,9 @@ public:
       parts_.for_each_piece(g, [&](groups::piece const& now, groups::piece const& next) {
         std::int64_t const sample = samples_ - 1 - now.sample, end = now.begin + now.length;
         bool const begins_row = now.begin == 0, ends_row = end == parts_.cut.spatial;
+        // In a piece of less than a line of the cache, none may end that begins before it.
+        bool const follows_piece = !begins_row && now.length >= line_elements<T>;
+        bool const precedes_piece = !ends_row && next.length >= line_elements<T>;
         // The map takes longer than the sums, so it is what fetches the next piece to be summed.
         row_distance const to_next_row{mapped + 1, now.sample - sample, 0};
         row_distance const to_next_piece{1, next.sample - sample, next.begin - now.begin};
@@ -57,7 +60,8 @@ public:
           bool const last = c + 1 == length;
           rows.add(c, now, next, begun, map == nullptr);
           if (c < mapped)
-            (*map)({sample, c, now.begin, end, !begins_row || c > 0, !ends_row || (!last && c + 1 < mapped)},
+            (*map)({sample, c, now.begin, end, follows_piece || (begins_row && c > 0),
+                    precedes_piece || (ends_row && !last && c + 1 < mapped)},
                    last ? to_next_piece : to_next_row);
         }
         begun = true;

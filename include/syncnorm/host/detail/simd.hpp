@@ -206,6 +206,38 @@ template <int Lanes, class T>
   }
 }
 
+/// a·b + c, rounded once where the processor can: the same bits in whatever code it is part of. Of the operators, compilers
+/// contract some and not others.
+template <class V>
+[[nodiscard, gnu::always_inline]] inline V multiply_add(V const& a, V const& b, V const& c) {
+#if defined(__FMA__)
+  if constexpr (std::is_same_v<V, float>) {
+    return __builtin_fmaf(a, b, c);
+  } else if constexpr (std::is_same_v<V, double>) {
+    return __builtin_fma(a, b, c);
+  } else if constexpr (std::is_same_v<std::remove_cvref_t<decltype(a[0])>, float>) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(V) == 64)
+      return reinterpret<V>(_mm512_fmadd_ps(reinterpret<__m512>(a), reinterpret<__m512>(b), reinterpret<__m512>(c)));
+#endif
+    if constexpr (sizeof(V) == 32)
+      return reinterpret<V>(_mm256_fmadd_ps(reinterpret<__m256>(a), reinterpret<__m256>(b), reinterpret<__m256>(c)));
+    if constexpr (sizeof(V) == 16)
+      return reinterpret<V>(_mm_fmadd_ps(reinterpret<__m128>(a), reinterpret<__m128>(b), reinterpret<__m128>(c)));
+  } else {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(V) == 64)
+      return reinterpret<V>(_mm512_fmadd_pd(reinterpret<__m512d>(a), reinterpret<__m512d>(b), reinterpret<__m512d>(c)));
+#endif
+    if constexpr (sizeof(V) == 32)
+      return reinterpret<V>(_mm256_fmadd_pd(reinterpret<__m256d>(a), reinterpret<__m256d>(b), reinterpret<__m256d>(c)));
+    if constexpr (sizeof(V) == 16)
+      return reinterpret<V>(_mm_fmadd_pd(reinterpret<__m128d>(a), reinterpret<__m128d>(b), reinterpret<__m128d>(c)));
+  }
+#endif
+  return a * b + c;
+}
+
 /// Whether two vectors are loaded and stored in fewer steps where one has the elements at even places, and the other those
 /// at odd ones.
 template <class T, int Lanes>
