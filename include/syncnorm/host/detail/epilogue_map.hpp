@@ -106,12 +106,15 @@ public:
     }
   }
 
-  /// Computes a piece, where rows are contiguous, and meanwhile fetches the inputs at a distance. `stream_fence` must follow.
-  void operator()(row_piece const& piece, row_distance const& ahead) const {
+  static constexpr std::size_t reads = inputs;
+
+  /// As that of linear_map.
+  void operator()(row_piece const& piece, std::optional<row_distance> const& to_fetch) const {
+    auto const ahead = to_fetch.value_or(row_distance{});
     std::array<std::int64_t, inputs> further{};
     for (std::size_t j = 0; j < inputs; ++j)
       further[j] = ahead.channels * in_[j].stride_c + ahead.samples * in_[j].stride_n + ahead.positions;
-    run_piece(piece, further, true);
+    run_piece(piece, further, to_fetch.has_value());
   }
 
 private:

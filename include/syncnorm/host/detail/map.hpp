@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 
@@ -185,15 +186,19 @@ public:
     }
   }
 
-  /// Computes a piece, where rows are contiguous, and meanwhile fetches the inputs at a distance. `stream_fence` must follow.
-  void operator()(row_piece const& piece, row_distance const& ahead) const {
+  static constexpr std::size_t reads = inputs;
+
+  /// Computes a piece, where rows are contiguous, and meanwhile fetches the inputs at a distance, if any. `stream_fence` must
+  /// follow.
+  void operator()(row_piece const& piece, std::optional<row_distance> const& to_fetch) const {
+    auto const ahead = to_fetch.value_or(row_distance{});
     std::array<std::int64_t, inputs> further{};
     for (std::size_t j = 0; j < inputs; ++j)
       further[j] = ahead.channels * in_[j].stride_c + ahead.samples * in_[j].stride_n + ahead.positions;
     if (stream_)
-      run_piece<true, 1>(piece, further);
+      to_fetch ? run_piece<true, 1>(piece, further) : run_piece<true, 0>(piece, further);
     else
-      run_piece<false, 1>(piece, further);
+      to_fetch ? run_piece<false, 1>(piece, further) : run_piece<false, 0>(piece, further);
   }
 
 private:
