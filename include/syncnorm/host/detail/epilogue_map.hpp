@@ -30,13 +30,14 @@ namespace syncnorm::host::detail {
 template <class T, class Op>
 class epilogue_map {
   using A = accumulate_t<T>;
-  static constexpr std::size_t inputs = Op::inputs, outputs = Op::outputs, coefficients = Op::coefficients;
-  using pointers = std::array<T const*, inputs>;
+  static constexpr std::size_t outputs = Op::outputs, coefficients = Op::coefficients;
+  using pointers = std::array<T const*, Op::inputs>;
   using targets = std::array<T*, outputs>;
   template <int L>
   using results = std::array<vector_t<A, L>, outputs>;
 
 public:
+  static constexpr std::size_t inputs = Op::inputs;
   using views = std::array<tensor_view<T const>, inputs>;
   using out_views = std::array<tensor_view<T>, outputs>;
 
@@ -105,8 +106,6 @@ public:
       }
     }
   }
-
-  static constexpr std::size_t reads = inputs;
 
   /// As that of linear_map.
   void operator()(row_piece const& piece, std::optional<row_distance> const& to_fetch) const {

@@ -135,10 +135,11 @@ struct row_piece {
 template <class T, std::size_t Inputs>
 class linear_map {
   using A = accumulate_t<T>;
-  static constexpr std::size_t inputs = Inputs, coefficients = Inputs + 2;
-  using pointers = std::array<T const*, inputs>;
+  static constexpr std::size_t coefficients = Inputs + 2;
+  using pointers = std::array<T const*, Inputs>;
 
 public:
+  static constexpr std::size_t inputs = Inputs;
   using views = std::array<tensor_view<T const>, inputs>;
 
   /// Numbers of type `A` that the coefficients for tensors like `x` take.
@@ -185,8 +186,6 @@ public:
       channels_ahead != 0 ? run_box<false, 2>(box, channels_ahead) : run_box<false, 0>(box, 0);
     }
   }
-
-  static constexpr std::size_t reads = inputs;
 
   /// Computes a piece, where rows are contiguous, and meanwhile fetches the inputs at a distance, if any. `stream_fence` must
   /// follow.

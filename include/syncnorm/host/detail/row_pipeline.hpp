@@ -56,7 +56,8 @@ public:
         // The map takes longer than the sums, so it is what fetches the next piece to be summed; unless there are short pieces
         // of several tensors, which then come too late.
         bool const sums_fetch =
-            map == nullptr || (Map::reads > 1 && now.length * static_cast<std::int64_t>(sizeof(T)) < short_piece_bytes);
+            map == nullptr ||
+            (Map::inputs > 1 && now.length * static_cast<std::int64_t>(sizeof(T)) < short_piece_bytes);
         row_distance const to_next_row{mapped + 1, now.sample - sample, 0};
         row_distance const to_next_piece{1, next.sample - sample, next.begin - now.begin};
         for (std::int64_t c = 0; c < length; ++c) {
