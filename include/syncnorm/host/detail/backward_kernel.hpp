@@ -78,7 +78,7 @@ private:
     }
   }
 
-  /// dy and dy·(x − center).
+  /// dy and x − center.
   struct terms {
     static constexpr std::size_t inputs = 2, coefficients = 1;
     double const* mean;
@@ -88,7 +88,7 @@ private:
     template <class V>
     [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
                                                              std::array<V, coefficients> const& k) const {
-      return {in[0], in[0] * (in[1] - k[0])};
+      return {in[0], in[1] - k[0]};
     }
   };
 
@@ -134,7 +134,8 @@ private:
           vector const d0 = load<L>(from) - m, d1 = load<L>(from + x_step) - m;
           vector const d2 = load<L>(from + 2 * x_step) - m, d3 = load<L>(from + 3 * x_step) - m;
           store<L>(&firsts[i], load<L>(&firsts[i]) + ((g0 + g1) + (g2 + g3)));
-          store<L>(&seconds[i], load<L>(&seconds[i]) + ((g0 * d0 + g1 * d1) + (g2 * d2 + g3 * d3)));
+          store<L>(&seconds[i], load<L>(&seconds[i]) +
+                                    (multiply_add<vector>(g1, d1, g0 * d0) + multiply_add<vector>(g3, d3, g2 * d2)));
         });
       }
       for (; s < length; ++s) {
@@ -143,7 +144,7 @@ private:
           vector const g = load<L>(dy_row + s * dy_step + c);
           vector const d = load<L>(x_row + s * x_step + c) - load<L>(&center[static_cast<std::size_t>(c)]);
           store<L>(&firsts[i], load<L>(&firsts[i]) + g);
-          store<L>(&seconds[i], load<L>(&seconds[i]) + g * d);
+          store<L>(&seconds[i], multiply_add(g, d, load<L>(&seconds[i])));
         });
       }
       for (std::size_t i = 0; i < used; ++i) first[i] += static_cast<double>(firsts[i]);
@@ -171,7 +172,7 @@ private:
         for (std::size_t r = 0; r < waiting; ++r) {
           vector const g = load<L>(dy_rows[r] + c);
           a += g;
-          b += g * (load<L>(x_rows[r] + c) - m);
+          b = multiply_add<vector>(g, load<L>(x_rows[r] + c) - m, b);
         }
         add_to_doubles<A, L>(&first[i], a);
         add_to_doubles<A, L>(&second[i], b);

@@ -37,7 +37,8 @@ public:
     part const of{of_, first, length};
     constexpr int lanes = native_lanes<A>;
     length >= lanes ? elements<lanes>(of, group, sum_dy, sum_dy_xmu) : elements<1>(of, group, sum_dy, sum_dy_xmu);
-    for (std::int64_t c = 0; c < length; ++c) sum_dy_xmu[c] -= of.lost[static_cast<std::size_t>(c)] * sum_dy[c];
+    for (std::int64_t c = 0; c < length; ++c)
+      sum_dy_xmu[c] = multiply_add(-of.lost[static_cast<std::size_t>(c)], sum_dy[c], sum_dy_xmu[c]);
   }
 
   static void merge(std::int64_t before, std::int64_t more, double* a, double* b, double const* a_more,
@@ -62,7 +63,7 @@ private:
     }
   }
 
-  /// dv and dv·(x − center).
+  /// dv and x − center.
   template <bool Residual>
   struct terms {
     static constexpr std::size_t inputs = Residual ? 3 : 2, coefficients = 3;
@@ -82,7 +83,7 @@ private:
       V v = multiply_add(d, k[1], k[2]);
       if constexpr (Residual) v += in[2];
       V const g = activation_gradient(v, in[0], of.slope);
-      return {g, g * d};
+      return {g, d};
     }
   };
 
@@ -129,7 +130,7 @@ private:
           if (residual) v += load<L>(at.residual + c);
           vector const g = activation_gradient(v, load<L>(at.dy + c), slope);
           a += g;
-          b += g * d;
+          b = multiply_add(g, d, b);
         }
         add_to_doubles<A, L>(&first[i], a);
         add_to_doubles<A, L>(&second[i], b);

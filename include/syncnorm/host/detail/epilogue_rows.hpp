@@ -90,7 +90,7 @@ public:
     for (std::int64_t c = 0; c < part_.x.channels; ++c) {
       auto const i = static_cast<std::size_t>(c);
       sum_dy[c] = first_[i];
-      sum_dy_xmu[c] = second_[i] - part_.lost[i] * first_[i];
+      sum_dy_xmu[c] = multiply_add(-part_.lost[i], first_[i], second_[i]);
     }
   }
 
@@ -100,13 +100,19 @@ public:
   }
 
 private:
+  /// The gradient of v, and x − center.
+  template <int L>
+  struct terms {
+    vector_t<A, L> dy, d;
+  };
+
   template <int L>
   struct sums {
     vector_t<A, L> dy, product;
 
-    [[gnu::always_inline]] void add(sums const& more) {
+    [[gnu::always_inline]] void add(terms<L> const& more) {
       dy += more.dy;
-      product += more.product;
+      product = multiply_add(more.dy, more.d, product);
     }
   };
 
@@ -131,23 +137,21 @@ private:
       A v = multiply_add(d, scale, shift);
       if (residual != nullptr) v += load<1>(residual + s * residual_step);
       A const g = activation_gradient(v, load<1>(dy + s * dy_step), slope);
-      to.dy += g;
-      to.product += g * d;
+      to.add({g, d});
     }
 
     /// What vector `i` of contiguous elements adds.
     template <int L>
-    [[nodiscard, gnu::always_inline]] sums<L> at(std::int64_t i) const {
+    [[nodiscard, gnu::always_inline]] terms<L> at(std::int64_t i) const {
       using vector = vector_t<A, L>;
       vector const d = load<L>(x + i) - splat<A, L>(center);
       vector v = multiply_add(d, splat<A, L>(scale), splat<A, L>(shift));
       if (residual != nullptr) v += load<L>(residual + i);
       vector const g = activation_gradient(v, load<L>(dy + i), slope);
-      vector const product = g * d;
-      if (mask == nullptr) return {g, product};
+      if (mask == nullptr) return {g, d};
       auto const counted = counted_lanes<A, L>(mask + i);
       vector const zero{};
-      return {counted ? g : zero, counted ? product : zero};
+      return {counted ? g : zero, counted ? d : zero};
     }
 
     /// What the two vectors from `i` on add.
@@ -157,7 +161,7 @@ private:
         using vector = vector_t<A, L>;
         vector const p = splat<A, L>(center), k = splat<A, L>(scale), b = splat<A, L>(shift), zero{};
         auto const [x0, x1] = load_pair<L>(x + i);
-        vector const d0 = x0 - p, d1 = x1 - p;
+        vector d0 = x0 - p, d1 = x1 - p;
         vector v0 = multiply_add(d0, k, b), v1 = multiply_add(d1, k, b);
         if (residual != nullptr) {
           auto const [r0, r1] = load_pair<L>(residual + i);
@@ -166,14 +170,13 @@ private:
         }
         auto const [dy0, dy1] = load_pair<L>(dy + i);
         vector g0 = activation_gradient(v0, dy0, slope), g1 = activation_gradient(v1, dy1, slope);
-        vector product0 = g0 * d0, product1 = g1 * d1;
         if (mask != nullptr) {
           auto const counted = counted_pair<T, L>(mask + i);
-          g0 = counted[0] ? g0 : zero, product0 = counted[0] ? product0 : zero;
-          g1 = counted[1] ? g1 : zero, product1 = counted[1] ? product1 : zero;
+          g0 = counted[0] ? g0 : zero, d0 = counted[0] ? d0 : zero;
+          g1 = counted[1] ? g1 : zero, d1 = counted[1] ? d1 : zero;
         }
-        to0.add({g0, product0});
-        to1.add({g1, product1});
+        to0.add({g0, d0});
+        to1.add({g1, d1});
       } else {
         to0.add(at<L>(i));
         to1.add(at<L>(i + L));
@@ -197,7 +200,7 @@ private:
       if (i < n) {
         auto const last = at<L>(n - L);
         auto const rest = static_cast<int>(n - i);
-        of[1].add({keep_last<A, L>(last.dy, rest), keep_last<A, L>(last.product, rest)});
+        of[1].add({keep_last<A, L>(last.dy, rest), keep_last<A, L>(last.d, rest)});
       }
       return {sum_lanes<A, L>((of[0].dy + of[1].dy) + (of[2].dy + of[3].dy)),
               sum_lanes<A, L>((of[0].product + of[1].product) + (of[2].product + of[3].product))};

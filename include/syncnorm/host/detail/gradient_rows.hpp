@@ -20,7 +20,8 @@ template <class A>
 /// Makes Σ dy·(x − mean) of sums about the means rounded to `A`.
 template <class A>
 inline void move_to_means(double const* mean, std::int64_t channels, double const* sum_dy, double* sum_dy_xmu) {
-  for (std::int64_t c = 0; c < channels; ++c) sum_dy_xmu[c] -= lost_by_rounding<A>(mean[c]) * sum_dy[c];
+  for (std::int64_t c = 0; c < channels; ++c)
+    sum_dy_xmu[c] = multiply_add(-lost_by_rounding<A>(mean[c]), sum_dy[c], sum_dy_xmu[c]);
 }
 
 /// `dy = Σ dy` and `product = Σ dy·(x − center)` of the elements of one piece.
@@ -39,7 +40,7 @@ template <class T, class A = accumulate_t<T>>
     for (std::int64_t i = 0; i < n; ++i) {
       A const g = load<1>(dy + i);
       first += g;
-      second += g * (load<1>(x + i) - center);
+      second = multiply_add<A>(g, load<1>(x + i) - center, second);
     }
     return {first, second};
   }
@@ -48,7 +49,7 @@ template <class T, class A = accumulate_t<T>>
     vector first{}, second{};
     void add(vector const& g, vector const& d) {
       first += g;
-      second += g * d;
+      second = multiply_add(g, d, second);
     }
   } s0, s1, s2, s3;
   vector const c = splat<A, lanes>(center);

@@ -95,7 +95,7 @@ private:
           prefetch<L>(from[r] + c, ahead);
           vector const d = load<L>(from[r] + c) - p;
           a += d;
-          b += d * d;
+          b = multiply_add(d, d, b);
         }
         add_to_doubles<A, L>(&first[i], a);
         add_to_doubles<A, L>(&second[i], b);

@@ -42,7 +42,7 @@ struct pivoted_sums {
       for (std::int64_t i = 0; i < n; ++i) {
         A const d = counted.template keep<1>(load<1>(x + i) - pivot, i);
         a += d;
-        b += d * d;
+        b = multiply_add(d, d, b);
       }
       first[0] += static_cast<double>(a);
       second[0] += static_cast<double>(b);
@@ -52,7 +52,7 @@ struct pivoted_sums {
       vector first{}, second{};
       void add(vector const& d) {
         first += d;
-        second += d * d;
+        second = multiply_add(d, d, second);
       }
     } s0, s1, s2, s3;
     vector const p = splat<A, lanes>(pivot);
@@ -82,8 +82,8 @@ struct pivoted_sums {
                  sum = sum_lanes<double, native_lanes<double>>(first);
     double const squares = sum_lanes<double, native_lanes<double>>(second);
     *this = {other};
-    first[0] = sum + n * t;
-    second[0] = squares + t * (2 * sum + n * t);
+    first[0] = multiply_add(n, t, sum);
+    second[0] = multiply_add(t, multiply_add(n, t, 2 * sum), squares);
   }
 
   /// Takes the mean of the `n` elements so far for the pivot, if they are a long piece.
@@ -112,9 +112,9 @@ inline void add_piece(pivoted_sums<A>& sum, T const* x, std::int64_t n, std::int
 
 /// m2 and mean from Σ (x − pivot) and Σ (x − pivot)².
 inline void finish_moments(double pivot, double first, double second, double inverse, double& mean, double& m2) {
-  mean = pivot + first * inverse;
+  mean = multiply_add(first, inverse, pivot);
   // A NaN stays one: max returns its first argument unless that is the smaller.
-  m2 = std::max(second - first * first * inverse, 0.0);
+  m2 = std::max(multiply_add(-first * inverse, first, second), 0.0);
 }
 template <class A>
 inline void finish_moments(pivoted_sums<A> const& sum, double inverse, double& mean, double& m2) {

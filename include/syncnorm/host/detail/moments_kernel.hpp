@@ -63,7 +63,7 @@ private:
     }
   }
 
-  /// x − pivot and its square.
+  /// x − pivot, to be summed and squared.
   struct terms {
     static constexpr std::size_t inputs = 1, coefficients = 1;
     A const* pivots;
@@ -74,7 +74,7 @@ private:
     [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
                                                              std::array<V, coefficients> const& k) const {
       V const d = in[0] - k[0];
-      return {d, d * d};
+      return {d, d};
     }
   };
 
@@ -127,7 +127,8 @@ private:
           vector const d0 = load<L>(from) - p, d1 = load<L>(from + step) - p;
           vector const d2 = load<L>(from + 2 * step) - p, d3 = load<L>(from + 3 * step) - p;
           store<L>(&firsts[i], load<L>(&firsts[i]) + ((d0 + d1) + (d2 + d3)));
-          store<L>(&seconds[i], load<L>(&seconds[i]) + ((d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)));
+          store<L>(&seconds[i], load<L>(&seconds[i]) +
+                                    (multiply_add<vector>(d1, d1, d0 * d0) + multiply_add<vector>(d3, d3, d2 * d2)));
         });
       }
       for (; s < length; ++s) {
@@ -135,7 +136,7 @@ private:
           auto const i = static_cast<std::size_t>(slot);
           vector const d = load<L>(row + s * step + c) - load<L>(&pivots[i]);
           store<L>(&firsts[i], load<L>(&firsts[i]) + d);
-          store<L>(&seconds[i], load<L>(&seconds[i]) + d * d);
+          store<L>(&seconds[i], multiply_add(d, d, load<L>(&seconds[i])));
         });
       }
       double const n = static_cast<double>(length);
@@ -149,8 +150,8 @@ private:
       }
       for (std::size_t i = 0; i < used; ++i) {
         double const t = static_cast<double>(pivots[i]) - pivot[i], sum = static_cast<double>(firsts[i]);
-        first[i] += sum + n * t;
-        second[i] += static_cast<double>(seconds[i]) + t * (2 * sum + n * t);
+        first[i] += multiply_add(n, t, sum);
+        second[i] += multiply_add(t, multiply_add(n, t, 2 * sum), static_cast<double>(seconds[i]));
       }
     });
     finish_slots(slots, group, pivot, first, second, mean, m2);
@@ -187,7 +188,7 @@ private:
         for (std::size_t r = 0; r < waiting; ++r) {
           vector const d = load<L>(rows[r] + c) - p;
           a += d;
-          b += d * d;
+          b = multiply_add(d, d, b);
         }
         add_to_doubles<A, L>(&first[i], a);
         add_to_doubles<A, L>(&second[i], b);

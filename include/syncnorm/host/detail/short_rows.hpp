@@ -20,11 +20,11 @@ inline constexpr std::int64_t short_row_pilot = 16;
   return spatial >= short_row_pilot && spatial < groups::long_piece;
 }
 
-/// Two sums per channel over short rows, those of some rows in `A`, and of these in double. `Op` has
+/// Σ a and Σ a·b per channel over short rows, those of some rows in `A`, and of these in double. `Op` has
 ///
 ///     static constexpr std::size_t inputs, coefficients;
 ///     std::array<A, coefficients> operator()(channel)        the coefficients
-///     std::array<V, 2> apply(std::array<V, inputs>, std::array<V, coefficients>)        what is summed
+///     std::array<V, 2> apply(std::array<V, inputs>, std::array<V, coefficients>)        a and b
 template <class T, class Op>
 class short_row_sums {
   using A = accumulate_t<T>;
@@ -61,7 +61,7 @@ private:
     return from;
   }
 
-  /// What the elements from `i` on are summed to; fetches those `ahead` bytes further.
+  /// a and b of the elements from `i` on; fetches those `Ahead` bytes further.
   template <std::int64_t Ahead>
   [[nodiscard, gnu::always_inline]] pair terms(pointers const& from, std::int64_t i, vectors const& k) const {
     std::array<vector, inputs> v;
@@ -73,6 +73,10 @@ private:
     return op_.apply(v, k);
   }
 
+  [[gnu::always_inline]] static void add_terms(pair& to, pair const& more) {
+    to[0] += more[0];
+    to[1] = multiply_add(more[0], more[1], to[1]);
+  }
   [[gnu::always_inline]] static void add(pair& to, pair const& more) {
     to[0] += more[0];
     to[1] += more[1];
@@ -104,15 +108,15 @@ private:
       pointers const from = at(row, c);
       std::int64_t i = 0;
       for (; i + 4 * L <= spatial_; i += 4 * L) {
-        add(s0, terms<lookahead_bytes>(from, i, k));
-        add(s1, terms<lookahead_bytes>(from, i + L, k));
-        add(s2, terms<lookahead_bytes>(from, i + 2 * L, k));
-        add(s3, terms<lookahead_bytes>(from, i + 3 * L, k));
+        add_terms(s0, terms<lookahead_bytes>(from, i, k));
+        add_terms(s1, terms<lookahead_bytes>(from, i + L, k));
+        add_terms(s2, terms<lookahead_bytes>(from, i + 2 * L, k));
+        add_terms(s3, terms<lookahead_bytes>(from, i + 3 * L, k));
       }
-      if (i + L <= spatial_) add(s0, terms<lookahead_bytes>(from, i, k));
-      if (i + 2 * L <= spatial_) add(s1, terms<lookahead_bytes>(from, i + L, k));
-      if (i + 3 * L <= spatial_) add(s2, terms<lookahead_bytes>(from, i + 2 * L, k));
-      if (rest != 0) add(s3, last_of(terms<0>(from, spatial_ - L, k), rest));
+      if (i + L <= spatial_) add_terms(s0, terms<lookahead_bytes>(from, i, k));
+      if (i + 2 * L <= spatial_) add_terms(s1, terms<lookahead_bytes>(from, i + L, k));
+      if (i + 3 * L <= spatial_) add_terms(s2, terms<lookahead_bytes>(from, i + 2 * L, k));
+      if (rest != 0) add_terms(s3, last_of(terms<0>(from, spatial_ - L, k), rest));
     }
     add(s0, s1);
     add(s2, s3);
@@ -145,7 +149,7 @@ private:
         pointers from = at(row, c);
         pair sum{};
         for (std::int64_t r = row; r < last; ++r) {
-          add(sum, terms<256>(from, i, k));
+          add_terms(sum, terms<256>(from, i, k));
           for (std::size_t j = 0; j < inputs; ++j) from[j] += in_[j].stride_n;
         }
         store<lanes>(&sums[0][lane], sum[0]);
