@@ -12,6 +12,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host::detail {
 
@@ -125,8 +126,8 @@ private:
           auto const i = static_cast<std::size_t>(slot);
 #pragma GCC unroll 4
           for (int r = 0; L > 1 && r < 4; ++r) {
-            prefetch<L>(g, (ahead + r) * dy_step);
-            prefetch<L>(from, (ahead + r) * x_step);
+            prefetch<L, 2>(g, (ahead + r) * dy_step);
+            prefetch<L, 2>(from, (ahead + r) * x_step);
           }
           vector const m = load<L>(&center[static_cast<std::size_t>(c)]);
           vector const g0 = load<L>(g), g1 = load<L>(g + dy_step), g2 = load<L>(g + 2 * dy_step),
@@ -164,12 +165,19 @@ private:
     std::fill_n(second.data(), slots.size(), 0.0);
     std::array<T const*, rows_at_once> dy_rows, x_rows;
     std::size_t waiting = 0;
+    bool const fetch = stores_for(x_) == stores::streaming; // not from the cache
+    std::int64_t const ahead = positions_ahead<T>(2 * x.channels, rows_at_once);
+    std::int64_t const dy_ahead = ahead * dy.stride_n, x_ahead = ahead * x.stride_n;
     auto const flush = [&] {
       slots.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot);
         vector const m = load<L>(&center[static_cast<std::size_t>(c)]);
         vector a{}, b{};
         for (std::size_t r = 0; r < waiting; ++r) {
+          if (fetch) {
+            prefetch<L, 2>(dy_rows[r] + c, dy_ahead);
+            prefetch<L, 2>(x_rows[r] + c, x_ahead);
+          }
           vector const g = load<L>(dy_rows[r] + c);
           a += g;
           b = multiply_add<vector>(g, load<L>(x_rows[r] + c) - m, b);

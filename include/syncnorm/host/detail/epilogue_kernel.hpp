@@ -122,9 +122,9 @@ private:
         vector a{}, b{};
         for (std::size_t r = 0; r < waiting; ++r) {
           auto const& at = positions[r];
-          prefetch<L>(at.dy + c, ahead * of.dy.stride_s);
-          prefetch<L>(at.x + c, ahead * of.x.stride_s);
-          if (residual) prefetch<L>(at.residual + c, ahead * of.residual.stride_s);
+          prefetch<L, 2>(at.dy + c, ahead * of.dy.stride_s);
+          prefetch<L, 2>(at.x + c, ahead * of.x.stride_s);
+          if (residual) prefetch<L, 2>(at.residual + c, ahead * of.residual.stride_s);
           vector const d = load<L>(at.x + c) - center;
           vector v = multiply_add(d, scale, shift);
           if (residual) v += load<L>(at.residual + c);

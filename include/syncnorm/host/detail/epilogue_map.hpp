@@ -85,11 +85,14 @@ public:
       std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(n);
       std::int64_t const begin = box.position, end = begin + box.positions;
       if (layout_ == layout::channels) {
+        bool const fetch = !folded_ && std::ranges::find(streams_, true) != streams_.end(); // as linear_map
+        std::array<std::int64_t, inputs> far;
+        far.fill(elements_ahead<T>(inputs));
         for (std::int64_t s = begin; s < end; s += run_positions_) {
           std::int64_t const length = box.channels * std::min(run_positions_, end - s);
           run(from(n, box.channel, s), to(n, box.channel, s), length,
-              per_channel{table_ + box.channel, period_, mask == nullptr || mask[s] != 0 ? A{1} : A{0}}, further, false,
-              0, length);
+              per_channel{table_ + box.channel, period_, mask == nullptr || mask[s] != 0 ? A{1} : A{0}}, far, fetch, 0,
+              length);
         }
         continue;
       }

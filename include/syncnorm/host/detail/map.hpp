@@ -208,10 +208,18 @@ private:
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
       if (layout_ == layout::channels) {
         per_channel const k{table_ + box.channel, period_};
+        bool const fetch = Stream && !folded_; // what is folded is in the cache, or in runs too short for this
+        std::array<std::int64_t, inputs> far;
+        far.fill(elements_ahead<T>(inputs));
         std::int64_t const end = box.position + box.positions;
         for (std::int64_t s = box.position; s < end; s += run_positions_) {
           std::int64_t const length = box.channels * std::min(run_positions_, end - s);
-          run<Stream, 0>(at(n, box.channel, s), &out_(n, box.channel, s), length, k, further, 0, length);
+          auto const from = at(n, box.channel, s);
+          T* const to = &out_(n, box.channel, s);
+          if (fetch)
+            run<Stream, Stream ? 2 : 0>(from, to, length, k, far, 0, length);
+          else
+            run<Stream, 0>(from, to, length, k, far, 0, length);
         }
         continue;
       }

@@ -92,7 +92,7 @@ private:
         vector const p = load<L>(&pivots[i]);
         vector a{}, b{};
         for (std::size_t r = 0; r < waiting; ++r) {
-          prefetch<L>(from[r] + c, ahead);
+          prefetch<L, 2>(from[r] + c, ahead);
           vector const d = load<L>(from[r] + c) - p;
           a += d;
           b = multiply_add(d, d, b);

@@ -122,7 +122,7 @@ private:
           auto const i = static_cast<std::size_t>(slot);
           if constexpr (L > 1)
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; ++r) prefetch<L>(from, ahead + r * step);
+            for (int r = 0; r < 4; ++r) prefetch<L, 2>(from, ahead + r * step);
           vector const p = load<L>(&pivots[i]);
           vector const d0 = load<L>(from) - p, d1 = load<L>(from + step) - p;
           vector const d2 = load<L>(from + 2 * step) - p, d3 = load<L>(from + 3 * step) - p;

@@ -194,11 +194,21 @@ template <class T>
   return (next.sample - now.sample) * x.stride_n + next.begin - now.begin - c * x.stride_c;
 }
 
+/// The same where channels are contiguous, for the second level of cache: many lines at once, some of them a power of two apart,
+/// do not all stay in the first.
+inline constexpr std::int64_t far_lookahead_bytes = 8192;
+
+/// Elements from those at hand, of one of `inputs` tensors, to those that are fetched for later.
+template <class T>
+[[nodiscard]] constexpr std::int64_t elements_ahead(std::size_t inputs) {
+  return far_lookahead_bytes / static_cast<std::int64_t>(inputs * sizeof(T));
+}
+
 /// Positions from one to what is read some time later, with contiguous channels and so many positions at a time.
 template <class T>
 [[nodiscard]] constexpr std::int64_t positions_ahead(std::int64_t channels, std::int64_t at_once = 4) {
   auto const bytes = at_once * channels * static_cast<std::int64_t>(sizeof(T));
-  return at_once * std::max<std::int64_t>(1, lookahead_bytes / bytes);
+  return at_once * std::max<std::int64_t>(1, far_lookahead_bytes / bytes);
 }
 
 /// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.

@@ -138,7 +138,8 @@ private:
         for (std::int64_t s = 0; s < spatial_; s += lanes)
           store<lanes>(&table[j][static_cast<std::size_t>(i * spatial_ + s)], splat<A, lanes>(values[j]));
     }
-    constexpr std::int64_t most_rows = 16;
+    // Rows of so many inputs that are a power of two apart share few sets of the first-level cache.
+    constexpr std::int64_t most_rows = 16 / static_cast<std::int64_t>(inputs);
     std::int64_t const width = channels * spatial_, at_once = ceil_div(end - begin, ceil_div(end - begin, most_rows));
     for (std::int64_t row = begin; row < end; row += at_once) {
       std::int64_t const last = std::min(end, row + at_once);
