@@ -70,15 +70,15 @@ public:
       : part_{of, first, length}, mask_{of.mask}, slope_{of.slope}, has_residual_{of.residual.data != nullptr},
         contiguous_{common_layout(of) == layout::rows} {}
 
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, bool fetch = true) {
+  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, int fetch = 1) {
     auto const i = static_cast<std::size_t>(c);
     if (!begun) first_[i] = second_[i] = 0;
     if (mask_ != nullptr && mask_->at(now).counted == 0) return;
     row const at{*this, now, c};
     sums<1> all{};
     if (contiguous_ && now.length >= native_lanes<A>) {
-      all = at.template sum_vectors<native_lanes<A>>(now.length, fetch ? lookahead(part_.dy, c, now, next) : 0,
-                                                     fetch ? lookahead(part_.x, c, now, next) : 0);
+      all = at.template sum_vectors<native_lanes<A>>(now.length, lookahead(part_.dy, c, now, next),
+                                                     lookahead(part_.x, c, now, next), fetch);
     } else {
       for (std::int64_t s = 0; s < now.length; ++s) at.add(all, s);
     }
@@ -184,15 +184,13 @@ private:
     }
 
     template <int L>
-    [[nodiscard]] sums<1> sum_vectors(std::int64_t n, std::int64_t dy_ahead, std::int64_t x_ahead) const {
+    [[nodiscard]] sums<1> sum_vectors(std::int64_t n, std::int64_t dy_ahead, std::int64_t x_ahead, int fetch) const {
       std::array<sums<L>, 4> of{};
       std::int64_t i = 0;
       for (; i + 4 * L <= n; i += 4 * L) {
-        if (x_ahead != 0) {
-          prefetch<4 * L>(dy, i + dy_ahead);
-          prefetch<4 * L>(x, i + x_ahead);
-          if (residual != nullptr) prefetch<4 * L>(residual, i + x_ahead);
-        }
+        prefetch_for<4 * L>(fetch, dy, i + dy_ahead);
+        prefetch_for<4 * L>(fetch, x, i + x_ahead);
+        if (residual != nullptr) prefetch_for<4 * L>(fetch, residual, i + x_ahead);
         add_two<L>(of[0], of[1], i);
         add_two<L>(of[2], of[3], i + 2 * L);
       }

@@ -32,7 +32,7 @@ struct gradient_sums {
 
 template <class T, class A = accumulate_t<T>>
 [[nodiscard]] inline gradient_sums<A> sum_gradient_piece(T const* dy, T const* x, A center, std::int64_t n,
-                                                         std::int64_t dy_ahead, std::int64_t x_ahead) {
+                                                         std::int64_t dy_ahead, std::int64_t x_ahead, int fetch) {
   constexpr int lanes = native_lanes<A>;
   using vector = vector_t<A, lanes>;
   if (n < lanes) {
@@ -55,10 +55,8 @@ template <class T, class A = accumulate_t<T>>
   vector const c = splat<A, lanes>(center);
   std::int64_t i = 0;
   for (; i + 4 * lanes <= n; i += 4 * lanes) {
-    if (x_ahead != 0) {
-      prefetch<4 * lanes>(dy, i + dy_ahead);
-      prefetch<4 * lanes>(x, i + x_ahead);
-    }
+    prefetch_for<4 * lanes>(fetch, dy, i + dy_ahead);
+    prefetch_for<4 * lanes>(fetch, x, i + x_ahead);
     auto const [g0, g1] = load_pair<lanes>(dy + i);
     auto const [g2, g3] = load_pair<lanes>(dy + i + 2 * lanes);
     auto const [x0, x1] = load_pair<lanes>(x + i);
@@ -68,9 +66,9 @@ template <class T, class A = accumulate_t<T>>
     s2.add(g2, x2 - c);
     s3.add(g3, x3 - c);
   }
-  if (i < n && x_ahead != 0) {
-    prefetch<4 * lanes>(dy, i + dy_ahead);
-    prefetch<4 * lanes>(x, i + x_ahead);
+  if (i < n) {
+    prefetch_for<4 * lanes>(fetch, dy, i + dy_ahead);
+    prefetch_for<4 * lanes>(fetch, x, i + x_ahead);
   }
   for (; i + lanes <= n; i += lanes) s0.add(load<lanes>(dy + i), load<lanes>(x + i) - c);
   if (i < n) {
@@ -95,14 +93,15 @@ public:
   gradient_rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, double const* mean, layout of)
       : dy_{dy}, x_{x}, mean_{mean}, contiguous_{of == layout::rows} {}
 
-  /// Adds a piece of channel `c`; `begun`: not the first of its group; `fetch`: fetches what comes next.
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, bool fetch = true) {
+  /// Adds a piece of channel `c`; `begun`: not the first of its group; `fetch`: the level of cache for which what comes
+  /// next is fetched; 0: none.
+  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, int fetch = 1) {
     auto const i = static_cast<std::size_t>(c);
     auto const center = static_cast<A>(mean_[c]);
-    auto const piece = contiguous_ ? sum_gradient_piece(&dy_(now.sample, c, now.begin), &x_(now.sample, c, now.begin),
-                                                        center, now.length, fetch ? lookahead(dy_, c, now, next) : 0,
-                                                        fetch ? lookahead(x_, c, now, next) : 0)
-                                   : sum_strided(c, now, center);
+    auto const piece =
+        contiguous_ ? sum_gradient_piece(&dy_(now.sample, c, now.begin), &x_(now.sample, c, now.begin), center,
+                                         now.length, lookahead(dy_, c, now, next), lookahead(x_, c, now, next), fetch)
+                    : sum_strided(c, now, center);
     first_[i] = (begun ? first_[i] : 0) + static_cast<double>(piece.dy);
     second_[i] = (begun ? second_[i] : 0) + static_cast<double>(piece.product);
   }
@@ -130,7 +129,7 @@ private:
       dy[static_cast<std::size_t>(s)] = load<1>(&dy_(piece.sample, c, piece.begin + s));
       x[static_cast<std::size_t>(s)] = load<1>(&x_(piece.sample, c, piece.begin + s));
     }
-    return sum_gradient_piece(dy.data(), x.data(), center, piece.length, 0, 0);
+    return sum_gradient_piece(dy.data(), x.data(), center, piece.length, 0, 0, 0);
   }
 
   tensor_view<T const> dy_, x_;

@@ -181,9 +181,9 @@ public:
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0. `stream_fence` must follow.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
     if (stream_) {
-      channels_ahead != 0 ? run_box<true, 2>(box, channels_ahead) : run_box<true, 0>(box, 0);
+      channels_ahead != 0 ? run_box<true, true>(box, channels_ahead) : run_box<true, false>(box, 0);
     } else {
-      channels_ahead != 0 ? run_box<false, 2>(box, channels_ahead) : run_box<false, 0>(box, 0);
+      channels_ahead != 0 ? run_box<false, true>(box, channels_ahead) : run_box<false, false>(box, 0);
     }
   }
 
@@ -195,13 +195,13 @@ public:
     for (std::size_t j = 0; j < inputs; ++j)
       further[j] = ahead.channels * in_[j].stride_c + ahead.samples * in_[j].stride_n + ahead.positions;
     if (stream_)
-      to_fetch ? run_piece<true, 1>(piece, further) : run_piece<true, 0>(piece, further);
+      to_fetch ? run_piece<true, true>(piece, further) : run_piece<true, false>(piece, further);
     else
-      to_fetch ? run_piece<false, 1>(piece, further) : run_piece<false, 0>(piece, further);
+      to_fetch ? run_piece<false, true>(piece, further) : run_piece<false, false>(piece, further);
   }
 
 private:
-  template <bool Stream, int Fetch>
+  template <bool Stream, bool Fetch>
   void run_box(boxes::box const& box, std::int64_t channels_ahead) const {
     std::array<std::int64_t, inputs> further{};
     for (std::size_t j = 0; j < inputs; ++j) further[j] = channels_ahead * in_[j].stride_c;
@@ -217,9 +217,9 @@ private:
           auto const from = at(n, box.channel, s);
           T* const to = &out_(n, box.channel, s);
           if (fetch)
-            run<Stream, Stream ? 2 : 0>(from, to, length, k, far, 0, length);
+            run<Stream, Stream>(from, to, length, k, far, 0, length);
           else
-            run<Stream, 0>(from, to, length, k, far, 0, length);
+            run<Stream, false>(from, to, length, k, far, 0, length);
         }
         continue;
       }
@@ -239,7 +239,7 @@ private:
 
   /// Streams the lines of the cache that end in the piece: what is before the piece in the first of them is computed once more, and
   /// what is left in the last comes with the next piece. A line that is written in two parts takes several times as long.
-  template <bool Stream, int Fetch>
+  template <bool Stream, bool Fetch>
   void run_piece(row_piece const& piece, std::array<std::int64_t, inputs> const& further) const {
     auto const [sample, channel, begin, end, follows, is_followed] = piece;
     constant const k{table_ + channel, period_};
@@ -357,11 +357,11 @@ private:
     }
   }
 
-  template <int Level, int L>
+  template <int L>
   [[gnu::always_inline]] static void fetch(pointers const& from, std::int64_t i,
                                            std::array<std::int64_t, inputs> const& further) {
 #pragma GCC unroll 8
-    for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, Level>(from[j], i + further[j]);
+    for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, 2>(from[j], i + further[j]);
   }
 
   /// Streams elements [begin, end) of `n`, fewer than a vector's; a vector's are there.
@@ -385,8 +385,8 @@ private:
   }
 
   /// `n` contiguous elements, or, where they are streamed, [first, last) of these, which both are 0, `n`, or where a line begins.
-  /// `Fetch`: the level of cache for which those `further` on are fetched; 0: none.
-  template <bool Stream, int Fetch, class K>
+  /// `Fetch`: those `further` on, for the second-level cache.
+  template <bool Stream, bool Fetch, class K>
   static void run(pointers const& from, T* to, std::int64_t n, K const& k,
                   std::array<std::int64_t, inputs> const& further, std::int64_t first, std::int64_t last) {
     constexpr int L = native_lanes<A>;
@@ -405,12 +405,12 @@ private:
     // The last vector may overlap the one before it, which in place overwrites what it reads.
     auto const overlapping = Stream ? vector_t<A, L>{} : compute<L>(from, n - L, k);
     for (; i + 4 * L <= last; i += 4 * L) {
-      if constexpr (Fetch != 0) fetch<Fetch, L>(from, i, further);
+      if constexpr (Fetch) fetch<L>(from, i, further);
       put_two<Stream, L>(from, to, i, k);
       put_two<Stream, L>(from, to, i + 2 * L, k);
     }
-    if constexpr (Fetch != 0)
-      if (i < last) fetch<Fetch, L>(from, i, further);
+    if constexpr (Fetch)
+      if (i < last) fetch<L>(from, i, further);
     if (i + 2 * L <= last) {
       put_two<Stream, L>(from, to, i, k);
       i += 2 * L;

@@ -57,20 +57,20 @@ public:
   masked_moment_rows(tensor_view<T const> const& x, masked_groups const& parts, layout of)
       : x_{x}, parts_{parts}, contiguous_{of == layout::rows} {}
 
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, bool fetch = true) {
+  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, int fetch = 1) {
     auto const i = static_cast<std::size_t>(c);
     if (!begun) begun_[i] = false;
     auto const& counted = parts_.mask.at(now);
     if (counted.counted == 0) return;
     std::int64_t const begin = now.begin + counted.first, length = counted.last - counted.first;
-    std::int64_t const ahead = fetch ? lookahead(x_, c, now, next) : 0;
+    std::int64_t const ahead = lookahead(x_, c, now, next);
     if (!contiguous_)
       add_strided(c, now.sample, begin, length, counted.counted);
     else if (counted.contiguous())
-      add_piece(sums_[i], &x_(now.sample, c, begin), length, ahead, begun_[i]);
+      add_piece(sums_[i], &x_(now.sample, c, begin), length, ahead, fetch, begun_[i]);
     else
       add_some(sums_[i], &x_(now.sample, c, begin), parts_.mask.row(now.sample) + begin, length, counted.counted, ahead,
-               begun_[i]);
+               fetch, begun_[i]);
     begun_[i] = true;
   }
 
@@ -89,9 +89,9 @@ public:
 
 private:
   static void add_some(pivoted_sums<A>& sum, T const* x, std::uint8_t const* mask, std::int64_t n, std::int64_t counted,
-                       std::int64_t ahead, bool begun) {
+                       std::int64_t ahead, int fetch, bool begun) {
     if (!begun) sum = {pilot_mean_of_counted(x, mask, counted)};
-    sum.add(x, n, ahead, by_mask<T>{mask});
+    sum.add(x, n, ahead, fetch, by_mask<T>{mask});
     if (!begun) sum.settle(counted);
   }
 
@@ -103,7 +103,7 @@ private:
     A* to = row.data();
     for (std::int64_t s = 0; s < length; ++s)
       if (mask[s] != 0) *to++ = load<1>(&x_(sample, c, begin + s));
-    add_piece(sums_[i], row.data(), counted, 0, begun_[i]);
+    add_piece(sums_[i], row.data(), counted, 0, 0, begun_[i]);
   }
 
   tensor_view<T const> x_;

@@ -35,7 +35,7 @@ struct pivoted_sums {
   vector_t<double, native_lanes<double>> first{}, second{};
 
   template <class T, class Counted = all_count>
-  void add(T const* x, std::int64_t n, std::int64_t ahead, Counted const& counted = {}) {
+  void add(T const* x, std::int64_t n, std::int64_t ahead, int fetch, Counted const& counted = {}) {
     using vector = vector_t<A, lanes>;
     if (n < lanes) {
       A a = 0, b = 0;
@@ -58,7 +58,7 @@ struct pivoted_sums {
     vector const p = splat<A, lanes>(pivot);
     std::int64_t i = 0;
     for (; i + 4 * lanes <= n; i += 4 * lanes) {
-      if (ahead != 0) prefetch<4 * lanes>(x, i + ahead);
+      prefetch_for<4 * lanes>(fetch, x, i + ahead);
       auto const [v0, v1] = load_pair<lanes>(x + i);
       auto const [v2, v3] = load_pair<lanes>(x + i + 2 * lanes);
       auto const [d0, d1] = counted.template keep_pair<lanes>(v0 - p, v1 - p, i);
@@ -69,7 +69,7 @@ struct pivoted_sums {
       s3.add(d3);
     }
     auto const at = [&](std::int64_t j) { return counted.template keep<lanes>(load<lanes>(x + j) - p, j); };
-    if (i < n && ahead != 0) prefetch<4 * lanes>(x, i + ahead);
+    if (i < n) prefetch_for<4 * lanes>(fetch, x, i + ahead);
     for (; i + lanes <= n; i += lanes) s0.add(at(i));
     if (i < n) s1.add(keep_last<A, lanes>(at(n - lanes), static_cast<int>(n - i)));
     first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
@@ -104,9 +104,9 @@ template <class T, class A = accumulate_t<T>>
 /// Adds a piece of `n` elements, not the first one if it has `begun`. The pivot is the mean of the first piece, or of a vector
 /// of a short one.
 template <class A, class T>
-inline void add_piece(pivoted_sums<A>& sum, T const* x, std::int64_t n, std::int64_t ahead, bool begun) {
+inline void add_piece(pivoted_sums<A>& sum, T const* x, std::int64_t n, std::int64_t ahead, int fetch, bool begun) {
   if (!begun) sum = {pilot_mean(x, n)};
-  sum.add(x, n, ahead);
+  sum.add(x, n, ahead, fetch);
   if (!begun) sum.settle(n);
 }
 
@@ -138,11 +138,12 @@ public:
   moment_rows(tensor_view<T const> const& x, groups const& parts, layout of)
       : x_{x}, parts_{parts}, contiguous_{of == layout::rows} {}
 
-  /// Adds a piece of channel `c`; `begun`: not the first of its group; `fetch`: fetches what comes next.
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, bool fetch = true) {
+  /// Adds a piece of channel `c`; `begun`: not the first of its group; `fetch`: the level of cache for which what comes
+  /// next is fetched; 0: none.
+  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, int fetch = 1) {
     auto& sum = sums_[static_cast<std::size_t>(c)];
     if (contiguous_)
-      add_piece(sum, &x_(now.sample, c, now.begin), now.length, fetch ? lookahead(x_, c, now, next) : 0, begun);
+      add_piece(sum, &x_(now.sample, c, now.begin), now.length, lookahead(x_, c, now, next), fetch, begun);
     else
       add_strided(sum, c, now, begun);
   }
@@ -165,7 +166,7 @@ private:
     std::array<A, static_cast<std::size_t>(row_cut::longest<T>)> row{};
     for (std::int64_t s = 0; s < piece.length; ++s)
       row[static_cast<std::size_t>(s)] = load<1>(&x_(piece.sample, c, piece.begin + s));
-    add_piece(sum, row.data(), piece.length, 0, begun);
+    add_piece(sum, row.data(), piece.length, 0, 0, begun);
   }
 
   tensor_view<T const> x_;

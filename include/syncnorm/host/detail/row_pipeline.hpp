@@ -53,16 +53,14 @@ public:
         // In a piece of less than a line of the cache, none may end that begins before it.
         bool const follows_piece = !begins_row && now.length >= line_elements<T>;
         bool const precedes_piece = !ends_row && next.length >= line_elements<T>;
-        // The map takes longer than the sums, so it is what fetches the next piece to be summed; unless there are short pieces
-        // of several tensors, which then come too late.
-        bool const sums_fetch =
-            map == nullptr ||
-            (Map::inputs > 1 && now.length * static_cast<std::int64_t>(sizeof(T)) < short_piece_bytes);
+        // The map takes longer than the sums, so it is what fetches the next piece to be summed, unless that is short: then it comes
+        // too late.
+        bool const sums_fetch = map == nullptr || now.length * static_cast<std::int64_t>(sizeof(T)) < short_piece_bytes;
         row_distance const to_next_row{mapped + 1, now.sample - sample, 0};
         row_distance const to_next_piece{1, next.sample - sample, next.begin - now.begin};
         for (std::int64_t c = 0; c < length; ++c) {
           bool const last = c + 1 == length;
-          rows.add(c, now, next, begun, sums_fetch);
+          rows.add(c, now, next, begun, sums_fetch ? 2 : 0);
           if (c < mapped)
             (*map)({sample, c, now.begin, end, follows_piece || (begins_row && c > 0),
                     precedes_piece || (ends_row && !last && c + 1 < mapped)},

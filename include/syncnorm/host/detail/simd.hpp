@@ -293,6 +293,15 @@ template <std::int64_t Elements, int Level = 1, class T>
     __builtin_prefetch(reinterpret_cast<void const*>(address + i), 0, Level == 1 ? 3 : 2);
 }
 
+/// The same for a level that is known only then; 0: nothing.
+template <std::int64_t Elements, class T>
+[[gnu::always_inline]] inline void prefetch_for(int level, T const* base, std::int64_t first) {
+  if (level == 1)
+    prefetch<Elements, 1>(base, first);
+  else if (level == 2)
+    prefetch<Elements, 2>(base, first);
+}
+
 template <int First, class Vector, std::size_t... I>
 [[nodiscard, gnu::always_inline]] inline auto pick_lanes(Vector const& v, std::index_sequence<I...>) {
   return __builtin_shufflevector(v, v, (First + static_cast<int>(I))...);
