@@ -121,6 +121,13 @@ TEST_CASE("in place: what autograd forbids is an error on every rank, and change
       auto const both = leaf * 1;
       text = thrown(both, {.residual = comm.rank() == 0 ? both : leaf});
       CHECK_MESSAGE(contains(text, "rank 0: the residual is in the memory of the input"), text);
+      auto const wide = random({4, 4, 2});
+      auto const of_wide = wide.slice(1, 1);
+      // Neighbours in one tensor, and on one rank with elements in common.
+      text = thrown(of_wide, {.residual = comm.rank() == 0 ? wide.slice(1, 0, 3) : leaf});
+      CHECK_MESSAGE(contains(text, how == way::grouped ? "rank 0: the input is a view"
+                                                       : "rank 0: the residual is in the memory of the input"),
+                    text);
       text = thrown(comm.rank() == 0 ? values.unsqueeze(3).expand({4, 3, 2, 2}) : values.unsqueeze(3) * 1);
       CHECK_MESSAGE(contains(text, how == way::grouped ? "rank 0: the input is a view"
                                                        : "rank 0: the strides of the input allow no pass in place"),
@@ -171,6 +178,23 @@ TEST_CASE("in place, a pass that is dropped or refused leaves its input as it wa
     } else {
       CHECK(begun.finish().is_same(x));
     }
+    auto const added = random({4, 3, 2});
+    auto with_residual = norm->begin_forward(leaf * 1, {.residual = added});
+    added.add_(1);
+    auto const late = message_of<syncnorm::invalid_argument_error>([&] { (void)with_residual.finish(); });
+    CHECK_MESSAGE(contains(late, "the residual was written to before the pass was finished"), late);
+
+    // Neighbours in one tensor have nothing in common.
+    auto const wide = random({4, 6, 2});
+    auto const first = wide.slice(1, 0, 3), second = wide.slice(1, 3);
+    auto const expected = other->forward_with(first.clone(), {.residual = second.clone()});
+    CHECK(torch::allclose(norm->forward_with(first, {.residual = second}), expected));
+    {
+      torch::NoGradGuard const nothing_recorded;
+      auto const rows = random({8, 3, 2});
+      group_forward({{norm, rows.slice(0, 0, 4)}, {other, rows.slice(0, 4)}});
+    }
+
     auto const refused = [&](std::vector<syncnorm::torch::group_member> const& members) {
       return message_of<syncnorm::invalid_argument_error>([&] { group_forward(members); });
     };

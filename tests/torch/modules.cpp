@@ -366,6 +366,18 @@ TEST_CASE("a fault of one rank is thrown on every rank, and changes nothing") {
       CHECK_MESSAGE(contains(text, "rank 1: only one of running_mean and running_var is given"), text);
       lacking = kept;
     }
+    // A counter that is no number, as Module::to makes it one of floats.
+    auto const counter = norm->num_batches_tracked;
+    norm->num_batches_tracked = counter.to(torch::kDouble);
+    norm->forward(good);
+    if (comm.rank() == 1) norm->num_batches_tracked.fill_(std::nan(""));
+    auto const mean = norm->running_mean.clone();
+    auto text = message_of<invalid_argument_error>([&] { norm->forward(good); });
+    CHECK_MESSAGE((contains(text, "rank 1: ") && contains(text, "int64_t")), text);
+    text = message_of<invalid_argument_error>([&] { (void)norm->begin_forward(good).finish(); });
+    CHECK_MESSAGE((contains(text, "rank 1: ") && contains(text, "int64_t")), text);
+    CHECK(torch::equal(norm->running_mean, mean));
+    norm->num_batches_tracked = counter;
     // In evaluation there is nobody to tell.
     norm->eval();
     auto const here = message_of<invalid_argument_error>([&] { norm->forward(random({3})); });

@@ -286,6 +286,7 @@ TEST_CASE("a fault of one rank is thrown on every rank, in the warm-up and after
       {good, torch::ones({3, 2}, torch::kBool), "the padding mask is [3, 2], expected [2, 3]"},
       {good, torch::ones({2, 3}, torch::kFloat), "the padding mask is of Float"},
       {good.to_sparse(), {}, "Sparse", true},
+      {good, at::_nested_tensor_from_mask(torch::ones({2, 3, 1}), torch::ones({2, 3}, torch::kBool)), "NestedTensor"},
   };
   for (std::int64_t const warmup : {1, 100})
     for (auto const& each : faults)

@@ -94,7 +94,8 @@ private:
 /// the first pass.
 ///
 /// `begin` has started the collective, `finish` starts none: so any number of them may be pending over a communicator, and each
-/// rank may finish them in an order of its own. Destruction without `finish` lets the stream that it was begun on wait for the
+/// rank may finish them in an order of its own, but several forward passes of one layer, each of which moves its running
+/// statistics, in the same as the others. Destruction without `finish` lets the stream that it was begun on wait for the
 /// exchange, and drops what comes: nothing else has changed on this rank, as on the host.
 class pending_passes {
 public:

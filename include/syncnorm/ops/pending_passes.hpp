@@ -19,7 +19,8 @@ namespace syncnorm {
 /// Passes whose exchange is under way. Whatever it borrows, the layers above all, has to stay where it is until then.
 ///
 /// `begin` has started every collective, `finish` starts none: so any number of them may be pending over a communicator,
-/// and each rank may finish them in an order of its own. Destruction without `finish`, by an exception for instance, waits
+/// and each rank may finish them in an order of its own; but several forward passes of one layer, each of which moves its running
+/// statistics, in the same as the others. Destruction without `finish`, by an exception for instance, waits
 /// for the exchange and drops what came: the other ranks and the communicator do not notice, and on this rank nothing has
 /// changed but what `saved` and the outputs hold. So its running statistics stay behind those of ranks that do finish the
 /// pass, until it gets theirs, which are the same on all of these; and it has no part in the backward pass, which the others

@@ -5,11 +5,13 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/MemoryOverlap.h>
 #include <torch/types.h>
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
@@ -47,7 +49,8 @@ public:
     auto const first = home_of(inputs.front());
     std::vector<std::unique_ptr<forward_pass>> passes;
     std::vector<std::string> faults;
-    for (auto const& each : inputs) faults.push_back(find_fault_in_place(each, inputs, backward));
+    for (auto const& each : inputs)
+      faults.push_back(fault_or_thrown([&] { return find_fault_in_place(each, inputs, backward); }));
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       auto& each = inputs[i];
       auto const home = home_of(each);
@@ -71,7 +74,8 @@ private:
     auto const x = of.first();
     if (!of.in_place || !x.defined() || all.size() == 1) return {};
     auto const shared = [&](at::Tensor const& tensor) {
-      return tensor.defined() && tensor.has_storage() && x.has_storage() && tensor.is_alias_of(x);
+      return tensor.defined() && tensor.has_storage() && x.has_storage() && tensor.is_alias_of(x) &&
+             at::get_overlap_status(tensor, x) != at::MemOverlapStatus::No;
     };
     for (auto const& other : all)
       if (&other != &of && (shared(other.first()) || shared(other.with.residual)))

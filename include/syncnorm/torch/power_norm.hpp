@@ -85,10 +85,12 @@ public:
   /// y = weight·z + bias. `[T, B, C]` with a padding mask `[B, T]`; `[N, C]` with `[N]` or `[N, 1]`; and with more than three
   /// dimensions `[N, C, ...]` with `[N, ...]`: true marks padding. Evaluation does not regard the mask.
   ::torch::Tensor forward(::torch::Tensor const& input, ::torch::Tensor const& pad_mask = {}) {
-    auto fault = detail::find_input_fault(input);
-    if (fault.empty())
-      fault = detail::find_power_norm_fault(input, this->is_training() ? pad_mask : ::torch::Tensor{}, {weight, bias},
-                                            {shared_->running_phi, shared_->ema_gz});
+    auto fault = detail::fault_or_thrown([&] {
+      auto text = detail::find_input_fault(input);
+      return !text.empty() ? text
+                           : detail::find_power_norm_fault(input, this->is_training() ? pad_mask : ::torch::Tensor{},
+                                                           {weight, bias}, {shared_->running_phi, shared_->ema_gz});
+    });
     if (fault.empty()) fault = find_recording_fault(input, at::GradMode::is_enabled());
     // With a fault it is the state's type that counts: the exchanges that went before were of it.
     auto const type = fault.empty() ? input.scalar_type() : shared_->running_phi.scalar_type();

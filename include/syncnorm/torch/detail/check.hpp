@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -14,6 +15,22 @@
 #include <syncnorm/torch/element.hpp>
 
 namespace syncnorm::torch::detail {
+
+/// What an exception says, without libtorch's backtrace.
+[[nodiscard]] inline std::string text_of(std::exception const& thrown) {
+  if (auto const* error = dynamic_cast<c10::Error const*>(&thrown)) return error->what_without_backtrace();
+  return thrown.what();
+}
+
+/// The fault that `find` returns, or what it throws: tensors of some kinds, as nested ones, have no extents to ask for.
+template <class F>
+[[nodiscard]] std::string fault_or_thrown(F const& find) {
+  try {
+    return find();
+  } catch (std::exception const& e) {
+    return text_of(e);
+  }
+}
 
 /// The type of the first of the parameters and statistics that is defined; without any, float or double as the input.
 [[nodiscard]] inline at::ScalarType type_of_parameters(at::Tensor const& input,

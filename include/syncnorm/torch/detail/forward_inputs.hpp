@@ -67,15 +67,17 @@ struct forward_inputs {
   bool const recorded = backward == backward_pass::needed;
   for (std::size_t k = 0; k < in.batches.size(); ++k) {
     auto const& input = in.batches[k];
-    auto text = find_fault(input, {in.weight, in.bias}, {in.running_mean, in.running_var}, in.num_batches_tracked, on);
+    auto text = fault_or_thrown([&] {
+      return find_fault(input, {in.weight, in.bias}, {in.running_mean, in.running_var}, in.num_batches_tracked, on);
+    });
     if (text.empty() && input.scalar_type() != in.first().scalar_type()) text = "the input is of another type";
     if (text.empty() && in.in_place && input.is_inference() && !c10::InferenceMode::is_enabled())
       text = "the input is an inference tensor, which is written to in place in c10::InferenceMode alone";
     if (text.empty()) text = find_recording_fault({{input, "the input"}}, recorded);
     if (!text.empty()) return in.batches.size() > 1 ? "micro-batch " + std::to_string(k) + ": " + text : text;
   }
-  auto fault =
-      in.batches.empty() ? "there are no micro-batches; pass one without samples" : find_fault(in.with, in.first(), on);
+  if (in.batches.empty()) return "there are no micro-batches; pass one without samples";
+  auto fault = fault_or_thrown([&] { return find_fault(in.with, in.first(), on); });
   if (fault.empty())
     fault =
         find_recording_fault({{in.weight, "weight"}, {in.bias, "bias"}, {in.with.residual, "the residual"}}, recorded);

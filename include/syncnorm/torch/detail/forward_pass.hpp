@@ -44,6 +44,8 @@ public:
   virtual void before() {
     if (versions_ != versions_of(in_.batches))
       throw invalid_argument_error{"batch_norm forward: the input was written to before the pass was finished"};
+    if (residual_version_ != versions_of({in_.with.residual}))
+      throw invalid_argument_error{"batch_norm forward: the residual was written to before the pass was finished"};
   }
   virtual void after() = 0;
 
@@ -58,7 +60,7 @@ protected:
   forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters, std::string fault,
                backward_pass backward)
       : in_{std::move(in)}, fault_{std::move(fault)}, backward_{backward}, pass_{c10::make_intrusive<recorded_pass>()},
-        versions_{versions_of(in_.batches)} {
+        versions_{versions_of(in_.batches)}, residual_version_{versions_of({in_.with.residual})} {
     pass_->state = in_.state;
     pass_->element = element;
     pass_->parameters = parameters;
@@ -95,7 +97,7 @@ private:
     return versions;
   }
 
-  std::vector<std::int64_t> versions_;
+  std::vector<std::int64_t> versions_, residual_version_;
 };
 
 /// The same for elements of type `T` and parameters of type `P`: what a pass reads and writes, wherever it runs.
@@ -146,7 +148,7 @@ private:
     epilogue_.mask = view_of_mask(pass_->mask);
     epilogue_.masked = in_.with.masked;
     auto const& x = x_views_.front();
-    if (in_.in_place && epilogue_.has_residual() && epilogue_.residual.data == x.data && x.size() > 0)
+    if (in_.in_place && epilogue_.has_residual() && overlap<T>(epilogue_.residual, x))
       throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
     if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
     mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();

@@ -15,6 +15,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/ops/batch_norm_group.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/element.hpp>
 
@@ -56,12 +57,6 @@ template <class T>
 [[nodiscard]] std::span<T> values_of(at::Tensor const& tensor) {
   if (!tensor.defined()) return {};
   return {elements_of<T>(tensor), static_cast<std::size_t>(tensor.numel())};
-}
-
-/// What an exception says, without libtorch's backtrace.
-[[nodiscard]] inline std::string text_of(std::exception const& thrown) {
-  if (auto const* error = dynamic_cast<c10::Error const*>(&thrown)) return error->what_without_backtrace();
-  return thrown.what();
 }
 
 /// The tensors that a pass has saved; where one of them was written to meanwhile, none, and `fault` says so.

@@ -40,7 +40,8 @@ public:
         pass_->kept = std::move(kept);
       }
       if (!this->counts()) return;
-      tracked_ = in_.num_batches_tracked; // of any type, as Module::to converts it, too
+      tracks_ = in_.num_batches_tracked.template item<std::int64_t>(); // of any type, as Module::to converts it, too
+      tracked_ = in_.num_batches_tracked;
       running_.num_batches_tracked = &in_.state->batches_tracked;
     });
     if (!fault_.empty()) this->outputs_.clear();
