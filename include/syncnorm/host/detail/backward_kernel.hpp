@@ -12,7 +12,6 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
-#include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host::detail {
 
@@ -70,9 +69,10 @@ private:
     for (std::int64_t begin = 0; begin < x.channels; begin += at_once) {
       std::int64_t const some = std::min<std::int64_t>(at_once, x.channels - begin);
       gradient_rows<T> sums{dy.channel_range(begin, some), x.channel_range(begin, some), mean + begin, layout_};
+      int const fetch = level_to_fetch(x_);
       bool begun = false;
       parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun);
+        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun, fetch);
         begun = true;
       });
       sums.finish(group, sum_dy + begin, sum_dy_xmu + begin);
@@ -165,7 +165,7 @@ private:
     std::fill_n(second.data(), slots.size(), 0.0);
     std::array<T const*, rows_at_once> dy_rows, x_rows;
     std::size_t waiting = 0;
-    bool const fetch = stores_for(x_) == stores::streaming; // not from the cache
+    bool const fetch = level_to_fetch(x_) == 2;
     std::int64_t const ahead = positions_ahead<T>(2 * x.channels, rows_at_once);
     std::int64_t const dy_ahead = ahead * dy.stride_n, x_ahead = ahead * x.stride_n;
     auto const flush = [&] {

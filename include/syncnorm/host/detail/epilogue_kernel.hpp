@@ -54,9 +54,10 @@ private:
     for (std::int64_t done = 0; done < length; done += at_once) {
       std::int64_t const some = std::min(at_once, length - done);
       epilogue_rows<T> sums{of_, begin + done, some};
+      int const fetch = level_to_fetch(of_.x);
       bool begun = false;
       parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun);
+        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun, fetch);
         begun = true;
       });
       sums.finish(group, sum_dy + done, sum_dy_xmu + done);

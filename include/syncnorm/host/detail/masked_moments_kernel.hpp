@@ -53,9 +53,10 @@ private:
     for (std::int64_t begin = 0; begin < x.channels; begin += at_once) {
       std::int64_t const some = std::min(at_once, x.channels - begin);
       masked_moment_rows<T> sums{x.channel_range(begin, some), parts_, layout_};
+      int const fetch = level_to_fetch(x_);
       bool begun = false;
       parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun);
+        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun, fetch);
         begun = true;
       });
       sums.finish(group, mean + begin, m2 + begin);

@@ -9,6 +9,7 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host::detail {
 
@@ -209,6 +210,12 @@ template <class T>
 [[nodiscard]] constexpr std::int64_t positions_ahead(std::int64_t channels, std::int64_t at_once = 4) {
   auto const bytes = at_once * channels * static_cast<std::int64_t>(sizeof(T));
   return at_once * std::max<std::int64_t>(1, far_lookahead_bytes / bytes);
+}
+
+/// The level of cache for which a reduction fetches what it reads of all `x` later: the second, unless that may all be in there.
+template <class T>
+[[nodiscard]] constexpr int level_to_fetch(tensor_view<T> const& x) {
+  return stores_for(x) == stores::streaming ? 2 : 1;
 }
 
 /// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.
