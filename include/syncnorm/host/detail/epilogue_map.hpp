@@ -294,13 +294,14 @@ private:
     }
   }
 
-  /// Elements from the line of the cache that all outputs begin before `to`, or there; none where not all are streamed there.
-  [[nodiscard]] std::optional<std::int64_t> since_line(targets const& to) const {
-    std::optional<std::int64_t> since;
+  /// Elements from the line of the cache that all outputs begin before `to`, or there; negative where not all are streamed there.
+  [[nodiscard]] std::int64_t since_line(targets const& to) const {
+    std::int64_t since = -1;
     for (std::size_t j = 0; j < outputs; ++j) {
       if (to[j] == nullptr) continue;
-      if (!streams_[j] || (since && *since != elements_since_line(to[j]))) return std::nullopt;
-      since = elements_since_line(to[j]);
+      std::int64_t const its = elements_since_line(to[j]);
+      if (!streams_[j] || (since >= 0 && since != its)) return -1;
+      since = its;
     }
     return since;
   }
@@ -313,12 +314,12 @@ private:
     auto const in = from(sample, channel, begin);
     auto const out = to(sample, channel, begin);
     std::int64_t first = 0, last = end - begin;
-    if (auto const before = since_line(out)) {
-      if (*before != 0 && follows && (begin != 0 || dense_)) {
-        stream_seam(in, out, *before, begin != 0 ? k : constant{table_ + channel - 1, period_, nullptr}, k);
-        first = line_elements<T> - *before;
+    if (std::int64_t const before = since_line(out); before >= 0) {
+      if (before != 0 && follows && (begin != 0 || dense_)) {
+        stream_seam(in, out, before, begin != 0 ? k : constant{table_ + channel - 1, period_, nullptr}, k);
+        first = line_elements<T> - before;
       }
-      if (is_followed && (end != in_[0].spatial || dense_)) last -= (*before + last) % line_elements<T>;
+      if (is_followed && (end != in_[0].spatial || dense_)) last -= (before + last) % line_elements<T>;
     }
     run(in, out, end - begin, k, further, fetch, first, last);
   }
@@ -365,9 +366,10 @@ private:
   /// All whole vectors from `i` on; returns where they end. What it is given and the op are copies, which stay in
   /// registers: of anything else the compiler must suppose that an element that is written changes it.
   template <class K>
-  [[nodiscard]] std::int64_t vectors(pointers const given_from, targets const given_to, std::int64_t i, std::int64_t n,
-                                     K const given_k, std::array<std::int64_t, inputs> const given_further, bool fetch,
-                                     std::array<bool, outputs> const given_streams) const {
+  [[nodiscard]] std::int64_t vectors(pointers const& given_from, targets const& given_to, std::int64_t i,
+                                     std::int64_t n, K const& given_k,
+                                     std::array<std::int64_t, inputs> const& given_further, bool fetch,
+                                     std::array<bool, outputs> const& given_streams) const {
     constexpr int L = native_lanes<A>;
     auto const op = op_;
     auto const from = given_from;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <numeric>
 #include <span>
+#include <type_traits>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -40,12 +41,12 @@ template <class T>
 }
 
 /// The same for arithmetic with coefficients of the channel: as long as those of a sample's elements fit the first-level
-/// cache, rows shorter than some vectors are better off that way, too.
+/// cache, rows of a few vectors are better off that way, too. Longer ones are not: coefficients are read as often as elements.
 template <class T>
 [[nodiscard]] constexpr bool table_folds(tensor_view<T> const& x) {
-  constexpr std::int64_t short_row = 256, small_table = 1 << 12;
+  constexpr std::int64_t long_row = 512 / sizeof(accumulate_t<std::remove_const_t<T>>), small_table = 1 << 12;
   return has_rows(x) && x.stride_c == x.spatial &&
-         (x.spatial < 16 || (x.spatial < short_row && x.size() <= small_table * x.samples));
+         (x.spatial < 16 || (x.spatial < long_row && x.size() <= small_table * x.samples));
 }
 
 /// `x` with its positions taken for channels, `[N, C·S, 1]`.

@@ -77,10 +77,6 @@ private:
     to[0] += more[0];
     to[1] = multiply_add(more[0], more[1], to[1]);
   }
-  [[gnu::always_inline]] static void add(pair& to, pair const& more) {
-    to[0] += more[0];
-    to[1] += more[1];
-  }
 
   /// All but the last `count` lanes are nothing.
   [[nodiscard, gnu::always_inline]] static pair last_of(pair const& v, int count) {
@@ -118,10 +114,8 @@ private:
       if (i + 3 * L <= spatial_) add_terms(s2, terms<lookahead_bytes>(from, i + 2 * L, k));
       if (rest != 0) add_terms(s3, last_of(terms<0>(from, spatial_ - L, k), rest));
     }
-    add(s0, s1);
-    add(s2, s3);
-    add(s0, s2);
-    return s0;
+    // What is returned is none of these, which the compiler would keep in the caller's memory then.
+    return {(s0[0] + s1[0]) + (s2[0] + s3[0]), (s0[1] + s1[1]) + (s2[1] + s3[1])};
   }
 
   /// Adds the rows of channels position by position. Where the rows of a sample follow each other without a gap, those of
