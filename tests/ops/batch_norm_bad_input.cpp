@@ -15,6 +15,7 @@
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
 
+#include <comm/broken.hpp>
 #include <support/throws.hpp>
 
 namespace {
@@ -312,4 +313,41 @@ TEST_CASE("a rank without a forward pass is an error on every rank, without a wo
           },
           {"batch_norm backward", "rank 1", "was there a forward pass?"});
     });
+}
+
+TEST_CASE("a communicator that breaks its contract gives an error, not wrong statistics") {
+  using contract::broken;
+  using enum syncnorm::exchange_policy;
+  struct {
+    broken comm;
+    syncnorm::exchange_policy policy;
+    std::string error;
+  } const cases[] = {
+      {{0, 2, broken::places::none}, gather, "allgather: the communicator did not leave what rank 0 sent"},
+      {{0, 2, broken::places::last}, gather, "allgather: the communicator did not leave what rank 0 sent"},
+      {{1, 2, broken::places::none}, reduce, "allgather: the communicator did not leave what rank 1 sent"},
+      {{0, 2, broken::places::all}, reduce, "exchange: the allreduce gave a wrong sum"},
+      {{-1, 2, broken::places::all}, gather, "communicator: it says that this is rank -1 of 2"},
+      {{2, 2, broken::places::all}, gather, "communicator: it says that this is rank 2 of 2"},
+      {{0, 0, broken::places::all}, gather, "communicator: it says that it has 0 ranks"},
+      {{0, -1, broken::places::all}, gather, "communicator: it says that it has -1 ranks"},
+  };
+  for (auto const& wrong : cases)
+    for (std::int64_t const channels : {3, 200})
+      for (bool const two_phases : {false, true}) {
+        CAPTURE(wrong.error);
+        CAPTURE(channels);
+        CAPTURE(two_phases);
+        syncnorm::batch_norm<float, broken> layer{wrong.comm, channels, {.norm = {.exchange = wrong.policy}}};
+        step_inputs in{channels};
+        test::check_throws<syncnorm::communicator_error>(
+            [&] {
+              if (two_phases)
+                layer.begin_forward(in.x_view, in.y_view).finish();
+              else
+                layer.forward(in.x_view, in.y_view);
+            },
+            {wrong.error});
+        CHECK(layer.num_batches_tracked() == 0);
+      }
 }

@@ -19,6 +19,7 @@
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/ops/power_norm.hpp>
 
+#include <comm/broken.hpp>
 #include <ops/grid_case.hpp>
 #include <support/throws.hpp>
 
@@ -440,4 +441,21 @@ TEST_CASE("parameters and states of a wrong size on one rank are an error on eve
     forward({}, ema, &iters);
     CHECK(iters == 1);
   });
+}
+
+TEST_CASE("a communicator that breaks its contract gives an error, not wrong statistics") {
+  using contract::broken;
+  for (auto const delivered : {broken::places::none, broken::places::last})
+    for (std::int64_t const channels : {4, 200})
+      for (std::int64_t const warmup : {0, 9}) {
+        syncnorm::power_norm<float, broken> layer{{0, 2, delivered}, channels, {.norm = {.warmup_iters = warmup}}};
+        step_inputs in{channels};
+        test::check_throws<syncnorm::communicator_error>(
+            [&] {
+              layer.forward(in.x_view, in.y_view);
+              layer.synchronize();
+            },
+            {"allgather: the communicator did not leave what rank 0 sent"});
+        CHECK(layer.iters() == 0);
+      }
 }

@@ -3,6 +3,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -149,16 +150,24 @@ inline void require_allreduce_extents(std::size_t in, std::size_t out) {
 
 } // namespace detail
 
-/// This rank's number in [0, size). Local.
-template <communicator C>
-[[nodiscard]] int rank(C const& comm) {
-  return communicator_traits<C>::rank(comm);
-}
-
-/// Number of ranks. Local.
+/// Number of ranks. Throws communicator_error where the communicator has less than one. Local.
 template <communicator C>
 [[nodiscard]] int size(C const& comm) {
-  return communicator_traits<C>::size(comm);
+  int const ranks = communicator_traits<C>::size(comm);
+  if (ranks < 1)
+    throw communicator_error{"communicator",
+                             "it says that it has " + std::to_string(ranks) + " ranks, expected at least 1"};
+  return ranks;
+}
+
+/// This rank's number in [0, size). Throws communicator_error where the communicator gives another. Local.
+template <communicator C>
+[[nodiscard]] int rank(C const& comm) {
+  int const own = communicator_traits<C>::rank(comm), ranks = size(comm);
+  if (own < 0 || own >= ranks)
+    throw communicator_error{"communicator",
+                             "it says that this is rank " + std::to_string(own) + " of " + std::to_string(ranks)};
+  return own;
 }
 
 /// Gathers `in` of every rank into `out` on every rank, in rank order. Collective, blocking. `in` may be block rank()
@@ -168,6 +177,19 @@ void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::
   detail::require_allgather_extents(in.size(), out.size(), size(comm));
   communicator_traits<C>::template allgather<T>(comm, in, out);
 }
+
+namespace detail {
+
+/// Throws where an allgather of `in` has not left it in the place of `rank`, this one, in `out`, so that a communicator which
+/// delivers nothing, or in another order, gives no wrong statistics.
+inline void require_own_message(int rank, std::span<std::byte const> in, std::span<std::byte const> out) {
+  auto const place = out.subspan(in.size() * static_cast<std::size_t>(rank), in.size());
+  if (!in.empty() && std::memcmp(in.data(), place.data(), in.size()) != 0)
+    throw communicator_error{"allgather", "the communicator did not leave what rank " + std::to_string(rank) +
+                                              " sent in the place of that rank"};
+}
+
+} // namespace detail
 
 /// Reduces `in` of every rank elementwise into `out` on every rank, the same bits on each. Collective, blocking. `in`
 /// may be `out`. Throws invalid_argument_error where the sizes differ, communicator_error.

@@ -43,10 +43,10 @@ private:
 }
 
 /// Shows by a sum over the ranks whether they all say the same and none has a fault. A digest is cut into pieces h of 16
-/// bits, of which Σh² = P·h̄² where and only where all are equal. The sums are of integers, exact in any order for less than
-/// 2²⁰ ranks, so every rank comes to the same conclusion.
+/// bits; Σh = P·h and Σh² = P·h² for the h of every rank where and only where all are equal, and no rank finds both where
+/// they are not. The sums are of integers, exact in any order for less than 2²⁰ ranks.
 struct summed_agreement {
-  static constexpr std::size_t size = 9; ///< the number of faults, then Σh and Σh² of four pieces
+  static constexpr std::size_t size = 9; ///< the number of faults, then h and h² of four pieces
 
   static void write(std::span<packet_header const> layers, std::span<double, size> to) {
     auto const said = agreement_digest(layers);
@@ -59,15 +59,10 @@ struct summed_agreement {
     }
   }
 
-  [[nodiscard]] static bool holds(std::span<double const, size> sums, int ranks) {
+  /// `sums` over the ranks of what each wrote, `own` what this one did.
+  [[nodiscard]] static bool holds(std::span<double const, size> sums, std::span<double const, size> own, int ranks) {
     bool same = sums[0] == 0;
-    for (std::size_t i = 0; i < 4; ++i) {
-      // All are equal where and only where all are their mean.
-      auto const sum = static_cast<std::uint64_t>(sums[1 + 2 * i]),
-                 squares = static_cast<std::uint64_t>(sums[2 + 2 * i]);
-      auto const count = static_cast<std::uint64_t>(ranks), h = sum / count;
-      same = same && sum == h * count && squares == h * h * count;
-    }
+    for (std::size_t i = 1; i < size; ++i) same = same && sums[i] == ranks * own[i];
     return same;
   }
 };

@@ -106,6 +106,7 @@ private:
     for (std::size_t k = 0; k < parts_.size(); ++k) {
       auto const& part = parts_[k];
       allgather(comm, std::span<std::byte const>{part.send}, part.receive);
+      require_own_message(rank(comm), part.send, part.receive);
       if (k == 0) accept();
       consume(part, k + 1 < parts_.size() ? &parts_[k + 1] : nullptr);
     }
@@ -121,6 +122,7 @@ private:
       bool const more = k + 1 < parts_.size();
       if (more && ahead) local(parts_[k + 1]);
       in_flight->wait();
+      require_own_message(rank(comm), parts_[k].send, parts_[k].receive);
       if (k == 0) accept();
       if (more && ahead) in_flight.emplace(start(parts_[k + 1]));
       consume(parts_[k], more && !ahead ? &parts_[k + 1] : nullptr);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -80,6 +81,7 @@ public:
         gathered_ = true;
         return nullptr;
       }
+      rank_ = rank(comm);
       if (!agreed_ && exchange_head(comm, policy)) return nullptr;
       if constexpr (allreduces<C, double>)
         if (policy == exchange_policy::reduce) return start_reduce(comm, split);
@@ -95,6 +97,7 @@ public:
   void finish() {
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (!gathered_) return;
+    require_own_message(rank_, std::as_bytes(std::span{own_}), std::as_bytes(std::span{received_}));
     of_ranks_.resize(ranks_);
     for (std::size_t l = 0; l < channels_.size(); ++l) {
       for (std::size_t r = 0; r < ranks_; ++r) of_ranks_[r] = header_at(rank_values(r).data() + offsets_[l]);
@@ -181,6 +184,7 @@ private:
     std::memcpy(head.data(), &all, sizeof all);
     std::copy_n(own_.begin(), std::min(own_.size(), head_values), head.begin() + header_room);
     allgather(comm, std::as_bytes(std::span{head}), std::as_writable_bytes(std::span{heads}));
+    require_own_message(rank_, std::as_bytes(std::span{head}), std::as_bytes(std::span{heads}));
     std::vector<packet_header> of_ranks(ranks_);
     for (std::size_t r = 0; r < ranks_; ++r) of_ranks[r] = header_at(heads.data() + r * room);
     require_agreement(of_ranks);
@@ -210,7 +214,8 @@ private:
     received_.clear();
     received_.shrink_to_fit();
     sums_.assign(prefix() + channels_before(channels_.size()) * (rule_ == merge_rule::moments ? 1 : values_), 0.0);
-    summed_agreement::write(headers_, std::span{sums_}.first<summed_agreement::size>());
+    summed_agreement::write(headers_, own_agreement_);
+    std::ranges::copy(own_agreement_, sums_.begin());
     for (std::size_t l = 0; l < channels_.size(); ++l) {
       auto* const of_layer = sums_.data() + summed_agreement::size + 3 * l;
       of_layer[0] = static_cast<double>(headers_[l].count);
@@ -272,7 +277,8 @@ private:
   /// Takes in the sums by which ranks agree. Where they do not, gathers the headers, and throws.
   template <class C>
   void accept_sums(C const& comm, std::span<double const> sums) {
-    bool agree = summed_agreement::holds(sums.first<summed_agreement::size>(), static_cast<int>(ranks_));
+    bool agree =
+        summed_agreement::holds(sums.first<summed_agreement::size>(), own_agreement_, static_cast<int>(ranks_));
     for (std::size_t l = 0; l < channels_.size(); ++l) {
       auto const of_layer = sums.subspan(summed_agreement::size + 3 * l, 3);
       summaries_[l] = {static_cast<std::int64_t>(of_layer[0]), of_layer[1] > 0};
@@ -295,10 +301,12 @@ private:
 
   kept_vector<std::int64_t> channels_;
   std::size_t values_, ranks_ = 0;
+  int rank_ = 0;
   bool agreed_;
   merge_rule rule_ = merge_rule::moments;
   bool gathered_ = false, reduced_ = false;
   std::vector<std::size_t> offsets_; // where each layer's header begins in what a rank sends
+  std::array<double, summed_agreement::size> own_agreement_{};
   std::vector<double> own_, received_, sums_, m2_;
   std::vector<packet_header> headers_, of_ranks_;
   std::vector<exchange_summary> summaries_;

@@ -78,6 +78,7 @@ public:
       work.wait();
     }
     if (std::exchange(late_, false)) allgather(comm, bytes_of(std::as_const(send_)), bytes_of(receive_));
+    require_own_message(rank(comm), bytes_of(std::as_const(send_)), bytes_of(std::as_const(receive_)));
     for (std::size_t r = 0; r < ranks_; ++r)
       std::memcpy(&headers_[r], bytes_of(std::as_const(receive_)).data() + r * message_ * sizeof(double),
                   sizeof(power_norm_header));
@@ -89,7 +90,11 @@ public:
       return;
     }
     rest_.resize(ranks_ * rest);
-    if (rest > 0) allgather(comm, bytes_of(std::span<double const>{values_}.subspan(first_)), bytes_of(rest_));
+    if (rest > 0) {
+      auto const last = bytes_of(std::span<double const>{values_}.subspan(first_));
+      allgather(comm, last, bytes_of(rest_));
+      require_own_message(rank(comm), last, bytes_of(std::as_const(rest_)));
+    }
     std::ranges::fill(sums, 0.0);
     for (std::size_t r = 0; r < ranks_; ++r) {
       for (std::size_t c = 0; c < first_; ++c) sums[c] += receive_[r * message_ + header_size + c];
