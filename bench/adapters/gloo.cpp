@@ -115,6 +115,7 @@ int measure(bench::settings const& how) {
       bench::add_large_rows(rows, how, source);
       bench::add_grid_rows(rows, how, source);
     }
+    if (where.ranks > 1 && !how.quick) bench::add_policy_rows(rows, how, source);
     bench::add_scaling_row(rows, source);
   }
   bench::process_group const group{

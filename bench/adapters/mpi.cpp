@@ -39,7 +39,7 @@ int measure(int argc, char** argv) {
     bench::add_large_rows(rows, how, source);
     bench::add_grid_rows(rows, how, source);
   }
-  if (comm.size() > 1 && (!how.quick || comm.size() == 4)) bench::add_policy_rows(rows, source);
+  if (comm.size() > 1 && (!how.quick || comm.size() == 4)) bench::add_policy_rows(rows, how, source);
   bench::add_scaling_row(rows, source);
   bench::process_group const group{
       .rank = comm.rank(),

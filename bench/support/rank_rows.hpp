@@ -97,19 +97,24 @@ void add_grid_rows(std::vector<row>& rows, settings const& how, rank_source<Comm
       if (!how.quick || batch == 32) add_small_row(rows, source, batch, channels);
 }
 
-/// What gathering and reducing take where channels are many.
+/// What gathering and reducing take where channels are many; each pass by itself unless the run is to be quick.
 template <class CommOf>
-void add_policy_rows(std::vector<row>& rows, rank_source<CommOf> const& source) {
-  for (std::int64_t const channels : {1024, 16384})
-    for (char const* op : {"forward+backward+gather", "forward+backward+reduce"}) {
-      row_key const key{op, "NC", "float", {8, channels, 1}, source.name, source.ranks, 1};
-      auto const make = [=] {
-        auto contenders = rank_contenders<float>(key, make_tensors<float>(key, source.rank_threads), source.comm_of);
-        for (auto& each : contenders) each.iterations = source.steps;
-        return contenders;
-      };
-      rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads});
-    }
+void add_policy_rows(std::vector<row>& rows, settings const& how, rank_source<CommOf> const& source) {
+  std::vector<std::string> const passes =
+      how.quick ? std::vector<std::string>{"forward+backward"} : std::vector<std::string>{"forward", "backward"};
+  std::vector<std::int64_t> const extents =
+      how.quick ? std::vector<std::int64_t>{1024, 16384} : std::vector<std::int64_t>{256, 1024, 4096, 16384};
+  for (std::int64_t const channels : extents)
+    for (char const* policy : {"+gather", "+reduce"})
+      for (auto const& pass : passes) {
+        row_key const key{pass + policy, "NC", "float", {8, channels, 1}, source.name, source.ranks, 1};
+        auto const make = [=] {
+          auto contenders = rank_contenders<float>(key, make_tensors<float>(key, source.rank_threads), source.comm_of);
+          for (auto& each : contenders) each.iterations = source.steps;
+          return contenders;
+        };
+        rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads});
+      }
 }
 
 /// The shape by which numbers of ranks are compared.
