@@ -142,6 +142,15 @@ inline void require_allgather_extents(std::size_t in, std::size_t out, int size)
                                  std::to_string(size) + " ranks x " + std::to_string(in)};
 }
 
+/// Throws where an allgather of `in` has not left it in the place of `rank`, this one, in `out`, so that a communicator which
+/// delivers nothing, or in another order, gives no wrong statistics.
+inline void require_own_message(int rank, std::span<std::byte const> in, std::span<std::byte const> out) {
+  auto const place = out.subspan(in.size() * static_cast<std::size_t>(rank), in.size());
+  if (!in.empty() && std::memcmp(in.data(), place.data(), in.size()) != 0)
+    throw communicator_error{"allgather", "the communicator did not leave what rank " + std::to_string(rank) +
+                                              " sent in the place of that rank"};
+}
+
 inline void require_allreduce_extents(std::size_t in, std::size_t out) {
   if (out != in)
     throw invalid_argument_error{"allreduce: the output has " + std::to_string(out) + " elements, the input " +
@@ -177,19 +186,6 @@ void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::
   detail::require_allgather_extents(in.size(), out.size(), size(comm));
   communicator_traits<C>::template allgather<T>(comm, in, out);
 }
-
-namespace detail {
-
-/// Throws where an allgather of `in` has not left it in the place of `rank`, this one, in `out`, so that a communicator which
-/// delivers nothing, or in another order, gives no wrong statistics.
-inline void require_own_message(int rank, std::span<std::byte const> in, std::span<std::byte const> out) {
-  auto const place = out.subspan(in.size() * static_cast<std::size_t>(rank), in.size());
-  if (!in.empty() && std::memcmp(in.data(), place.data(), in.size()) != 0)
-    throw communicator_error{"allgather", "the communicator did not leave what rank " + std::to_string(rank) +
-                                              " sent in the place of that rank"};
-}
-
-} // namespace detail
 
 /// Reduces `in` of every rank elementwise into `out` on every rank, the same bits on each. Collective, blocking. `in`
 /// may be `out`. Throws invalid_argument_error where the sizes differ, communicator_error.

@@ -91,7 +91,9 @@ private:
     auto mine = own;
     report_what_throws(mine, [&] { local(parts_.front()); });
     std::memcpy(parts_.front().send.data(), &mine, sizeof mine);
-    auto const accept = [&] {
+    auto const receive = [&](std::size_t k) {
+      require_own_message(rank(comm), parts_[k].send, parts_[k].receive);
+      if (k != 0) return;
       accept_headers();
       plan.part_channels = 1;
       for (auto const& header : headers_) plan.part_channels = std::max(plan.part_channels, header.part_channels);
@@ -99,21 +101,20 @@ private:
     };
     if constexpr (allgathers_async<C, std::byte>) {
       if (parts_.size() > 1) {
-        run_async(comm, ahead, local, accept, consume);
+        run_async(comm, ahead, local, receive, consume);
         return;
       }
     }
     for (std::size_t k = 0; k < parts_.size(); ++k) {
       auto const& part = parts_[k];
       allgather(comm, std::span<std::byte const>{part.send}, part.receive);
-      require_own_message(rank(comm), part.send, part.receive);
-      if (k == 0) accept();
+      receive(k);
       consume(part, k + 1 < parts_.size() ? &parts_[k + 1] : nullptr);
     }
   }
 
-  template <class C, class Local, class Accept, class Consume>
-  void run_async(C const& comm, bool ahead, Local const& local, Accept const& accept, Consume const& consume) {
+  template <class C, class Local, class Receive, class Consume>
+  void run_async(C const& comm, bool ahead, Local const& local, Receive const& receive, Consume const& consume) {
     auto const start = [&](exchange_part const& part) {
       return allgather_async(comm, std::span<std::byte const>{part.send}, part.receive);
     };
@@ -122,8 +123,7 @@ private:
       bool const more = k + 1 < parts_.size();
       if (more && ahead) local(parts_[k + 1]);
       in_flight->wait();
-      require_own_message(rank(comm), parts_[k].send, parts_[k].receive);
-      if (k == 0) accept();
+      receive(k);
       if (more && ahead) in_flight.emplace(start(parts_[k + 1]));
       consume(parts_[k], more && !ahead ? &parts_[k + 1] : nullptr);
       if (more && !ahead) in_flight.emplace(start(parts_[k + 1]));
