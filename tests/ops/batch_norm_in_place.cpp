@@ -1,10 +1,14 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <syncnorm/comm/thread_group.hpp>
@@ -13,6 +17,7 @@
 
 #include <ops/epilogue_cases.hpp>
 #include <support/sanitized.hpp>
+#include <support/throws.hpp>
 
 using syncnorm::run_ranks;
 using syncnorm::thread_communicator;
@@ -102,6 +107,224 @@ TEST_CASE_TEMPLATE("a pass in place recovers x, or keeps it", T, float, syncnorm
         if (choice.residual) CHECK_MESSAGE(dr.within(test::tolerance<T>), dr.text());
       });
     }
+}
+
+TEST_CASE_TEMPLATE("micro-batches in place are their concatenation, whatever is kept of each", T, float,
+                   syncnorm::bfloat16 AND_UNSANITIZED(double)) {
+  using P = syncnorm::accumulate_t<T>;
+  using tensor = std::unique_ptr<test::owned_tensor<T>>;
+  // Samples of each micro-batch of each rank.
+  std::vector<std::vector<std::int64_t>> const shares{{8}, {3, 0, 6}, {1, 9}};
+  for (auto const& choice : test::epilogue_choices)
+    for (auto const order : test::layouts) {
+      if (test::sanitized && order != test::layout::nchw && order != test::layout::nhwc) continue;
+      std::int64_t const spatial = order == test::layout::nc ? 1 : 11;
+      test::epilogue_case<T> data{{3, 6, 8, spatial, test::partition::uneven, order}, choice};
+      choose_parameters(data);
+      CAPTURE(choice.name());
+      run_ranks(3, [&](thread_communicator const& comm) {
+        auto const& g = data.cell;
+        auto const& share = shares[static_cast<std::size_t>(comm.rank())];
+        auto const first = g.first_sample_of(comm.rank()), last = first + g.samples_of(comm.rank());
+        auto const each = [&](auto const& f) { // f(k, view indices, index into the whole batch)
+          auto sample = first;
+          for (std::size_t k = 0; k < share.size(); ++k)
+            for (std::int64_t n = 0; n < share[k]; ++n, ++sample)
+              for (std::int64_t c = 0; c < g.channels; ++c)
+                for (std::int64_t s = 0; s < g.spatial; ++s)
+                  f(k, n, c, s, static_cast<std::size_t>((sample * g.channels + c) * g.spatial + s));
+        };
+        auto const make = [&](std::vector<T> const& values) {
+          std::vector<tensor> made;
+          for (auto const n : share)
+            made.push_back(std::make_unique<test::owned_tensor<T>>(order, n, g.channels, g.spatial));
+          if (!values.empty())
+            each([&](auto k, auto n, auto c, auto s, auto i) { made[k]->view(n, c, s) = values[i]; });
+          return made;
+        };
+        auto const views = [](std::vector<tensor> const& of) {
+          std::vector<syncnorm::tensor_view<T>> all;
+          for (auto const& one : of) all.push_back(one->view);
+          return all;
+        };
+        auto const over = make(data.x), x = make(data.x), y = make({}), dy = make(data.dy),
+                   residual = make(data.residual), dresidual = make({});
+        auto const read_x = views(x), read_dy = views(dy);
+        std::vector<syncnorm::tensor_view<T const>> const xs(read_x.begin(), read_x.end()),
+            dys(read_dy.begin(), read_dy.end());
+        std::vector<syncnorm::batch_norm_epilogue<T>> epilogues;
+        auto sample = first;
+        for (std::size_t k = 0; k < share.size(); ++k) {
+          auto& epilogue = epilogues.emplace_back(syncnorm::batch_norm_epilogue<T>{.activation = {choice.slope}});
+          if (choice.residual) epilogue.residual = residual[k]->view;
+          if (!data.mask.empty())
+            epilogue.mask = syncnorm::mask_of(data.mask.data() + sample * g.spatial, share[k], g.spatial);
+          if (choice.zeroes) epilogue.masked = syncnorm::masked_outputs::zero;
+          sample += share[k];
+        }
+
+        syncnorm::batch_norm<T, thread_communicator> layer{
+            comm, g.channels, {.norm = {.eps = data.eps, .momentum = 0.5}}};
+        auto apart = layer;
+        for (auto* const of : {&layer, &apart})
+          for (std::size_t c = 0; c < data.gamma.size(); ++c) {
+            of->gamma()[c] = static_cast<P>(data.gamma[c]);
+            of->beta()[c] = static_cast<P>(data.beta[c]);
+          }
+        apart.forward(xs, views(y), epilogues);
+        layer.forward_in_place(views(over), epilogues);
+        bool same = true;
+        each([&](auto k, auto n, auto c, auto s, auto) { same &= y[k]->view(n, c, s) == over[k]->view(n, c, s); });
+        CHECK(same);
+        CHECK(std::ranges::equal(layer.running_mean(), apart.running_mean()));
+        CHECK(std::ranges::equal(layer.running_var(), apart.running_var()));
+        CHECK(layer.num_batches_tracked() == (data.oracle.count > 0 ? 1 : 0));
+        std::size_t const kept = choice.slope <= 0 ? 6 : 3; // channels 1, 2 and 5
+        for (std::size_t k = 0; k < share.size(); ++k)
+          CHECK(layer.kept(k).bytes() == kept * static_cast<std::size_t>(share[k] * g.spatial) * sizeof(T));
+
+        layer.backward_in_place(views(over), dys, views(over), {}, epilogues,
+                                choice.residual ? views(dresidual) : std::vector<syncnorm::tensor_view<T>>{});
+        auto const gradients = data.oracle.backward(data.wide(data.dy), first, last);
+        test::comparison dx{1}, dr{1}, gamma{static_cast<long double>(g.samples() * g.spatial)}, beta = gamma;
+        each([&](auto k, auto n, auto c, auto s, auto i) {
+          dx.add(syncnorm::as_double(over[k]->view(n, c, s)), gradients.dx[i]);
+          if (choice.residual) dr.add(syncnorm::as_double(dresidual[k]->view(n, c, s)), gradients.dresidual[i]);
+        });
+        for (std::size_t c = 0; c < data.gamma.size(); ++c) {
+          gamma.add(static_cast<double>(layer.gamma_grad()[c]), gradients.gamma[c]);
+          beta.add(static_cast<double>(layer.beta_grad()[c]), gradients.beta[c]);
+        }
+        double const recovered = test::rounding<T> * (4 + syncnorm::recoverable_ratio<T>); // as above
+        CHECK_MESSAGE(dx.within(test::tolerance<T> + recovered), dx.text());
+        if (choice.residual) CHECK_MESSAGE(dr.within(test::tolerance<T>), dr.text());
+        CHECK_MESSAGE(gamma.within(test::tolerance<T, double> + recovered), gamma.text());
+        CHECK_MESSAGE(beta.within(test::tolerance<T, double>), beta.text());
+      });
+    }
+}
+
+TEST_CASE("micro-batches in place may differ in their activations, and be of any mode") {
+  // Of each, what is kept follows from its own activation.
+  std::array const slopes{0.25, 0.0, 1.0};
+  enum class mode { training, evaluation, by_itself };
+  for (auto const how : {mode::training, mode::evaluation, mode::by_itself})
+    run_ranks(2, [&](thread_communicator const& comm) {
+      std::vector<double> x(3 * 2 * 4 * 5), dy(x.size()), y(x.size()), dx(x.size()), over, over_dx(x.size());
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        x[i] = 3 + test::noise(static_cast<std::uint64_t>(comm.rank()), i);
+        dy[i] = test::noise(static_cast<std::uint64_t>(2 + comm.rank()), i);
+      }
+      over = x;
+      auto const parts = [](auto& values) {
+        using view = syncnorm::tensor_view<std::remove_reference_t<decltype(values[0])>>;
+        std::vector<view> all;
+        for (std::int64_t k = 0; k < 3; ++k) all.push_back(syncnorm::nchw(values.data() + k * 40, 2, 4, 5));
+        return all;
+      };
+      std::vector<syncnorm::batch_norm_epilogue<double>> epilogues;
+      for (double const slope : slopes) epilogues.push_back({.activation = {slope}});
+      syncnorm::batch_norm<double, thread_communicator> layer{comm, 4, {.track_running_stats = how != mode::by_itself}};
+      if (how != mode::training) layer.eval();
+      layer.gamma()[2] = 0;
+      auto twin = layer;
+      std::vector<double> const &cx = x, &cdy = dy;
+      twin.forward(parts(cx), parts(y), epilogues);
+      twin.backward(parts(cx), parts(cdy), parts(dx), {}, epilogues);
+      layer.forward_in_place(parts(over), epilogues);
+      CHECK(over == y);
+      CHECK(layer.kept(0).channels().size() == 1);
+      CHECK(layer.kept(1).channels().size() == 4);
+      CHECK(layer.kept(2).channels().size() == 1);
+      for (int i = 0; i < 2; ++i) { // the second time from x, which is back
+        layer.backward_in_place(parts(over), parts(cdy), parts(over_dx), {}, epilogues);
+        double worst = 0;
+        for (std::size_t k = 0; k < x.size(); ++k) worst = std::max(worst, std::abs(over_dx[k] - dx[k]));
+        CHECK(worst <= 1e-12);
+      }
+      for (std::size_t c = 0; c < 4; ++c) CHECK(std::abs(layer.gamma_grad()[c] - 2 * twin.gamma_grad()[c]) <= 1e-11);
+      // Without gradients of x, after fewer micro-batches than before.
+      std::ranges::copy(x, over.begin());
+      auto const fewer = parts(over);
+      auto const dys = parts(cdy);
+      layer.forward_in_place(std::span{fewer}.first(2));
+      layer.backward_in_place(std::span{fewer}.first(2), std::span{dys}.first(2), {});
+    });
+}
+
+TEST_CASE("micro-batches in place: what is wrong on one rank is an error on every rank, and x stays") {
+  run_ranks(3, [](thread_communicator const& comm) {
+    syncnorm::batch_norm<float, thread_communicator> layer{comm, 2};
+    std::vector<float> x(3 * 2 * 2 * 4), dy(x.size(), 1), dx(x.size(), -5);
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(test::noise(1, i));
+    auto const given = x;
+    auto const parts = [](auto& values) {
+      using view = syncnorm::tensor_view<std::remove_reference_t<decltype(values[0])>>;
+      return std::vector<view>{syncnorm::nchw(values.data(), 2, 2, 4), syncnorm::nchw(values.data() + 16, 1, 2, 4)};
+    };
+    std::vector<float> const &cx = x, &cdy = dy;
+    bool const here = comm.rank() == 1;
+    auto const thrown = [&](std::string const& what, auto const& f) {
+      test::check_throws<syncnorm::invalid_argument_error>(f, {"rank 1: " + what});
+      CHECK(layer.num_batches_tracked() == 0);
+      CHECK(std::ranges::equal(layer.running_mean(), std::array{0.0F, 0.0F}));
+    };
+    auto const forward = [&](std::string const& what, std::vector<syncnorm::tensor_view<float>> const& over,
+                             std::vector<syncnorm::batch_norm_epilogue<float>> const& with = {}) {
+      thrown(what, [&] { layer.forward_in_place(over, with); });
+      CHECK(x == given);
+    };
+    std::vector<syncnorm::batch_norm_epilogue<float>> const one(1), two(2);
+    forward("there are 1 epilogues, expected 2 as micro-batches of x", parts(x), here ? one : two);
+    auto over = parts(x);
+    if (here) over[1] = over[0].sample_range(1, 1);
+    forward("x[0] and x[1] are in the same memory, which a pass in place writes to", over);
+    over = parts(x);
+    if (here) over[1].data -= 4; // a part of one channel in common
+    forward("x[0] and x[1] are in the same memory", over);
+    auto with = two;
+    if (here) with[0].residual = syncnorm::nchw(cx.data() + 12, 2, 2, 4);
+    forward("the residual[0] is in the memory of x[1], which a pass in place writes to", parts(x), with);
+    if (here) with[0].residual = syncnorm::nchw(cdy.data(), 2, 2, 3);
+    forward("the residual[0] is [2, 2, 3], expected [2, 2, 4] as x", parts(x), with);
+    over = parts(x);
+    if (here) over[1].data = nullptr;
+    forward("x[1] is null", over);
+
+    layer.forward_in_place(parts(x), two);
+    auto const y = x;
+    auto const backward = [&](std::string const& what, auto const& f) {
+      test::check_throws<syncnorm::invalid_argument_error>(f, {"rank 1: " + what});
+      CHECK(dx == std::vector<float>(x.size(), -5));
+      CHECK(std::ranges::equal(layer.gamma_grad(), std::array{0.0F, 0.0F}));
+    };
+    auto const some = [&](auto const& all, std::size_t count) { return std::span{all}.first(here ? count : 2); };
+    auto const ys = parts(x), dxs = parts(dx);
+    auto const dys = parts(cdy);
+    backward("there are 1 micro-batches of y, expected 2 as of the forward pass in place",
+             [&] { layer.backward_in_place(some(ys, 1), some(dys, 1), some(dxs, 1)); });
+    CHECK((x == y || !here)); // here, nothing was recovered
+    backward("there are 1 epilogues, expected 2 as micro-batches of y",
+             [&] { layer.backward_in_place(ys, dys, dxs, {}, some(two, 1)); });
+    auto bad = ys;
+    if (here) bad[1].spatial = 3;
+    backward("micro-batch 1: y is [1, 2, 3], expected [1, 2, 4] as x",
+             [&] { layer.backward_in_place(bad, dys, dxs, {}, two); });
+    backward("there are 1 micro-batches of dy", [&] { layer.backward_in_place(ys, some(dys, 1), dxs, {}, two); });
+    layer.backward_in_place(ys, dys, dxs, {}, two);
+    float worst = 0;
+    for (std::size_t i = 0; i < x.size(); ++i) worst = std::max(worst, std::abs(x[i] - given[i]));
+    CHECK(worst <= 2e-6F); // x is back, once
+    CHECK(dx[0] != -5);
+
+    layer.eval();
+    if (here)
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] {
+            layer.forward_in_place(std::vector{ys[0], ys[0]});
+          },
+          {"batch_norm inference: x[0] and x[1] are in the same memory"});
+  });
 }
 
 TEST_CASE("x is back after a pass in place, and stays there") {

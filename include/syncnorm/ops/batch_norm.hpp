@@ -6,17 +6,24 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/ops/batch_norm_backward.hpp>
 #include <syncnorm/ops/batch_norm_double_backward.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
 #include <syncnorm/ops/batch_norm_in_place.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/pending_passes.hpp>
 
 namespace syncnorm {
@@ -57,14 +64,7 @@ public:
   /// The same of K micro-batches by one statistic, with one exchange: as `batch_norm_forward_batches`.
   void forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
                std::span<batch_norm_epilogue<T> const> epilogues = {}) {
-    if (by_batch())
-      run_forward(comm_, x, y, epilogues, running());
-    else if (options_.track_running_stats)
-      infer(x, y, epilogues);
-    else {
-      run_forward(self_communicator{}, x, y, epilogues, {});
-      saved_.scope = statistics_scope::this_rank;
-    }
+    forward_by(x, y, epilogues, {});
   }
 
   /// dx for the latest forward pass, whose x this has to be; adds to the gradients of gamma and beta. As
@@ -87,9 +87,18 @@ public:
   /// and the activation allow it; the other channels are kept, see `kept`. The residual has to stay until then, and should not
   /// be far larger than gamma, `recoverable_ratio`.
   void forward_in_place(tensor_view<T> x, batch_norm_epilogue<T> const& epilogue = {}) {
-    tensor_view<T const> const from = x;
-    kept_.keep(from, affine_parameters<P>{gamma_, beta_}, epilogue);
-    forward(from, x, epilogue);
+    forward_in_place(std::span{&x, 1}, std::span{&epilogue, 1});
+  }
+  /// The same of K micro-batches by one statistic, none of which may be in the memory of another one or of its residual.
+  void forward_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues = {}) {
+    if (kept_.size() < x.size()) kept_.resize(x.size());
+    in_place_ = x.size();
+    auto const fault = detail::find_shared_in_place(x, epilogues);
+    bool const has_epilogues = epilogues.size() == x.size(); // of another number they are a fault of the pass
+    for (std::size_t k = 0; k < x.size(); ++k)
+      kept_[k].keep(x[k], affine(), has_epilogues ? epilogues[k] : batch_norm_epilogue<T>{});
+    read_only const from{x};
+    forward_by(from.views(), x, epilogues, fault);
   }
 
   /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards,
@@ -97,12 +106,23 @@ public:
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
                          batch_norm_epilogue<T> const& epilogue = {}, tensor_view<T> dresidual = {},
                          batch_norm_backward_options const& options = {}) {
-    auto const fault = kept_.restore(exec_, y, affine_parameters<P>{gamma_, beta_}, saved_, epilogue);
-    batch_norm_backward<T const, P>(exec_, comm_, dy, y, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
-                                    options, workspace_, {.fault = fault}, epilogue, dresidual);
+    bool const wants_dx = detail::is_wanted(dx);
+    backward_in_place(std::span{&y, 1}, std::span{&dy, 1}, std::span{&dx, wants_dx ? 1U : 0U}, options,
+                      std::span{&epilogue, 1}, std::span{&dresidual, 1});
   }
-  /// What the latest `forward_in_place` has kept of x.
-  [[nodiscard]] batch_norm_kept<T> const& kept() const noexcept { return kept_; }
+  /// The same of the K micro-batches of the latest `forward_in_place`. No dx: not needed.
+  void backward_in_place(std::span<tensor_view<T> const> y, std::span<tensor_view<T const> const> dy,
+                         std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {},
+                         std::span<batch_norm_epilogue<T> const> epilogues = {},
+                         std::span<tensor_view<T> const> dresidual = {}) {
+    auto const fault = restore(y, epilogues);
+    read_only const x{y};
+    batch_norm_backward_batches<T, P>(exec_, comm_, dy, x.views(), dx, {gamma_, beta_}, saved_,
+                                      {gamma_grad_, beta_grad_}, options, workspace_, {.fault = fault}, epilogues,
+                                      dresidual);
+  }
+  /// What the latest `forward_in_place` has kept of x, or of micro-batch `k`.
+  [[nodiscard]] batch_norm_kept<T> const& kept(std::size_t k = 0) const noexcept { return kept_[k]; }
 
   /// `backward` of the K micro-batches of the latest forward pass. No dx: not needed.
   void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
@@ -164,9 +184,8 @@ public:
                                               batch_norm_backward_options const& options = {},
                                               batch_norm_epilogue<T> const& epilogue = {},
                                               tensor_view<T> dresidual = {}) {
-    bool const wants_dx = dx.data != nullptr || dx.samples != 0 || dx.channels != 0 || dx.spatial != 0;
-    std::array const dxs{dx};
-    return plan_backward(std::array{x}, std::array{dy}, std::span{dxs}.first(wants_dx ? 1 : 0), options,
+    bool const wants_dx = detail::is_wanted(dx);
+    return plan_backward(std::span{&x, 1}, std::span{&dy, 1}, std::span{&dx, wants_dx ? 1U : 0U}, options,
                          std::span{&epilogue, 1}, std::span{&dresidual, 1});
   }
   [[nodiscard]] batch_norm_pass plan_backward(std::span<tensor_view<T const> const> x,
@@ -213,22 +232,74 @@ public:
 
 private:
   [[nodiscard]] bool by_batch() const noexcept { return training_ && !frozen_; }
+  [[nodiscard]] affine_parameters<P> affine() const { return {gamma_, beta_}; }
   [[nodiscard]] running_statistics<P> running() {
     if (!options_.track_running_stats) return {};
     return {running_mean_, running_var_, &num_batches_tracked_};
   }
 
+  /// Views of what is written, to be read.
+  class read_only {
+  public:
+    explicit read_only(std::span<tensor_view<T> const> of)
+        : count_{of.size()}, views_{static_cast<std::int64_t>(of.size())} {
+      std::ranges::copy(of, views_.data());
+    }
+    [[nodiscard]] std::span<tensor_view<T const> const> views() const { return {views_.data(), count_}; }
+
+  private:
+    std::size_t count_;
+    host::detail::scratch_lease<tensor_view<T const>> views_;
+  };
+
+  /// Makes each y of a pass in place x again. Says what is wrong, or nothing.
+  [[nodiscard]] std::string restore(std::span<tensor_view<T> const> y,
+                                    std::span<batch_norm_epilogue<T> const> epilogues) {
+    using detail::call_check;
+    auto const batches = y.size();
+    if (batches != in_place_)
+      return call_check::text("there are ", batches, " micro-batches of y, expected ", in_place_,
+                              " as of the forward pass in place");
+    if (!epilogues.empty() && epilogues.size() != batches)
+      return call_check::text("there are ", epilogues.size(), " epilogues, expected ", batches,
+                              " as micro-batches of y");
+    for (std::size_t k = 0; k < batches; ++k) {
+      auto const fault =
+          kept_[k].restore(exec_, y[k], affine(), saved_, epilogues.empty() ? batch_norm_epilogue<T>{} : epilogues[k]);
+      if (!fault.empty()) return batches == 1 ? fault : call_check::text("micro-batch ", k, ": ", fault);
+    }
+    return {};
+  }
+
+  /// `fault` is what is wrong already.
+  void forward_by(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
+                  std::span<batch_norm_epilogue<T> const> epilogues, std::string_view fault) {
+    if (by_batch())
+      run_forward(comm_, x, y, epilogues, running(), fault);
+    else if (options_.track_running_stats)
+      infer(x, y, epilogues, fault);
+    else {
+      run_forward(self_communicator{}, x, y, epilogues, {}, fault);
+      saved_.scope = statistics_scope::this_rank;
+    }
+  }
+
   template <communicator Over>
   void run_forward(Over const& comm, std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
-                   std::span<batch_norm_epilogue<T> const> epilogues, running_statistics<P> running) {
-    batch_norm_forward_batches<T, P>(exec_, comm, x, y, {gamma_, beta_}, running, options_.norm, saved_, workspace_, {},
-                                     epilogues);
+                   std::span<batch_norm_epilogue<T> const> epilogues, running_statistics<P> running,
+                   std::string_view fault) {
+    batch_norm_forward_batches<T, P>(exec_, comm, x, y, affine(), running, options_.norm, saved_, workspace_,
+                                     {.fault = fault}, epilogues);
   }
 
   void infer(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
-             std::span<batch_norm_epilogue<T> const> epilogues) {
-    batch_norm_inference_batches<T, P>(exec_, x, y, {gamma_, beta_}, running_mean_, running_var_, options_.norm.eps,
-                                       saved_, options_.norm.variance, epilogues);
+             std::span<batch_norm_epilogue<T> const> epilogues, std::string_view fault) {
+    if (!fault.empty()) {
+      detail::forget(saved_);
+      throw invalid_argument_error{"batch_norm inference: " + std::string{fault}};
+    }
+    batch_norm_inference_batches<T, P>(exec_, x, y, affine(), running_mean_, running_var_, options_.norm.eps, saved_,
+                                       options_.norm.variance, epilogues);
   }
 
   C comm_;
@@ -240,7 +311,8 @@ private:
   bool training_ = true, frozen_ = false;
   batch_norm_saved saved_;
   batch_norm_workspace workspace_;
-  batch_norm_kept<T> kept_;
+  std::vector<batch_norm_kept<T>> kept_ = std::vector<batch_norm_kept<T>>(1); // of as many micro-batches as there were
+  std::size_t in_place_ = 1;                                                  // of the latest forward pass in place
 };
 
 } // namespace syncnorm

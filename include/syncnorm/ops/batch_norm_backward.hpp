@@ -7,11 +7,22 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_micro_batches.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 
 namespace syncnorm {
+
+namespace detail {
+
+/// Whether a gradient is asked for: a default view is none.
+template <class T>
+[[nodiscard]] bool is_wanted(tensor_view<T> const& gradient) {
+  return gradient.data != nullptr || gradient.samples != 0 || gradient.channels != 0 || gradient.spatial != 0;
+}
+
+} // namespace detail
 
 /// Gradients of `batch_norm_forward` and `batch_norm_inference`:
 ///
@@ -35,12 +46,11 @@ void batch_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
                          batch_norm_epilogue<std::remove_const_t<X>> const& epilogue = {},
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual = {}) {
   using T = std::remove_const_t<X>;
-  bool const wants_dx = dx.data != nullptr || dx.samples != 0 || dx.channels != 0 || dx.spatial != 0;
   std::array const dxs{dx};
-  batch_norm_backward_batches<T, P>(exec, comm, std::array<tensor_view<T const>, 1>{dy},
-                                    std::array<tensor_view<T const>, 1>{x}, std::span{dxs}.first(wants_dx ? 1 : 0),
-                                    affine, saved, gradients, options, workspace, caller, std::span{&epilogue, 1},
-                                    std::span<tensor_view<T> const>{&dresidual, 1});
+  batch_norm_backward_batches<T, P>(
+      exec, comm, std::array<tensor_view<T const>, 1>{dy}, std::array<tensor_view<T const>, 1>{x},
+      std::span{dxs}.first(detail::is_wanted(dx) ? 1 : 0), affine, saved, gradients, options, workspace, caller,
+      std::span{&epilogue, 1}, std::span<tensor_view<T> const>{&dresidual, 1});
 }
 
 /// The same with a workspace of its own.
