@@ -1,5 +1,6 @@
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/torch/batch_norm_group.hpp>
+#include <syncnorm/torch/micro_batches.hpp>
 
 namespace test::on_cuda {
 
@@ -92,6 +94,187 @@ TEST_CASE("CUDA tensors: in place, gradients are those of a module apart, and x 
       for (std::size_t i = 1; i < results.size(); ++i) check_close(results[i], results[0], tolerance);
     });
   }
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: micro-batches in place, each with an epilogue of its own, give what they give apart") {
+  torch::manual_seed(83);
+  struct mode {
+    torch::Dtype type;
+    std::vector<std::vector<std::int64_t>> shares; ///< samples of each micro-batch of each rank
+    bool evaluates = false;
+  };
+  for (auto const& of : std::vector<mode>{{torch::kFloat, {{0, 3, 2}, {4}, {0, 0}}},
+                                          {torch::kDouble, {{2, 1}, {1, 0, 3}}},
+                                          {torch::kHalf, {{2, 0, 3}}},
+                                          {torch::kBFloat16, {{1, 4}}},
+                                          {torch::kFloat, {{2, 0, 3}}, true}}) {
+    bool const is_wide = of.type == torch::kFloat || of.type == torch::kDouble;
+    auto const x = random({5, 6, 2, 3}).to(of.type), dy = random({5, 6, 2, 3}).to(of.type),
+               residual = random({5, 6, 2, 3}).to(of.type);
+    auto const mask = torch::rand({5, 2, 3}) < 0.7;
+    auto const norm = make_norm(BatchNormOptions{6}.eps(1e-2), {}, is_wide ? of.type : torch::kFloat);
+    {
+      torch::NoGradGuard const no_recording;
+      norm->bias.copy_(torch::arange(6) * 0.1);
+      norm->weight[1] = 0, norm->weight[4] = 1e-4; // channels to be kept
+    }
+    norm.ptr()->train(!of.evaluates);
+    run_ranks(static_cast<int>(of.shares.size()), [&](thread_communicator const& comm) {
+      INFO("type ", static_cast<int>(of.type), ", rank ", comm.rank(), " of ", comm.size());
+      auto const on = device_of(comm);
+      std::vector<std::vector<Tensor>> results;
+      for (auto const how : {way::apart, way::at_once, way::begun}) {
+        bool const in_place = how != way::apart;
+        auto device = on_device(norm, comm);
+        device->set_in_place(in_place);
+        auto& all = results.emplace_back();
+        for (int i = 0; i < 2; ++i) { // the second time by another room
+          std::vector<Tensor> leaves, inputs, factors;
+          std::vector<norm_epilogue> with;
+          for (auto const n : of.shares[static_cast<std::size_t>(comm.rank())]) {
+            auto const k = inputs.size();
+            auto const own = [&](Tensor const& whole) { return whole.slice(0, 0, n).to(on); };
+            auto const part = own(x + static_cast<int>(k));
+            leaves.push_back((k == 1 ? part.contiguous(torch::MemoryFormat::ChannelsLast) : part * 1).requires_grad_());
+            inputs.push_back(leaves.back() * 1);
+            factors.push_back(own(dy));
+            // By turns one of which nothing is recovered, one that is activated, and one that is not.
+            auto const added = k == 2 ? Tensor{} : own(residual * 1).requires_grad_();
+            with.push_back({activation::leaky_relu(k == 0   ? 0
+                                                   : k == 1 ? 0.5
+                                                            : 1),
+                            added, k == 1 ? Tensor{} : own(mask),
+                            k == 0 ? syncnorm::masked_outputs::zero : syncnorm::masked_outputs::normalized});
+          }
+          auto const y = how == way::begun ? syncnorm::torch::begin_forward_batches(device, inputs, with).finish()
+                                           : syncnorm::torch::forward_batches(device, inputs, with);
+          REQUIRE(y.size() == inputs.size());
+          auto loss = torch::zeros({}, factors[0].options());
+          for (std::size_t k = 0; k < y.size(); ++k) {
+            CHECK(y[k].is_same(inputs[k]) == in_place);
+            loss = loss + (y[k] * factors[k]).sum();
+          }
+          for (auto const& each : with)
+            if (each.residual.defined()) leaves.push_back(each.residual);
+          loss.backward({}, /*retain_graph=*/true);
+          auto const once = left_of(device, y, leaves);
+          loss.backward();
+          auto const again = left_of(device, y, leaves);
+          all.insert(all.end(), once.begin(), once.end());
+          all.insert(all.end(), again.begin(), again.end());
+        }
+      }
+      // Of recovered values: the last bit of y, times what `recoverable_ratio` allows.
+      auto const tolerance = of.type == torch::kBFloat16 ? 1.6e-1
+                             : of.type == torch::kHalf   ? 2e-2
+                             : of.type == torch::kFloat  ? 2e-5
+                                                         : 1e-12;
+      for (std::size_t i = 1; i < results.size(); ++i) check_close(results[i], results[0], tolerance);
+    });
+  }
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: micro-batches in place make room without waiting but at first, and too little is an error") {
+  torch::Device const device{torch::kCUDA, 0};
+  SyncBatchNorm norm{BatchNormOptions{64}};
+  norm->to(device);
+  norm->set_in_place();
+  use_cuda(*norm, syncnorm::self_communicator{});
+  auto const leaf = torch::randn({3, 64}).to(device).requires_grad_();
+  // Of the first one everything is kept, and of the second one nothing; only of the third one may there be too little room.
+  std::vector<norm_epilogue> const with{{activation::relu()}, {}, {activation::leaky_relu(0.5)}};
+  auto const inputs = [&] { return std::vector<Tensor>{leaf * 1, leaf.slice(0, 0, 0) * 1, leaf * 2}; };
+  auto const step = [&] {
+    auto const y = syncnorm::torch::forward_batches(norm, inputs(), with);
+    norm->synchronize();
+    return y;
+  };
+  (void)step();
+  auto const given = inputs();
+  fake_cuda::reset();
+  (void)fake_torch::host_operations();
+  (void)syncnorm::torch::forward_batches(norm, given, with);
+  CHECK(fake_torch::host_operations() == 0);
+  CHECK(fake_cuda::calls("cudaStreamSynchronize") == 0);
+  norm->synchronize();
+
+  norm->weight.detach().slice(0, 0, 9).zero_();
+  auto const before = state_of(*norm);
+  auto const stay = inputs();
+  auto const text = message_of<syncnorm::invalid_argument_error>([&] {
+    (void)syncnorm::torch::forward_batches(norm, stay, with);
+    norm->synchronize();
+  });
+  CHECK(text == "batch_norm forward: rank 0: more channels to keep than room");
+  for (std::size_t k = 0; k < stay.size(); ++k) CHECK(torch::equal(stay[k].detach().cpu(), inputs()[k].detach().cpu()));
+  CHECK(same_state(state_of(*norm), before));
+  auto const y = step(); // which makes room
+  (y[0] * y[0]).sum().backward({}, /*retain_graph=*/true);
+  (y[2] * y[2]).sum().backward();
+  norm->synchronize();
+  check_no_violations();
+}
+
+TEST_CASE(
+    "CUDA tensors: micro-batches in place, what is wrong on one rank is an error on every rank, and inputs stay") {
+  using syncnorm::invalid_argument_error;
+  auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto device = on_device(norm, comm);
+    (void)device->forward(torch::randn({4, 3}).to(device_of(comm))); // ranks agree
+    device->set_in_place();
+    auto const before = state_of(*device);
+    auto const leaf = torch::randn({4, 3, 2}).to(device_of(comm)).requires_grad_();
+    bool const here = comm.rank() == 1;
+    using maker = std::function<std::vector<Tensor>(Tensor const& x, Tensor const& u)>;
+    auto const refused = [&](std::string const& what, maker const& inputs,
+                             std::function<std::vector<norm_epilogue>(Tensor const& u)> const& with = {}) {
+      for (bool const begun : {false, true}) {
+        auto const x = leaf * 1, u = leaf * 2; // which a pass is recorded of before it is known to have failed
+        auto const text = message_of<invalid_argument_error>([&] {
+          auto const epilogues = with ? with(u) : std::vector<norm_epilogue>{};
+          begun ? (void)syncnorm::torch::begin_forward_batches(device, inputs(x, u), epilogues).finish()
+                : (void)syncnorm::torch::forward_batches(device, inputs(x, u), epilogues);
+          device->synchronize();
+        });
+        CHECK_MESSAGE(contains(text, "rank 1: " + what), text);
+        CHECK(same_state(state_of(*device), before));
+        CHECK(torch::equal(x.detach().cpu(), leaf.detach().cpu()));
+        CHECK(torch::equal(u.detach().cpu(), 2 * leaf.detach().cpu()));
+      }
+    };
+    maker const both = [](Tensor const& x, Tensor const& u) { return std::vector{x, u}; };
+    auto const with_residual = [](Tensor const& residual) {
+      std::vector<norm_epilogue> with(2);
+      with[0].residual = residual;
+      return with;
+    };
+    refused("there are 1 epilogues, expected 2 as micro-batches", both,
+            [&](Tensor const&) { return std::vector<norm_epilogue>(here ? 1 : 2); });
+    refused("a pass in place writes to memory that another micro-batch reads", [&](Tensor const& x, Tensor const& u) {
+      return std::vector{x, here ? x : u};
+    });
+    refused("a pass in place writes to memory that another micro-batch reads", both,
+            [&](Tensor const& u) { return with_residual(here ? u : leaf); });
+    refused("micro-batch 0: the residual is [1, 3, 2], expected [4, 3, 2] as the input", both,
+            [&](Tensor const&) { return with_residual(here ? leaf.slice(0, 0, 1) : leaf); });
+    refused("a leaf Variable that requires grad", [&](Tensor const& x, Tensor const& u) {
+      return std::vector{x, here ? leaf : u};
+    });
+    refused("the input is a view", [&](Tensor const& x, Tensor const& u) {
+      return std::vector{x, here ? u.slice(0, 0, 1) : u};
+    });
+
+    auto const y = syncnorm::torch::forward_batches(device, {leaf * 1, leaf * 2}, std::vector<norm_epilogue>(2));
+    if (here) y[1].mul_(2);
+    auto const text = message_of<invalid_argument_error>([&] {
+      (y[0].sum() + y[1].sum()).backward();
+      device->synchronize();
+    });
+    CHECK_MESSAGE((contains(text, "rank 1") && contains(text, "modified by an inplace operation")), text);
+  });
   check_no_violations();
 }
 

@@ -20,43 +20,58 @@
 
 namespace test::on_cuda {
 
-TEST_CASE("CUDA tensors: micro-batches by one statistic and their gradient penalty agree with the CPU's") {
+TEST_CASE("CUDA tensors: micro-batches by one statistic, with epilogues, too, and their gradient penalty agree with "
+          "the CPU's") {
   torch::manual_seed(77);
   // Samples of each micro-batch of each rank.
   for (auto const& shares : std::vector<std::vector<std::vector<std::int64_t>>>{{{2, 3, 1}}, {{0}, {1, 2}, {0, 4}}})
     for (auto const type : {torch::kHalf, torch::kDouble}) {
       auto const norm = make_norm(BatchNormOptions{3}.eps(0.1), {}, type == torch::kHalf ? torch::kFloat : type);
-      auto const x = random({6, 3, 2, 2}).to(type), dy = random({6, 3, 2, 2}).to(type);
+      auto const x = random({6, 3, 2, 2}).to(type), dy = random({6, 3, 2, 2}).to(type),
+                 residual = random({6, 3, 2, 2}).to(type);
+      auto const mask = torch::rand({6, 2, 2}) < 0.7;
       run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
         INFO("rank ", comm.rank(), " of ", comm.size());
-        auto const step = [&](SyncBatchNorm of, torch::Device const& on, bool penalty) {
+        auto const step = [&](SyncBatchNorm of, torch::Device const& on, bool penalty, bool with_epilogues) {
           std::vector<Tensor> inputs, gradients;
+          std::vector<norm_epilogue> with;
           for (auto const n : shares[static_cast<std::size_t>(comm.rank())]) {
             auto input = (x.slice(0, 0, n) + comm.rank() + static_cast<int>(inputs.size())).to(on);
             if (inputs.size() == 1) input = input.contiguous(torch::MemoryFormat::ChannelsLast);
             inputs.push_back(input.detach().requires_grad_(inputs.size() != 2));
             gradients.push_back(dy.slice(0, 0, n).to(on));
+            auto const k = with.size();
+            if (with_epilogues)
+              with.push_back({activation::leaky_relu(k == 0 ? 0.25 : 0),
+                              k == 1 ? Tensor{} : residual.slice(0, 0, n).to(on).detach().requires_grad_(),
+                              k == 2 ? Tensor{} : mask.slice(0, 0, n).to(on),
+                              k == 0 ? syncnorm::masked_outputs::zero : syncnorm::masked_outputs::normalized});
           }
           auto const y = on.is_cuda() && type == torch::kDouble && !penalty
-                             ? syncnorm::torch::begin_forward_batches(of, inputs).finish()
-                             : syncnorm::torch::forward_batches(of, inputs);
+                             ? syncnorm::torch::begin_forward_batches(of, inputs, with).finish()
+                             : syncnorm::torch::forward_batches(of, inputs, with);
+          auto leaves = inputs;
+          for (auto const& each : with)
+            if (each.residual.defined()) leaves.push_back(each.residual);
           if (penalty) {
             auto loss = torch::zeros({}, inputs[0].options());
-            auto const edges = std::vector(inputs.begin(), inputs.begin() + (inputs.size() > 1 ? 2 : 1));
+            auto edges = std::vector(inputs.begin(), inputs.begin() + (inputs.size() > 1 ? 2 : 1));
+            edges.insert(edges.end(), leaves.begin() + static_cast<std::ptrdiff_t>(inputs.size()), leaves.end());
             for (auto const& slope : torch::autograd::grad(y, edges, gradients, true, /*create_graph=*/true))
               loss = loss + slope.pow(2).sum();
             loss.backward();
           } else {
             torch::autograd::backward(y, gradients);
           }
-          return left_of(of, y, inputs);
+          return left_of(of, y, leaves);
         };
         auto host = on_host(norm, comm), device = on_device(norm, comm);
-        for (bool const penalty : {false, true}) {
-          if (penalty && type == torch::kHalf) continue;
-          auto const expected = step(host, torch::kCPU, penalty);
-          check_close(step(device, device_of(comm), penalty), expected, allowed(type));
-        }
+        for (bool const penalty : {false, true})
+          for (bool const with_epilogues : {false, true}) {
+            if (penalty && type == torch::kHalf) continue;
+            auto const expected = step(host, torch::kCPU, penalty, with_epilogues);
+            check_close(step(device, device_of(comm), penalty, with_epilogues), expected, allowed(type));
+          }
         for (auto& each : {host, device}) each.ptr()->eval();
         auto const own = x + comm.rank();
         auto const expected = syncnorm::torch::forward_batches(host, {own, own.slice(0, 0, 1)});

@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/MemoryOverlap.h>
 #include <torch/types.h>
 
 #include <syncnorm/comm/communicator.hpp>
@@ -42,7 +41,7 @@ public:
     bool needs = false;
     std::vector<forward_inputs> inputs;
     for (auto const& member : members) {
-      inputs.push_back(member.norm->inputs_of({member.input}, member.epilogue));
+      inputs.push_back(member.norm->inputs_of({member.input}, {member.epilogue}));
       needs = needs || inputs.back().requires_grad();
     }
     auto const backward = backward_of(at::GradMode::is_enabled(), needs);
@@ -50,7 +49,10 @@ public:
     std::vector<std::unique_ptr<forward_pass>> passes;
     std::vector<std::string> faults;
     for (auto const& each : inputs)
-      faults.push_back(fault_or_thrown([&] { return find_fault_in_place(each, inputs, backward); }));
+      faults.push_back(fault_or_thrown([&] {
+        auto text = find_shared_in_place(each, inputs, "another pass of the group");
+        return text.empty() && inputs.size() > 1 ? find_view_in_place(each, backward) : text;
+      }));
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       auto& each = inputs[i];
       auto const home = home_of(each);
@@ -68,23 +70,6 @@ public:
   }
 
 private:
-  /// What a pass in place of a group may not do besides.
-  [[nodiscard]] static std::string find_fault_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
-                                                       backward_pass backward) {
-    auto const x = of.first();
-    if (!of.in_place || !x.defined() || all.size() == 1) return {};
-    auto const shared = [&](at::Tensor const& tensor) {
-      return tensor.defined() && tensor.has_storage() && x.has_storage() && tensor.is_alias_of(x) &&
-             at::get_overlap_status(tensor, x) != at::MemOverlapStatus::No;
-    };
-    for (auto const& other : all)
-      if (&other != &of && (shared(other.first()) || shared(other.with.residual)))
-        return "a pass in place writes to memory that another pass of the group reads";
-    if (backward != backward_pass::impossible && x.is_view())
-      return "the input is a view, of which libtorch records no pass in place of a group; it takes a tensor of its own";
-    return {};
-  }
-
   /// Where the passes of a module are, and on which rank.
   struct home {
     std::shared_ptr<device_passes> passes; ///< null: on the CPU

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
@@ -7,11 +8,16 @@
 
 #include <torch/types.h>
 
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/torch/detail/begin_together.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/function.hpp>
 #include <syncnorm/torch/detail/group_function.hpp>
 #include <syncnorm/torch/detail/typed_forward_pass.hpp>
+#include <syncnorm/torch/epilogue.hpp>
 #include <syncnorm/torch/pending_forward.hpp>
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
@@ -25,30 +31,50 @@ public:
   /// Whether they share one statistic.
   [[nodiscard]] static bool are_together(SyncBatchNormImpl const& norm) { return norm.is_training() && !norm.frozen_; }
 
-  /// One pass over all, or, where they share no statistic, one over each.
+  /// One pass over all, or, where they share no statistic, one over each. `as_one`: these are recorded as one function, too.
   [[nodiscard]] static std::vector<std::unique_ptr<forward_pass>> passes(SyncBatchNormImpl& norm,
-                                                                         std::vector<at::Tensor> const& batches) {
-    std::vector<std::unique_ptr<forward_pass>> passes;
-    auto const add = [&](std::vector<at::Tensor> some) {
-      auto inputs = norm.inputs_of(std::move(some), {});
-      std::string fault = inputs.in_place ? "micro-batches are not normalized in place" : "";
-      inputs.in_place = false;
-      auto const backward = backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
-      passes.push_back(make_pass_anywhere(std::move(inputs), backward, std::move(fault)));
-    };
-    if (are_together(norm) || batches.empty()) {
-      add(batches);
-    } else {
-      for (auto const& batch : batches) add({batch});
+                                                                         std::vector<at::Tensor> const& batches,
+                                                                         std::vector<norm_epilogue> epilogues,
+                                                                         bool as_one) {
+    std::string fault;
+    if (!epilogues.empty() && epilogues.size() != batches.size())
+      fault = syncnorm::detail::call_check::text("there are ", epilogues.size(), " epilogues, expected ",
+                                                 batches.size(), " as micro-batches");
+    epilogues.resize(batches.size());
+    std::vector<forward_inputs> inputs;
+    if (are_together(norm) || batches.empty())
+      inputs.push_back(norm.inputs_of(batches, std::move(epilogues)));
+    else
+      for (std::size_t k = 0; k < batches.size(); ++k) inputs.push_back(norm.inputs_of({batches[k]}, {epilogues[k]}));
+    bool const several = batches.size() > 1 && (as_one || are_together(norm));
+    std::vector<backward_pass> backward;
+    std::vector<std::string> faults;
+    for (auto const& each : inputs) {
+      backward.push_back(backward_of(at::GradMode::is_enabled(), each.requires_grad()));
+      faults.push_back(fault_or_thrown([&] {
+        auto text = fault.empty() ? find_shared_in_place(each, inputs, "another micro-batch") : fault;
+        return text.empty() && several ? find_view_in_place(each, backward.back()) : text;
+      }));
     }
+    std::vector<std::unique_ptr<forward_pass>> passes;
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      passes.push_back(make_pass_anywhere(std::move(inputs[i]), backward[i], std::move(faults[i])));
     return passes;
   }
 
-  [[nodiscard]] static std::vector<at::Tensor> forward(SyncBatchNormImpl& norm,
-                                                       std::vector<at::Tensor> const& batches) {
-    auto const all = passes(norm, batches);
-    for (auto const& pass : all) pass->run();
-    if (are_together(norm)) return record_group(all, false, needs_anchor(*all.front()));
+  [[nodiscard]] static std::vector<at::Tensor> forward(SyncBatchNormImpl& norm, std::vector<at::Tensor> const& batches,
+                                                       std::vector<norm_epilogue> const& epilogues) {
+    auto const all = passes(norm, batches, epilogues, false);
+    if (are_together(norm)) {
+      all.front()->run();
+      if (batches.size() > 1) return record_group(all, false, needs_anchor(*all.front()));
+    } else { // whose faults come before the first of them writes
+      at::AutoGradMode const no_recording{false};
+      auto const each = [&](void (forward_pass::*step)()) {
+        for (auto const& pass : all) ((*pass).*step)();
+      };
+      begin_together(all, false)->finish([&] { each(&forward_pass::before); }, [&] { each(&forward_pass::after); });
+    }
     std::vector<at::Tensor> outputs;
     for (auto const& pass : all) outputs.push_back(record(*pass, needs_anchor(*pass)));
     return outputs;
@@ -59,17 +85,20 @@ public:
 
 /// The outputs of K micro-batches by one statistic, that of all of them on all ranks: what `norm` would make of their
 /// concatenation, cut up again, with one exchange forward and one backward. In training mode collective; K may differ
-/// between ranks, but is at least 1: a rank without samples passes one micro-batch of none. In evaluation mode, and by
-/// frozen statistics, `forward` of each.
-[[nodiscard]] inline std::vector<::torch::Tensor> forward_batches(SyncBatchNorm& norm,
-                                                                  std::vector<::torch::Tensor> const& inputs) {
-  return detail::batches_of::forward(*norm, inputs);
+/// between ranks, but is at least 1: a rank without samples passes one micro-batch of none. `epilogues`: none, or one for each,
+/// as of `SyncBatchNormImpl::forward_with`. In place, no input may be in the memory of another one or of its residual. In evaluation
+/// mode, and by frozen statistics, `forward_with` of each.
+inline std::vector<::torch::Tensor> forward_batches(SyncBatchNorm& norm, std::vector<::torch::Tensor> const& inputs,
+                                                    std::vector<norm_epilogue> const& epilogues = {}) {
+  return detail::batches_of::forward(*norm, inputs, epilogues);
 }
 
 /// Starts the exchange of `forward_batches`, and returns while it is under way, as `SyncBatchNormImpl::begin_forward`.
 [[nodiscard]] inline pending_forwards begin_forward_batches(SyncBatchNorm& norm,
-                                                            std::vector<::torch::Tensor> const& inputs) {
-  return pending_forwards{{detail::batches_of::passes(*norm, inputs), !detail::batches_of::are_together(*norm)}};
+                                                            std::vector<::torch::Tensor> const& inputs,
+                                                            std::vector<norm_epilogue> const& epilogues = {}) {
+  return pending_forwards{
+      {detail::batches_of::passes(*norm, inputs, epilogues, true), !detail::batches_of::are_together(*norm)}};
 }
 
 } // namespace syncnorm::torch

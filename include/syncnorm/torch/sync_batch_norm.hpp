@@ -93,7 +93,7 @@ public:
   /// The same with an activation, a residual added before it, and a mask `[N, …]` of the positions that count:
   /// f(forward(input) + residual), or 0. The residual has a gradient.
   ::torch::Tensor forward_with(::torch::Tensor const& input, norm_epilogue const& epilogue) {
-    auto inputs = inputs_of({input}, epilogue);
+    auto inputs = inputs_of({input}, {epilogue});
     auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
     auto const pass = detail::make_pass_anywhere(std::move(inputs), backward);
     pass->run();
@@ -111,7 +111,7 @@ public:
   /// ranks, since each moves its running statistics. Until then neither input, residual nor module may be written to. A rank that drops a pass has no part in its backward pass, so the others must not run that. Passes in
   /// place are recorded when they are finished, so all ranks finish them in the same order.
   [[nodiscard]] pending_forward begin_forward(::torch::Tensor const& input, norm_epilogue const& epilogue = {}) {
-    auto inputs = inputs_of({input}, epilogue);
+    auto inputs = inputs_of({input}, {epilogue});
     auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
     std::vector<std::unique_ptr<detail::forward_pass>> passes;
     passes.push_back(detail::make_pass_anywhere(std::move(inputs), backward));
@@ -154,7 +154,9 @@ public:
   /// the input from the output, up to rounding, where weight, bias and activation allow it, and `batch_norm_kept` keeps the
   /// other channels. So sizeof(element) bytes per element are kept instead of twice that. The input must not be a leaf that
   /// requires a gradient, nor a result that its own backward pass needs; and nothing may write to the output until the
-  /// backward pass, whose gradients cannot be differentiated. The same on every rank.
+  /// backward pass, whose gradients cannot be differentiated. In a group, and as one of several micro-batches in training, it must
+  /// not be a view, either, where gradients are recorded: libtorch records no function of several outputs that writes to one. The
+  /// same on every rank.
   void set_in_place(bool on = true) noexcept { in_place_ = on; }
   [[nodiscard]] bool is_in_place() const noexcept { return in_place_; }
 
@@ -200,8 +202,8 @@ private:
   }
 
   [[nodiscard]] detail::forward_inputs inputs_of(std::vector<::torch::Tensor> batches,
-                                                 norm_epilogue const& epilogue) const {
-    detail::forward_inputs in{std::move(batches), epilogue,           weight, bias, running_mean,
+                                                 std::vector<norm_epilogue> epilogues) const {
+    detail::forward_inputs in{std::move(batches), std::move(epilogues), weight, bias, running_mean,
                               running_var,        num_batches_tracked};
     in.options = make_options();
     in.channels = options.num_features();

@@ -32,39 +32,46 @@ namespace syncnorm::torch::detail {
 /// What a forward pass read, as far as its backward pass needs it: x of each micro-batch, or y where x is recovered from it.
 struct forward_tensors {
   std::vector<at::Tensor> x;
-  at::Tensor weight, bias, residual;
+  at::Tensor weight, bias;
+  std::vector<at::Tensor> residuals; ///< of each micro-batch
 
   /// Those to be saved of a pass over `x`, which wrote `y`.
   [[nodiscard]] static forward_tensors of(recorded_pass const& pass, std::vector<at::Tensor> x,
-                                          at::Tensor const& weight, at::Tensor const& bias, at::Tensor const& residual,
-                                          at::Tensor const& y) {
+                                          at::Tensor const& weight, at::Tensor const& bias,
+                                          std::vector<at::Tensor> residuals, std::vector<at::Tensor> y) {
     // What was activated depends on bias and residual; so does x where it is recovered from y.
-    bool const in_place = pass.kept != nullptr, needs_bias = in_place || pass.activation.negative_slope != 1;
-    if (in_place) x = {y};
-    return {std::move(x), weight, needs_bias ? bias : at::Tensor{}, residual};
+    bool const in_place = pass.kept != nullptr;
+    bool const activated = std::ranges::any_of(
+        pass.epilogues, [](recorded_epilogue const& with) { return with.activation.negative_slope != 1; });
+    return {in_place ? std::move(y) : std::move(x), weight, in_place || activated ? bias : at::Tensor{},
+            std::move(residuals)};
   }
 
   /// Appends them to what is saved.
   void append_to(std::vector<at::Tensor>& saved) const {
     saved.insert(saved.end(), x.begin(), x.end());
-    saved.insert(saved.end(), {weight, bias, residual});
+    saved.insert(saved.end(), {weight, bias});
+    saved.insert(saved.end(), residuals.begin(), residuals.end());
   }
   /// Those of `batches` micro-batches, which were appended, from `next` on.
   [[nodiscard]] static forward_tensors take_from(std::vector<at::Tensor>::const_iterator& next, std::size_t batches) {
-    auto const end_of_x = next + static_cast<std::ptrdiff_t>(batches);
-    forward_tensors taken{{next, end_of_x}, end_of_x[0], end_of_x[1], end_of_x[2]};
-    next = end_of_x + 3;
+    auto const end_of_x = next + static_cast<std::ptrdiff_t>(batches), residuals = end_of_x + 2;
+    auto const end = residuals + static_cast<std::ptrdiff_t>(batches);
+    forward_tensors taken{{next, end_of_x}, end_of_x[0], end_of_x[1], {residuals, end}};
+    next = end;
     return taken;
   }
 };
 
 /// Which gradients autograd asks for.
 struct wanted_gradients {
-  std::vector<bool> x;
-  bool weight = false, bias = false, residual = false;
+  std::vector<bool> x, residuals; ///< of each micro-batch
+  bool weight = false, bias = false;
 
   [[nodiscard]] bool any_x() const { return std::ranges::find(x, true) != x.end(); }
-  [[nodiscard]] bool any() const { return any_x() || weight || bias || residual; }
+  [[nodiscard]] bool any() const {
+    return any_x() || weight || bias || std::ranges::find(residuals, true) != residuals.end();
+  }
 };
 
 /// A backward pass of a module, to be run at once, or described for others to run.
@@ -82,20 +89,22 @@ public:
   [[nodiscard]] virtual std::unique_ptr<device_plan> plan_on_device() { return nullptr; }
   [[nodiscard]] c10::intrusive_ptr<recorded_pass> const& pass() const noexcept { return pass_; }
 
-  /// The gradients of each x, weight, bias and residual, once the pass has run, themselves differentiable if autograd asks for
-  /// that. Of the passes of a group each is differentiated by itself.
+  /// The gradients of each x, weight, bias and each residual, once the pass has run, themselves differentiable if autograd asks
+  /// for that. Of the passes of a group each is differentiated by itself.
   [[nodiscard]] tensors results() {
     tensors gradients(dy_.size());
     for (std::size_t k = 0; k < dx_.size(); ++k)
       if (wants_.x[k]) gradients[k] = dx_[k];
-    gradients.insert(gradients.end(), {dgamma_, dbeta_, dresidual_});
+    gradients.insert(gradients.end(), {dgamma_, dbeta_});
+    gradients.insert(gradients.end(), dresiduals_.begin(), dresiduals_.end());
+    gradients.resize(2 * dy_.size() + 2);
     if (!at::GradMode::is_enabled()) return gradients;
     if (pass_->kept != nullptr) {
       auto inputs = dy_;
       of_.append_to(inputs);
       once_differentiable::refuse("the gradients of a pass in place (double backward)", gradients, inputs);
     } else {
-      batch_norm_backward_function::record(gradients, dy_, of_.x, of_.weight, {pass_, of_.bias, of_.residual});
+      batch_norm_backward_function::record(gradients, dy_, of_.x, of_.weight, {pass_, of_.bias, of_.residuals});
     }
     return gradients;
   }
@@ -108,8 +117,8 @@ protected:
   forward_tensors of_;
   tensors dy_;
   wanted_gradients wants_;
-  tensors dx_; ///< none, or one of each x
-  at::Tensor dgamma_, dbeta_, dresidual_;
+  tensors dx_, dresiduals_; ///< none, or one of each x
+  at::Tensor dgamma_, dbeta_;
 };
 
 /// The same for elements of type `T` and parameters of type `P`: what a pass reads and writes, wherever it runs.
@@ -125,7 +134,6 @@ protected:
     for (auto const& each : dy_)
       if (fault_.empty()) fault_ = find_gradient_fault(each, recorded);
     at::AutoGradMode const no_recording{false};
-    epilogue_.activation = pass_->activation;
     try {
       if (fault_.empty()) take();
     } catch (std::exception const& e) {
@@ -133,60 +141,55 @@ protected:
     }
   }
 
-  /// None, or one for each micro-batch.
-  [[nodiscard]] std::span<batch_norm_epilogue<T> const> epilogues() const { return {&epilogue_, count_of_one()}; }
-  [[nodiscard]] std::span<tensor_view<T> const> dresidual_views() const { return {&dresidual_view_, count_of_one()}; }
-
   std::string fault_;
   backward_pass differentiable_;
   std::vector<tensor_view<T const>> x_views_, dy_views_;
   std::vector<tensor_view<T>> dx_views_; ///< none, or one of each x
+  std::vector<tensor_view<T>> dresidual_views_;
   affine_parameters<P> affine_;
   affine_gradients<P> gradients_;
-  batch_norm_epilogue<T> epilogue_;
-  tensors read_x_;
-  at::Tensor recovered_; ///< where x of a pass in place goes
-  tensor_view<T> recovered_view_{};
+  std::vector<batch_norm_epilogue<T>> epilogues_;
+  tensors read_x_, recovered_; ///< where each x of a pass in place goes
+  std::vector<tensor_view<T>> recovered_views_;
 
 private:
-  [[nodiscard]] std::size_t count_of_one() const { return x_views_.size() == 1 ? 1 : 0; }
-
   void take() {
     bool const wants_x = wants_.any_x();
-    read_dy_ = dy_, read_residual_ = of_.residual; // which may become copies
-    std::vector<operands<T>> of_x;
+    read_dy_ = dy_, read_residuals_ = of_.residuals; // which may become copies
     for (std::size_t k = 0; k < of_.x.size(); ++k) {
-      auto const& of = of_x.emplace_back(make_operands<T>(of_.x[k]));
+      auto const of = make_operands<T>(of_.x[k]);
       read_x_.push_back(of.x);
       x_views_.push_back(of.x_view);
       dy_views_.push_back(make_companion<T>(read_dy_.at(k), of));
       if (wants_x) dx_.push_back(of.y), dx_views_.push_back(of.y_view);
+      // x is made again where its gradient will be.
+      if (pass_->kept != nullptr) recovered_.push_back(of.y), recovered_views_.push_back(of.y_view);
+      auto const& [activation, masked, mask] = pass_->epilogues[k];
+      auto& residual = read_residuals_.at(k);
+      epilogues_.push_back({activation, residual.defined() ? make_companion<T>(residual, of) : tensor_view<T const>{},
+                            view_of_mask(mask), masked});
+      auto& dresidual = dresiduals_.emplace_back();
+      auto& to_residual = dresidual_views_.emplace_back();
+      if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = at::empty_like(of.y), of.order);
     }
-    auto const& first = of_x.front();
+    auto const& first = read_x_.front();
     if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = of_.weight.contiguous());
     if (of_.bias.defined()) affine_.beta = values_of<P>(beta_ = of_.bias.contiguous());
-    auto const zeros = [&] { return at::zeros({pass_->channels}, first.x.options().dtype(pass_->parameters)); };
+    auto const zeros = [&] { return at::zeros({pass_->channels}, first.options().dtype(pass_->parameters)); };
     if (wants_.weight) gradients_.gamma = values_of<P>(dgamma_ = zeros());
     if (wants_.bias) gradients_.beta = values_of<P>(dbeta_ = zeros());
-    if (read_residual_.defined()) epilogue_.residual = make_companion<T>(read_residual_, first);
-    // x is made again where its gradient will be.
-    if (pass_->kept != nullptr) recovered_ = first.y, recovered_view_ = first.y_view;
-    epilogue_.mask = view_of_mask(pass_->mask);
-    epilogue_.masked = pass_->masked;
-    if (wants_.residual) dresidual_view_ = *view_of<T>(dresidual_ = at::empty_like(first.y), first.order);
   }
 
-  tensors read_dy_;
-  at::Tensor read_residual_, gamma_, beta_;
-  tensor_view<T> dresidual_view_{};
+  tensors read_dy_, read_residuals_;
+  at::Tensor gamma_, beta_;
 };
 
 /// The same on the CPU.
 template <class T, class P>
 class typed_backward_call final : public prepared_backward_call<T, P> {
   using base = prepared_backward_call<T, P>;
-  using base::affine_, base::differentiable_, base::dx_views_, base::dy_views_, base::epilogue_, base::fault_,
-      base::gradients_, base::pass_, base::x_views_;
+  using base::affine_, base::differentiable_, base::dresidual_views_, base::dx_views_, base::dy_views_,
+      base::epilogues_, base::fault_, base::gradients_, base::pass_, base::recovered_views_, base::x_views_;
 
 public:
   /// `fault` is what is wrong already.
@@ -194,9 +197,11 @@ public:
                       wanted_gradients wants, std::string fault)
       : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)} {
     if (pass_->kept == nullptr || !fault_.empty()) return;
-    auto const& kept = *static_cast<batch_norm_kept<T> const*>(pass_->kept.get());
-    fault_ = kept.recover(at_executor{}, x_views_.front(), this->recovered_view_, affine_, pass_->saved, epilogue_);
-    x_views_.front() = this->recovered_view_;
+    auto const& kept = *static_cast<std::vector<batch_norm_kept<T>> const*>(pass_->kept.get());
+    for (std::size_t k = 0; k < kept.size() && fault_.empty(); ++k) {
+      fault_ = kept[k].recover(at_executor{}, x_views_[k], recovered_views_[k], affine_, pass_->saved, epilogues_[k]);
+      x_views_[k] = recovered_views_[k];
+    }
   }
 
   void run() override {
@@ -205,7 +210,7 @@ public:
     auto& workspace = pass_->workspace_or(own);
     batch_norm_backward_batches<T, P>(at_executor{}, pass_->state->comm, dy_views_, x_views_, dx_views_, affine_,
                                       pass_->saved, gradients_, {pass_->state->exchange_backward}, workspace,
-                                      {fault_, differentiable_}, this->epilogues(), this->dresidual_views());
+                                      {fault_, differentiable_}, epilogues_, dresidual_views_);
   }
 
   /// Describes the pass. It borrows this.
@@ -213,7 +218,7 @@ public:
     auto const channels = static_cast<std::int64_t>(pass_->saved.mean.size());
     return plan_batch_norm_backward<T, P>(at_executor{}, channels, dy_views_, x_views_, dx_views_, affine_,
                                           pass_->saved, gradients_, {pass_->state->exchange_backward},
-                                          {fault_, differentiable_}, this->epilogues(), this->dresidual_views());
+                                          {fault_, differentiable_}, epilogues_, dresidual_views_);
   }
 };
 

@@ -1,17 +1,20 @@
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <ATen/ATen.h>
+#include <cuda_runtime_api.h>
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
-#include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
+#include <syncnorm/ops/detail/cuda_pass.hpp>
 #include <syncnorm/torch/detail/backward_call.hpp>
 #include <syncnorm/torch/detail/cuda_begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
@@ -37,10 +40,7 @@ public:
     if (this->pass_->kept == nullptr || !this->fault_.empty()) return;
     at::AutoGradMode const no_recording{false};
     try {
-      this->recovered_.copy_(this->read_x_.front()); // of y, which stays for whoever else reads it
-      this->x_views_.front() = this->recovered_view_;
-      kept_ = &*static_cast<cuda_kept<element>*>(this->pass_->kept.get())->of;
-      kept_->holds_x = this->recovered_view_.size() == 0;
+      recover();
     } catch (std::exception const& e) {
       this->fault_ = text_of(e);
     }
@@ -73,18 +73,31 @@ private:
   template <class F>
   decltype(auto) with_operands(F const& f) const {
     auto const dy = each_on_device(this->dy_views_), x = each_on_device(this->x_views_);
-    auto const dx = each_on_device(this->dx_views_), dresidual = each_on_device(this->dresidual_views());
-    auto const epilogues = each_on_device(this->epilogues());
+    auto const dx = each_on_device(this->dx_views_), dresidual = each_on_device(this->dresidual_views_);
+    auto const epilogues = each_on_device(this->epilogues_);
     affine_gradients<parameter> const gradients{on_device(this->gradients_.gamma), on_device(this->gradients_.beta)};
-    return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual, kept_,
-                      on_device(this->recovered_view_)});
+    return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual});
+  }
+  /// Makes each x of a pass in place again, of y, which stays for whoever else reads it.
+  void recover() {
+    auto const& kept = *static_cast<std::vector<cuda_kept<element>> const*>(this->pass_->kept.get());
+    for (std::size_t k = 0; k < kept.size(); ++k) {
+      this->recovered_[k].copy_(this->read_x_[k]);
+      this->x_views_[k] = this->recovered_views_[k];
+    }
+    auto const affine = cuda::detail::values_of(on_device(this->affine_));
+    record().buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
+      for (std::size_t k = 0; k < kept.size(); ++k)
+        if (auto const x = on_device(this->recovered_views_[k]); x.size() > 0)
+          Kernels::template recover<element>(x, on_device(this->epilogues_[k]), affine, record().saved().statistics(),
+                                             kept[k].of->memory(), workspace.limits(), stream);
+    });
   }
   [[nodiscard]] cuda_record& record() const { return static_cast<cuda_record&>(*this->pass_->on_device); }
   [[nodiscard]] bool exchanges() const { return this->pass_->state->exchange_backward; }
   [[nodiscard]] batch_norm_caller caller() const { return {this->fault_, this->differentiable_}; }
 
   C const& comm_;
-  cuda::batch_norm_kept<element>* kept_ = nullptr; ///< of a pass in place
 };
 
 } // namespace syncnorm::torch::detail

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -8,7 +9,9 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
+#include <cuda_runtime_api.h>
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
@@ -17,6 +20,7 @@
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
+#include <syncnorm/ops/detail/cuda_pass.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/cuda_begun_passes.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
@@ -66,7 +70,10 @@ public:
     using planned = cuda::detail::planned_forward<Kernels, element, parameter>;
     auto& buffers = *record_->buffers;
     buffers.template load<Kernels, element>();
-    watch(current_stream(buffers.device()));
+    {
+      c10::DeviceGuard const there{buffers.device()};
+      keep_rest(current_stream(buffers.device()));
+    }
     return with_operands([&](operands const& of) {
       return std::make_unique<cuda_plan>(
           buffers, std::make_unique<planned>(of, in_.options, record_->saved(), buffers.workspace(), caller()));
@@ -94,7 +101,7 @@ private:
   void compute() override {
     with_operands([&](operands const& of) {
       record_->buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
-        watch(stream);
+        keep_rest(stream);
         cuda::detail::forward<Kernels, element, parameter>(comm_, of, in_.options, record_->saved(), workspace, stream,
                                                            caller());
       });
@@ -104,12 +111,17 @@ private:
   /// f(what the pass reads and writes).
   template <class F>
   decltype(auto) with_operands(F const& f) const {
-    auto const x = each_on_device(this->x_views_);
-    auto const y = each_on_device(this->y_views_);
-    auto const epilogues = each_on_device(this->epilogues());
+    auto const leading = [this](auto of) { // what is kept of the first, the pass keeps and looks after
+      if (kept_ != nullptr) std::swap(of[0], of[lead_]);
+      return of;
+    };
+    auto const x = leading(each_on_device(this->x_views_));
+    auto const y = leading(each_on_device(this->y_views_));
+    auto const epilogues = leading(each_on_device(this->epilogues_));
     running_statistics<parameter> const running{on_device(this->running_.mean), on_device(this->running_.var),
                                                 counter_.defined() ? counter_.data_ptr<std::int64_t>() : nullptr};
-    return f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues, kept_});
+    return f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues,
+                      kept_ == nullptr ? nullptr : &*(*kept_)[lead_].of});
   }
 
   [[nodiscard]] batch_norm_caller caller() const { return {fault_, backward_}; }
@@ -117,24 +129,39 @@ private:
   /// Whether the module's counter is of another type.
   [[nodiscard]] bool is_converted() const { return counter_.defined() && !counter_.is_same(in_.num_batches_tracked); }
 
-  /// Until the pass is done.
-  void watch(cudaStream_t stream) {
-    bool const keeps = kept_ != nullptr && this->x_views_.front().size() > 0;
-    watched_.emplace(record_->buffers->room(), keeps ? kept_->memory().state : nullptr, stream);
+  /// Keeps what the pass itself does not of micro-batches in place, and watches it until it is done.
+  void keep_rest(cudaStream_t stream) {
+    bool const keeps = kept_ != nullptr && fault_.empty();
+    auto const memory = [&](std::size_t k) { return (*kept_)[k].of->memory(); };
+    auto const has_elements = [&](std::size_t k) { return this->x_views_[k].size() > 0; };
+    watched_.emplace(record_->buffers->room(), keeps && has_elements(lead_) ? memory(lead_).state : nullptr, stream);
+    if (keeps)
+      this->attempt([&] {
+        auto const affine = cuda::detail::values_of(on_device(this->affine_));
+        for (std::size_t k = 0; k < kept_->size(); ++k)
+          if (k != lead_ && has_elements(k))
+            Kernels::template keep<element>(on_device(this->y_views_[k]), affine, this->epilogues_[k].activation,
+                                            memory(k), record_->buffers->workspace().limits(), stream);
+      });
   }
 
-  /// Makes room for what a pass in place keeps of x, where it is recorded.
+  /// Makes room for what a pass in place keeps of each x, where it is recorded. It may turn out too small only where the activation has an
+  /// inverse, and then it is for all such micro-batches. So one of these leads, and the pass asks what became of that one.
   void keep(at::Device device) {
-    auto kept = std::make_shared<cuda_kept<element>>();
-    auto const& x = this->x_views_.front();
+    auto const kept = std::make_shared<std::vector<cuda_kept<element>>>(this->x_views_.size());
     if (this->records()) {
+      auto const recovers = [this](std::size_t k) { return has_inverse<element>(this->epilogues_[k].activation); };
+      auto const suits = [&](std::size_t k) { return this->x_views_[k].size() == 0 ? 0 : recovers(k) ? 2 : 1; };
+      for (std::size_t k = 0; k < kept->size(); ++k)
+        if (suits(k) > suits(lead_)) lead_ = k;
       auto const wait = [this](cudaStream_t stream) { cuda::batch_norm_workspace::wait(comm_, stream); };
-      auto const room = record_->buffers->room().template channels<element>(in_.channels, in_.weight, in_.bias,
-                                                                            this->epilogue_.activation, device, wait);
-      kept->allocate(in_.channels, room, x.count(), device);
-      kept_ = &*kept->of;
+      auto const room = record_->buffers->room().template channels<element>(
+          in_.channels, in_.weight, in_.bias, this->epilogues_[lead_].activation, device, wait);
+      for (std::size_t k = 0; k < kept->size(); ++k)
+        (*kept)[k].allocate(in_.channels, recovers(k) ? room : in_.channels, this->x_views_[k].count(), device);
+      kept_ = kept.get();
     }
-    pass_->kept = std::move(kept);
+    pass_->kept = kept;
   }
 
   /// So that this rank goes on, and hears of its fault where the others do; none where there can be none.
@@ -159,7 +186,8 @@ private:
   C const& comm_;
   std::shared_ptr<cuda_record> record_;
   at::Tensor counter_;
-  cuda::batch_norm_kept<element>* kept_ = nullptr; ///< of a pass in place that is recorded
+  std::vector<cuda_kept<element>>* kept_ = nullptr; ///< of each x of a pass in place that is recorded
+  std::size_t lead_ = 0;                            ///< the micro-batch of which the pass itself keeps what it has to
   std::optional<kept_room::watch> watched_;
 };
 

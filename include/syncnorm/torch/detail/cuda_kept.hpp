@@ -21,7 +21,7 @@
 
 namespace syncnorm::torch::detail {
 
-/// What a pass in place on a CUDA device keeps of x, in memory of libtorch's; nothing where it is not recorded.
+/// What a pass in place on a CUDA device keeps of one x, in memory of libtorch's; nothing where it is not recorded.
 template <class T>
 struct cuda_kept {
   at::Tensor memory;
@@ -34,6 +34,12 @@ struct cuda_kept {
   }
 };
 
+/// Whether channels are recovered through an activation at all, whatever weight and bias are.
+template <class T>
+[[nodiscard]] bool has_inverse(activation const& of) {
+  return is_recoverable(1, 0, of.negative_slope, recoverable_ratio<T>);
+}
+
 /// For how many channels passes in place of a module make room, since only the device knows weight and bias: for as many as the latest
 /// pass has kept that the host knows of, and some besides. It waits for the stream to read weight and bias before the first pass, and
 /// again where they are in other memory, or where there was no room for a pass.
@@ -44,7 +50,7 @@ public:
   [[nodiscard]] std::int64_t channels(std::int64_t all, at::Tensor const& weight, at::Tensor const& bias,
                                       activation const& of, at::Device device, function_ref<void(cudaStream_t)> wait) {
     auto latest = latest_kept();
-    if (!is_recoverable(1, 0, of.negative_slope, recoverable_ratio<T>)) return all;
+    if (!has_inverse<T>(of)) return all;
     source const now{address_of(weight), address_of(bias), recoverable_ratio<T>};
     auto needed = read_ == now ? latest.load(std::memory_order_relaxed) : -1;
     if (needed < 0) {

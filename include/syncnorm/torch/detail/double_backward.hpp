@@ -27,10 +27,11 @@
 namespace syncnorm::torch::detail {
 
 /// What a backward pass read besides what its results are functions of, and which of the gradients of the K inputs, weight,
-/// bias and residual it gave, and these.
+/// bias and the K residuals it gave, and these.
 struct backward_results {
   c10::intrusive_ptr<recorded_pass> pass;
-  at::Tensor bias, residual;
+  at::Tensor bias;
+  std::vector<at::Tensor> residuals;
   std::vector<std::int64_t> present{};
   ::torch::autograd::variable_list defined{};
 };
@@ -87,7 +88,8 @@ public:
   static tensors forward(context* recorded, at::TensorList of, c10::optional<at::Tensor> const& weight,
                          backward_results const* results) {
     tensors saved(of.begin(), of.end());
-    saved.insert(saved.end(), {weight.value_or(at::Tensor{}), results->bias, results->residual});
+    saved.insert(saved.end(), {weight.value_or(at::Tensor{}), results->bias});
+    saved.insert(saved.end(), results->residuals.begin(), results->residuals.end());
     recorded->save_for_backward(std::move(saved));
     recorded->saved_data["pass"] = c10::IValue::make_capsule(results->pass);
     recorded->saved_data["weight"] = weight.has_value();
@@ -96,10 +98,10 @@ public:
     return results->defined;
   }
 
-  /// Makes `gradients`, of K inputs, weight, bias and residual, functions of what they were made of.
+  /// Makes `gradients`, of K inputs, weight, bias and K residuals, functions of what they were made of.
   static void record(tensors& gradients, tensors const& dy, tensors x, at::Tensor const& weight,
                      backward_results results) {
-    auto const end = gradients.begin() + static_cast<std::ptrdiff_t>(dy.size() + 3);
+    auto const end = gradients.begin() + static_cast<std::ptrdiff_t>(2 * dy.size() + 2);
     for (auto gradient = gradients.begin(); gradient != end; ++gradient) {
       results.present.push_back(gradient->defined());
       if (gradient->defined()) results.defined.push_back(*gradient);
@@ -138,7 +140,7 @@ public:
                      std::string fault, F const& pass_over) {
     at::AutoGradMode const no_recording{false};
     auto const present = recorded.saved_data.at("present").toIntVector();
-    auto const batches = present.size() - 3;
+    auto const batches = present.size() / 2 - 1;
     bool const has_weight = recorded.saved_data.at("weight").toBool();
     // Edges lead to the inputs that are present: dy, x, weight.
     auto const wants = [&](std::size_t edge) { return recorded.needs_input_grad(edge); };
@@ -163,8 +165,7 @@ public:
         for (std::size_t k = 0; k < batches; ++k) u.push_back(take(k));
         of.second.gamma_gradient = per_channel(take(batches));
         of.second.beta_gradient = per_channel(take(batches + 1));
-        auto const v = take(batches + 2);
-        auto const &weight = saved[2 * batches], &bias = saved[2 * batches + 1], &residual = saved[2 * batches + 2];
+        auto const &weight = saved[2 * batches], &bias = saved[2 * batches + 1];
         of.affine = {per_channel(weight), per_channel(bias)};
         for (std::size_t k = 0; k < batches; ++k) {
           auto const of_x = make_operands<T>(saved[batches + k]);
@@ -177,9 +178,9 @@ public:
           u_views.push_back(companion(u[k]));
           if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = at::empty_like(of_x.y), of_x.order);
           if (wants(batches + k)) to_x[k] = of_x.y, of.to_x[k] = of_x.y_view;
-          if (batches > 1) continue;
-          v_views.push_back(companion(v));
-          of.epilogues.push_back({pass.activation, companion(residual), view_of_mask(pass.mask), pass.masked});
+          v_views.push_back(companion(take(batches + 2 + k)));
+          auto const& [activation, masked, mask] = pass.epilogues[k];
+          of.epilogues.push_back({activation, companion(saved[2 * batches + 2 + k]), view_of_mask(mask), masked});
         }
         of.second.dx = u_views, of.second.dresidual = v_views;
         auto const options = saved.front().options().dtype(pass.parameters);

@@ -4,13 +4,16 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/types.h>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/epilogue.hpp>
@@ -19,8 +22,8 @@ namespace syncnorm::torch::detail {
 
 /// What a forward pass of a module reads and writes, of whatever type.
 struct forward_inputs {
-  std::vector<at::Tensor> batches; ///< the micro-batches that share one statistic
-  norm_epilogue with;              ///< of one micro-batch
+  std::vector<at::Tensor> batches;      ///< the micro-batches that share one statistic
+  std::vector<norm_epilogue> epilogues; ///< of each
   at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;
   batch_norm_options options{};
   std::int64_t channels = 0;
@@ -35,12 +38,15 @@ struct forward_inputs {
     auto const requires_one = [](at::Tensor const& tensor) { return tensor.defined() && tensor.requires_grad(); };
     for (auto const& batch : batches)
       if (requires_one(batch)) return true;
-    return requires_one(weight) || requires_one(bias) || requires_one(with.residual);
+    for (auto const& with : epilogues)
+      if (requires_one(with.residual)) return true;
+    return requires_one(weight) || requires_one(bias);
   }
   /// Has copies in place of inference tensors, none of which needs a gradient: others may, and then all are saved.
   void make_savable() {
     for (auto& batch : batches) batch = savable(batch);
-    for (auto* tensor : {&weight, &bias, &with.residual}) *tensor = savable(*tensor);
+    for (auto& with : epilogues) with.residual = savable(with.residual);
+    for (auto* tensor : {&weight, &bias}) *tensor = savable(*tensor);
   }
   [[nodiscard]] at::ScalarType type_of_parameters() const {
     return detail::type_of_parameters(first(), {weight, bias, running_mean, running_var});
@@ -73,15 +79,44 @@ struct forward_inputs {
     if (text.empty() && input.scalar_type() != in.first().scalar_type()) text = "the input is of another type";
     if (text.empty() && in.in_place && input.is_inference() && !c10::InferenceMode::is_enabled())
       text = "the input is an inference tensor, which is written to in place in c10::InferenceMode alone";
-    if (text.empty()) text = find_recording_fault({{input, "the input"}}, recorded);
+    auto const& with = in.epilogues[k];
+    if (text.empty()) text = fault_or_thrown([&] { return find_fault(with, input, on); });
+    if (text.empty()) text = find_recording_fault({{input, "the input"}, {with.residual, "the residual"}}, recorded);
     if (!text.empty()) return in.batches.size() > 1 ? "micro-batch " + std::to_string(k) + ": " + text : text;
   }
   if (in.batches.empty()) return "there are no micro-batches; pass one without samples";
-  auto fault = fault_or_thrown([&] { return find_fault(in.with, in.first(), on); });
-  if (fault.empty())
-    fault =
-        find_recording_fault({{in.weight, "weight"}, {in.bias, "bias"}, {in.with.residual, "the residual"}}, recorded);
-  return fault;
+  return find_recording_fault({{in.weight, "weight"}, {in.bias, "bias"}}, recorded);
+}
+
+/// Says whether one of the inputs `of`, which is among `all`, is written to in place while another pass, called `another`, or one
+/// over another micro-batch reads it.
+[[nodiscard]] inline std::string find_shared_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
+                                                      std::string_view another) {
+  if (!of.in_place) return {};
+  for (auto const& x : of.batches) {
+    if (!x.defined()) continue;
+    auto const shared = [&](at::Tensor const& tensor) {
+      return tensor.defined() && tensor.has_storage() && x.has_storage() && tensor.is_alias_of(x) &&
+             at::get_overlap_status(tensor, x) != at::MemOverlapStatus::No;
+    };
+    for (auto const& other : all)
+      for (std::size_t k = 0; k < other.batches.size(); ++k)
+        if (&other.batches[k] != &x && (shared(other.batches[k]) || shared(other.epilogues[k].residual)))
+          return syncnorm::detail::call_check::text("a pass in place writes to memory that ",
+                                                    &other == &of ? "another micro-batch" : another, " reads");
+  }
+  return {};
+}
+
+/// Says what keeps libtorch from recording a pass in place over `of` as one of several outputs of a function.
+[[nodiscard]] inline std::string find_view_in_place(forward_inputs const& of, backward_pass backward) {
+  if (!of.in_place || backward == backward_pass::impossible) return {};
+  for (auto const& x : of.batches)
+    if (x.defined() && x.is_view())
+      return "the input is a view, of which libtorch records no pass in place together with others; it takes a tensor "
+             "of "
+             "its own";
+  return {};
 }
 
 } // namespace syncnorm::torch::detail

@@ -14,6 +14,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/batch_norm_in_place.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
@@ -44,7 +45,7 @@ public:
   virtual void before() {
     if (versions_ != versions_of(in_.batches))
       throw invalid_argument_error{"batch_norm forward: the input was written to before the pass was finished"};
-    if (residual_version_ != versions_of({in_.with.residual}))
+    if (residual_versions_ != versions_of(residuals()))
       throw invalid_argument_error{"batch_norm forward: the residual was written to before the pass was finished"};
   }
   virtual void after() = 0;
@@ -60,13 +61,12 @@ protected:
   forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters, std::string fault,
                backward_pass backward)
       : in_{std::move(in)}, fault_{std::move(fault)}, backward_{backward}, pass_{c10::make_intrusive<recorded_pass>()},
-        versions_{versions_of(in_.batches)}, residual_version_{versions_of({in_.with.residual})} {
+        versions_{versions_of(in_.batches)}, residual_versions_{versions_of(residuals())} {
     pass_->state = in_.state;
     pass_->element = element;
     pass_->parameters = parameters;
     pass_->channels = in_.channels;
-    pass_->activation = in_.with.activation;
-    pass_->masked = in_.with.masked;
+    for (auto const& with : in_.epilogues) pass_->epilogues.push_back({with.activation, with.masked, {}});
   }
 
   virtual void compute() = 0;
@@ -90,6 +90,11 @@ protected:
   std::vector<at::Tensor> outputs_;
 
 private:
+  [[nodiscard]] std::vector<at::Tensor> residuals() const {
+    std::vector<at::Tensor> residuals;
+    for (auto const& with : in_.epilogues) residuals.push_back(with.residual);
+    return residuals;
+  }
   [[nodiscard]] static std::vector<std::int64_t> versions_of(std::vector<at::Tensor> const& tensors) {
     std::vector<std::int64_t> versions;
     for (auto const& tensor : tensors)
@@ -97,7 +102,7 @@ private:
     return versions;
   }
 
-  std::vector<std::int64_t> versions_, residual_version_;
+  std::vector<std::int64_t> versions_, residual_versions_;
 };
 
 /// The same for elements of type `T` and parameters of type `P`: what a pass reads and writes, wherever it runs.
@@ -108,14 +113,9 @@ protected:
   prepared_forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters, std::string fault,
                         backward_pass backward)
       : forward_pass{std::move(in), element, parameters, std::move(fault), backward} {
-    epilogue_.activation = in_.with.activation;
     attempt([&] { take(); });
   }
 
-  /// None, or one for each micro-batch.
-  [[nodiscard]] std::span<batch_norm_epilogue<T> const> epilogues() const {
-    return {&epilogue_, x_views_.size() == 1 ? 1U : 0U};
-  }
   /// Whether the pass counts in num_batches_tracked.
   [[nodiscard]] bool counts() const {
     return in_.scope == statistics_scope::all_ranks && mean_.defined() && in_.num_batches_tracked.defined();
@@ -125,12 +125,13 @@ protected:
   std::vector<tensor_view<T>> y_views_;
   affine_parameters<P> affine_;
   running_statistics<P> running_;
-  batch_norm_epilogue<T> epilogue_;
-  at::Tensor mean_, var_; ///< the running statistics, wherever the module's go meanwhile
+  std::vector<batch_norm_epilogue<T>> epilogues_; ///< of each micro-batch
+  at::Tensor mean_, var_;                         ///< the running statistics, wherever the module's go meanwhile
 
 private:
   void take() {
-    for (auto const& input : in_.batches) {
+    for (std::size_t k = 0; k < in_.batches.size(); ++k) {
+      auto const& input = in_.batches[k];
       if (in_.in_place) {
         at::AutoGradMode const recording{records()};
         ::torch::autograd::check_inplace(input, backward_ == backward_pass::needed);
@@ -139,24 +140,27 @@ private:
       x_views_.push_back(of.x_view);
       y_views_.push_back(of.y_view);
       outputs_.push_back(of.y);
+      auto const& with = in_.epilogues[k];
+      auto& epilogue = epilogues_.emplace_back();
+      epilogue.activation = with.activation;
+      epilogue.masked = with.masked;
+      if (with.residual.defined()) epilogue.residual = make_companion<T>(residuals_.emplace_back(with.residual), of);
+      if (in_.in_place && epilogue.has_residual() && syncnorm::detail::overlap<T>(epilogue.residual, of.x_view))
+        throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
+      auto& mask = pass_->epilogues[k].mask;
+      if (with.mask.defined()) mask = dense_mask(with.mask, of.order);
+      epilogue.mask = view_of_mask(mask);
     }
     if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_.weight.contiguous());
     if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_.bias.contiguous());
-    residual_ = in_.with.residual;
-    if (residual_.defined()) epilogue_.residual = make_companion<T>(residual_, of_.front());
-    if (in_.with.mask.defined()) pass_->mask = dense_mask(in_.with.mask, of_.front().order);
-    epilogue_.mask = view_of_mask(pass_->mask);
-    epilogue_.masked = in_.with.masked;
-    auto const& x = x_views_.front();
-    if (in_.in_place && epilogue_.has_residual() && overlap<T>(epilogue_.residual, x))
-      throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
     if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
     mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();
     running_ = {values_of<P>(mean_), values_of<P>(var_)};
   }
 
   std::vector<operands<T>> of_;
-  at::Tensor gamma_, beta_, residual_;
+  at::Tensor gamma_, beta_;
+  std::vector<at::Tensor> residuals_; // those that there are, which may be copies
 };
 
 } // namespace syncnorm::torch::detail

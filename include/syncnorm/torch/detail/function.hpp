@@ -27,12 +27,13 @@ public:
                             at::Tensor const* y) {
     auto const of = [](c10::optional<at::Tensor> const& tensor) { return tensor.value_or(at::Tensor{}); };
     tensors saved;
-    forward_tensors::of(*pass, {x}, of(weight), of(bias), of(residual), *y).append_to(saved);
+    forward_tensors::of(*pass, {x}, of(weight), of(bias), {of(residual)}, {*y}).append_to(saved);
     recorded->save_for_backward(std::move(saved));
     if (pass->kept != nullptr) recorded->mark_dirty({x});
     recorded->saved_data["pass"] = c10::IValue::make_capsule(pass);
     recorded->saved_data["weight"] = weight.has_value();
     recorded->saved_data["bias"] = bias.has_value();
+    recorded->saved_data["residual"] = residual.has_value();
     return *y;
   }
 
@@ -50,7 +51,7 @@ public:
     wanted.x = {wants(true)};
     wanted.weight = wants(recorded->saved_data["weight"].toBool());
     wanted.bias = wants(recorded->saved_data["bias"].toBool());
-    wanted.residual = wants(of.residual.defined());
+    wanted.residuals = {wants(recorded->saved_data["residual"].toBool())};
     auto const call =
         make_backward_call(std::move(pass), std::move(of), {dy.at(0)}, std::move(wanted), std::move(fault));
     call->run();
@@ -69,8 +70,8 @@ public:
   c10::optional<at::Tensor> anchor;
   if (anchored) anchor = at::zeros({0}).requires_grad_();
   auto const output =
-      batch_norm_function::apply(in.first(), optional(in.weight), optional(in.bias), optional(in.with.residual), anchor,
-                                 pass.pass(), &pass.outputs().front());
+      batch_norm_function::apply(in.first(), optional(in.weight), optional(in.bias),
+                                 optional(in.epilogues.front().residual), anchor, pass.pass(), &pass.outputs().front());
   // In place, it is the input even where nothing is recorded.
   return pass.outputs().front().is_same(in.first()) ? in.first() : output;
 }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,7 +22,8 @@ struct recorded_group : ::torch::CustomClassHolder {
   struct member {
     c10::intrusive_ptr<recorded_pass> pass;
     std::size_t batches;         ///< how many x and y there are
-    bool weight, bias, residual; ///< which of these there are, besides
+    bool weight, bias;           ///< whether there are these, besides
+    std::vector<bool> residuals; ///< the same of each micro-batch
   };
   std::vector<member> members;
   bool together = false; ///< whether they travel together; else there is one
@@ -36,21 +36,24 @@ public:
   using context = ::torch::autograd::AutogradContext;
   using tensors = ::torch::autograd::variable_list;
 
-  /// Returns the outputs, recorded as functions of `inputs`: those of each member, weight, bias and residual, as far as they
+  /// Returns the outputs, recorded as functions of `inputs`: those of each member, weight, bias and residuals, as far as they
   /// are there, and perhaps an anchor as in `batch_norm_function`.
   static tensors forward(context* recorded, at::TensorList inputs, c10::intrusive_ptr<recorded_group> const& group,
                          tensors const* outputs) {
     tensors saved, written;
     auto next = inputs.begin();
     auto y = outputs->begin();
-    for (auto const& [pass, batches, has_weight, has_bias, has_residual] : group->members) {
+    for (auto const& [pass, batches, has_weight, has_bias, has_residuals] : group->members) {
       auto const take = [&](bool there) { return there ? *next++ : at::Tensor{}; };
       tensors x(next, next + static_cast<std::ptrdiff_t>(batches));
       next += static_cast<std::ptrdiff_t>(batches);
-      auto const weight = take(has_weight), bias = take(has_bias), residual = take(has_residual);
+      auto const weight = take(has_weight), bias = take(has_bias);
+      tensors residuals;
+      for (bool const there : has_residuals) residuals.push_back(take(there));
       if (pass->kept != nullptr) written.insert(written.end(), x.begin(), x.end());
-      forward_tensors::of(*pass, std::move(x), weight, bias, residual, *y).append_to(saved);
-      y += static_cast<std::ptrdiff_t>(batches);
+      auto const end_of_y = y + static_cast<std::ptrdiff_t>(batches);
+      forward_tensors::of(*pass, std::move(x), weight, bias, std::move(residuals), {y, end_of_y}).append_to(saved);
+      y = end_of_y;
     }
     recorded->save_for_backward(std::move(saved));
     recorded->mark_dirty(written);
@@ -73,7 +76,7 @@ public:
       for (std::size_t k = 0; k < member.batches; ++k) wanted.x.push_back(wants(true));
       wanted.weight = wants(member.weight);
       wanted.bias = wants(member.bias);
-      wanted.residual = wants(member.residual);
+      for (bool const there : member.residuals) wanted.residuals.push_back(wants(there));
       forward_tensors of;
       if (fault.empty()) of = forward_tensors::take_from(next, member.batches);
       auto const end_of_dy = next_dy + static_cast<std::ptrdiff_t>(member.batches);
@@ -90,11 +93,14 @@ public:
     for (std::size_t l = 0; l < calls.size(); ++l) {
       auto const& member = group->members[l];
       auto const of_member = calls[l]->results();
-      auto const parameters = of_member.begin() + static_cast<std::ptrdiff_t>(member.batches);
-      results.insert(results.end(), of_member.begin(), parameters);
-      auto const there = std::array{member.weight, member.bias, member.residual};
-      for (std::size_t i = 0; i < there.size(); ++i)
-        if (there[i]) results.push_back(parameters[static_cast<std::ptrdiff_t>(i)]);
+      auto gradient = of_member.begin() + static_cast<std::ptrdiff_t>(member.batches);
+      results.insert(results.end(), of_member.begin(), gradient);
+      auto const put = [&](bool there) {
+        if (there) results.push_back(*gradient);
+        ++gradient;
+      };
+      put(member.weight), put(member.bias);
+      for (bool const there : member.residuals) put(there);
     }
     // Of the anchor, if there is one, and what is no tensor.
     results.resize(static_cast<std::size_t>(recorded->saved_data["inputs"].toInt()) + 2);
@@ -111,12 +117,18 @@ public:
   std::vector<at::Tensor> inputs, outputs, of;
   for (auto const& pass : passes) {
     auto const& in = pass->inputs();
-    group->members.push_back(
-        {pass->pass(), in.batches.size(), in.weight.defined(), in.bias.defined(), in.with.residual.defined()});
+    auto& member = group->members.emplace_back(
+        recorded_group::member{pass->pass(), in.batches.size(), in.weight.defined(), in.bias.defined(), {}});
     inputs.insert(inputs.end(), in.batches.begin(), in.batches.end());
     of.insert(of.end(), in.batches.begin(), in.batches.end());
-    for (auto const* tensor : {&in.weight, &in.bias, &in.with.residual})
-      if (tensor->defined()) inputs.push_back(*tensor);
+    auto const add = [&](at::Tensor const& tensor) {
+      if (tensor.defined()) inputs.push_back(tensor);
+    };
+    add(in.weight), add(in.bias);
+    for (auto const& with : in.epilogues) {
+      member.residuals.push_back(with.residual.defined());
+      add(with.residual);
+    }
     outputs.insert(outputs.end(), pass->outputs().begin(), pass->outputs().end());
   }
   if (anchored) inputs.push_back(at::zeros({0}).requires_grad_());

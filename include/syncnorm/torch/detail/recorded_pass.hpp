@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
@@ -31,17 +32,22 @@ struct exchange_state {
   std::shared_ptr<device_passes> device{};                   ///< null: passes are of CPU tensors alone
 };
 
+/// What a recorded forward pass did to one micro-batch besides normalizing it.
+struct recorded_epilogue {
+  syncnorm::activation activation{};
+  masked_outputs masked = masked_outputs::normalized;
+  at::Tensor mask{}; ///< dense `[N, S]`, or undefined
+};
+
 /// What a recorded forward pass leaves for its backward pass, besides tensors.
 struct recorded_pass : ::torch::CustomClassHolder {
   std::shared_ptr<exchange_state> state;
   batch_norm_saved saved;
-  at::ScalarType element = at::kFloat;    ///< the type of x, as far as there are passes of it
-  std::int64_t channels = 0;              ///< of the module
-  at::ScalarType parameters = at::kFloat; ///< the type of weight, bias and running statistics
-  syncnorm::activation activation{};
-  masked_outputs masked = masked_outputs::normalized;
-  at::Tensor mask{};                          ///< dense `[N, S]`, or undefined
-  std::shared_ptr<void> kept{};               ///< the `batch_norm_kept` or `cuda_kept` of a pass in place, or null
+  at::ScalarType element = at::kFloat;        ///< the type of x, as far as there are passes of it
+  std::int64_t channels = 0;                  ///< of the module
+  at::ScalarType parameters = at::kFloat;     ///< the type of weight, bias and running statistics
+  std::vector<recorded_epilogue> epilogues{}; ///< of each micro-batch
+  std::shared_ptr<void> kept{};               ///< a vector of what is kept of each x of a pass in place, or null
   std::shared_ptr<device_passes> device{};    ///< of a pass on a device, or null
   std::shared_ptr<device_record> on_device{}; ///< the same
 

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/types.h>
 
@@ -25,7 +27,7 @@ namespace syncnorm::torch::detail {
 template <class T, class P>
 class typed_forward_pass final : public prepared_forward_pass<T, P> {
   using base = prepared_forward_pass<T, P>;
-  using base::affine_, base::backward_, base::epilogue_, base::fault_, base::in_, base::pass_, base::running_,
+  using base::affine_, base::backward_, base::epilogues_, base::fault_, base::in_, base::pass_, base::running_,
       base::x_views_, base::y_views_;
 
 public:
@@ -35,8 +37,9 @@ public:
       : base{std::move(in), element, parameters, std::move(fault), backward} {
     this->attempt([&] {
       if (in_.in_place) {
-        auto kept = std::make_shared<batch_norm_kept<T>>();
-        if (this->records()) kept->keep(x_views_.front(), affine_, epilogue_);
+        auto kept = std::make_shared<std::vector<batch_norm_kept<T>>>(x_views_.size());
+        for (std::size_t k = 0; k < kept->size() && this->records(); ++k)
+          (*kept)[k].keep(x_views_[k], affine_, epilogues_[k]);
         pass_->kept = std::move(kept);
       }
       if (!this->counts()) return;
@@ -61,7 +64,7 @@ public:
   /// Describes the pass. It borrows this.
   [[nodiscard]] batch_norm_pass plan() {
     syncnorm::detail::forward_operands<T, P> const operands{x_views_, y_views_,  affine_,
-                                                            running_, in_.scope, this->epilogues()};
+                                                            running_, in_.scope, epilogues_};
     batch_norm_caller const caller{fault_, backward_};
     auto& saved = pass_->saved;
     if (in_.scope == statistics_scope::constant)
@@ -77,18 +80,18 @@ private:
     at_executor const exec;
     if (in_.scope == statistics_scope::all_ranks) {
       batch_norm_forward_batches<T, P>(exec, in_.state->comm, x_views_, y_views_, affine_, running_, in_.options, saved,
-                                       in_.state->workspace, {fault_, backward_}, this->epilogues());
+                                       in_.state->workspace, {fault_, backward_}, epilogues_);
       return;
     }
     if (!fault_.empty()) throw invalid_argument_error{"batch_norm inference: " + fault_};
     if (in_.scope == statistics_scope::constant) {
       batch_norm_inference_batches<T, P>(exec, x_views_, y_views_, affine_, running_.mean, running_.var,
-                                         in_.options.eps, saved, in_.options.variance, this->epilogues());
+                                         in_.options.eps, saved, in_.options.variance, epilogues_);
       return;
     }
     batch_norm_workspace workspace{in_.channels};
     batch_norm_forward_batches<T, P>(exec, self_communicator{}, x_views_, y_views_, affine_, {}, in_.options, saved,
-                                     workspace, {}, this->epilogues());
+                                     workspace, {}, epilogues_);
     saved.scope = statistics_scope::this_rank;
   }
 

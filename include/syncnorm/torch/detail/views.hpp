@@ -95,32 +95,4 @@ template <class T>
   return *view_of<T const>(other, like.order);
 }
 
-/// Whether two views of the same extents have a place in memory in common; where their strides differ, whether the ranges that they
-/// span have.
-template <class T>
-[[nodiscard]] bool overlap(tensor_view<T const> const& a, tensor_view<T const> const& b) {
-  if (a.size() == 0) return false;
-  auto const begin = [](auto const& view) { return reinterpret_cast<std::uintptr_t>(view.data); };
-  auto const span = [](auto const& view) {
-    return (view.samples - 1) * view.stride_n + (view.channels - 1) * view.stride_c +
-           (view.spatial - 1) * view.stride_s;
-  };
-  auto const end = [&](auto const& view) { return reinterpret_cast<std::uintptr_t>(view.data + span(view) + 1); };
-  if (begin(a) >= end(b) || begin(b) >= end(a)) return false;
-  auto const differ = [](std::int64_t extent, std::int64_t one, std::int64_t other) {
-    return extent > 1 && one != other;
-  };
-  if (differ(a.samples, a.stride_n, b.stride_n) || differ(a.channels, a.stride_c, b.stride_c) ||
-      differ(a.spatial, a.stride_s, b.stride_s))
-    return true;
-  // b[n, c, s] is a[n + i, c + j, s + k].
-  std::int64_t const distance = b.data - a.data, step = std::max<std::int64_t>(1, a.stride_s);
-  for (std::int64_t i = 1 - a.samples; i < a.samples; ++i)
-    for (std::int64_t j = 1 - a.channels; j < a.channels; ++j) {
-      std::int64_t const rest = distance - i * a.stride_n - j * a.stride_c, k = rest / step;
-      if (rest == k * step && -a.spatial < k && k < a.spatial) return true;
-    }
-  return false;
-}
-
 } // namespace syncnorm::torch::detail
