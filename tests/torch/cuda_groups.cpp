@@ -12,6 +12,7 @@
 
 #include <syncnorm/adapters/nccl.hpp>
 #include <syncnorm/torch/batch_norm_group.hpp>
+#include <syncnorm/torch/micro_batches.hpp>
 
 #include "cuda/fake_nccl.hpp"
 
@@ -63,6 +64,83 @@ TEST_CASE("CUDA tensors: a group of modules gives the bits of each by itself") {
           }
         }
         CHECK(same_state(results[0], results[1]));
+      });
+    }
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: a group over micro-batches gives the bits of each module's by themselves") {
+  torch::manual_seed(82);
+  auto const x = torch::randn({5, 4, 2}), u = torch::randn({5, 3, 2}), added = torch::randn({5, 4, 2});
+  // Samples of each micro-batch of each rank; the second module takes the last one alone.
+  for (auto const& shares : std::vector<std::vector<std::vector<std::int64_t>>>{{{2, 3}}, {{0, 2, 1}, {4}, {0, 0}}})
+    for (bool const in_place : {false, true}) {
+      auto const a = make_norm(BatchNormOptions{4}, {}, torch::kFloat), b = make_norm(BatchNormOptions{3}),
+                 frozen = make_norm(BatchNormOptions{4}, {}, torch::kFloat);
+      a->weight.detach()[1] = 0, frozen->weight.detach()[2] = 0; // to be kept
+      frozen.ptr()->freeze_statistics();
+      for (auto const& norm : {a, b, frozen}) norm.ptr()->set_in_place(in_place);
+      run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
+        INFO("in place ", in_place, ", rank ", comm.rank(), " of ", comm.size());
+        auto const& share = shares[static_cast<std::size_t>(comm.rank())];
+        enum class timing { by_themselves, at_once, begun };
+        std::vector<std::vector<Tensor>> results;
+        std::vector<Tensor> sums;
+        for (auto const how : {timing::by_themselves, timing::at_once, timing::begun}) {
+          std::array norms{on_device(a, comm), on_device(b, comm), on_device(frozen, comm)};
+          for (auto const& norm : norms) norm.ptr()->set_in_place(in_place);
+          auto& all = results.emplace_back();
+          for (int i = 0; i < 2; ++i) {
+            std::vector<Tensor> leaves;
+            std::vector<syncnorm::torch::group_batches> members;
+            for (std::size_t l = 0; l < norms.size(); ++l) {
+              auto& member = members.emplace_back(syncnorm::torch::group_batches{norms[l], {}, {}});
+              for (std::size_t k = l == 1 ? share.size() - 1 : 0; k < share.size(); ++k) {
+                auto const own = [&](Tensor const& whole, torch::Dtype type) {
+                  return (whole.slice(0, 0, share[k]) + static_cast<int>(k))
+                      .to(device_of(comm))
+                      .to(type)
+                      .requires_grad_();
+                };
+                leaves.push_back(l == 1 ? own(u, torch::kDouble) : own(x, l == 0 ? torch::kHalf : torch::kFloat));
+                member.inputs.push_back(leaves.back() * 1);
+                if (l == 1) continue;
+                auto& with = member.epilogues.emplace_back();
+                with.activation = activation::leaky_relu(k == 0 ? 0 : 0.5);
+                if (k != 1) with.residual = own(added, l == 0 ? torch::kHalf : torch::kFloat);
+                if (k != 1) leaves.push_back(with.residual);
+              }
+            }
+            std::vector<std::vector<Tensor>> y;
+            if (how == timing::by_themselves)
+              for (auto& member : members)
+                y.push_back(syncnorm::torch::forward_batches(member.norm, member.inputs, member.epilogues));
+            else
+              y = how == timing::begun ? syncnorm::torch::begin_group_forward_batches(members).finish()
+                                       : syncnorm::torch::group_forward_batches(members);
+            auto loss = torch::zeros({}, torch::TensorOptions{}.dtype(torch::kDouble).device(device_of(comm)));
+            std::vector<Tensor> outputs;
+            for (std::size_t l = 0; l < y.size(); ++l)
+              for (std::size_t k = 0; k < y[l].size(); ++k) {
+                CHECK(y[l][k].is_same(members[l].inputs[k]) == in_place);
+                outputs.push_back(y[l][k]);
+                loss = loss + y[l][k].to(torch::kDouble).pow(2).sum();
+              }
+            loss.backward();
+            // By itself, the frozen module has a pass for each micro-batch, whose gradients libtorch adds up.
+            for (auto const& parameter : norms[2]->parameters()) sums.push_back(gradient_of(parameter));
+            norms[2]->zero_grad();
+            for (auto& norm : norms) {
+              auto const left = left_of(norm, {}, {});
+              all.insert(all.end(), left.begin(), left.end());
+            }
+            auto const left = left_of(norms[0], outputs, leaves);
+            all.insert(all.end(), left.begin(), left.end());
+          }
+        }
+        for (std::size_t i = 1; i < results.size(); ++i) CHECK(same_state(results[0], results[i]));
+        for (std::size_t i = 4; i < sums.size(); ++i)
+          CHECK(error_of(sums[i], sums[i % 4], 10) <= allowed(torch::kFloat));
       });
     }
   check_no_violations();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
@@ -9,6 +10,7 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
@@ -28,6 +30,13 @@ struct group_member {
   norm_epilogue epilogue{};
 };
 
+/// The same over K micro-batches by one statistic, as `forward_batches`.
+struct group_batches {
+  SyncBatchNorm norm;
+  std::vector<::torch::Tensor> inputs;
+  std::vector<norm_epilogue> epilogues{}; ///< none, or one for each
+};
+
 /// Forward passes of a group whose exchange is under way; see `begin_group_forward`.
 using pending_group_forward = pending_forwards;
 
@@ -37,22 +46,35 @@ namespace detail {
 class members_of {
 public:
   [[nodiscard]] static std::vector<std::unique_ptr<forward_pass>> passes(std::vector<group_member> const& members) {
+    std::vector<group_batches> each;
+    for (auto const& [norm, input, epilogue] : members) each.push_back({norm, {input}, {epilogue}});
+    return passes(each);
+  }
+
+  [[nodiscard]] static std::vector<std::unique_ptr<forward_pass>> passes(std::vector<group_batches> const& members) {
     if (members.empty()) throw invalid_argument_error{"a group of modules is empty"};
     bool needs = false;
+    std::size_t outputs = 0;
     std::vector<forward_inputs> inputs;
+    std::vector<std::string> faults;
     for (auto const& member : members) {
-      inputs.push_back(member.norm->inputs_of({member.input}, {member.epilogue}));
+      auto epilogues = member.epilogues;
+      faults.push_back(complete_epilogues(epilogues, member.inputs.size()));
+      inputs.push_back(member.norm->inputs_of(member.inputs, std::move(epilogues)));
       needs = needs || inputs.back().requires_grad();
+      outputs += member.inputs.size();
+      if (faults.back().empty() && inputs.back().scope == statistics_scope::this_rank && member.inputs.size() > 1)
+        faults.back() = "micro-batches in evaluation without running statistics, which have no statistic in common";
     }
     auto const backward = backward_of(at::GradMode::is_enabled(), needs);
     auto const first = home_of(inputs.front());
     std::vector<std::unique_ptr<forward_pass>> passes;
-    std::vector<std::string> faults;
-    for (auto const& each : inputs)
-      faults.push_back(fault_or_thrown([&] {
-        auto text = find_shared_in_place(each, inputs, "another pass of the group");
-        return text.empty() && inputs.size() > 1 ? find_view_in_place(each, backward) : text;
-      }));
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      if (faults[i].empty())
+        faults[i] = fault_or_thrown([&] {
+          auto text = find_shared_in_place(inputs[i], inputs, "another pass of the group");
+          return text.empty() && outputs > 1 ? find_view_in_place(inputs[i], backward) : text;
+        });
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       auto& each = inputs[i];
       auto const home = home_of(each);
@@ -95,6 +117,34 @@ private:
 
 } // namespace detail
 
+/// Forward passes of a group over micro-batches whose exchange is under way; see `begin_group_forward_batches`.
+class pending_group_batches {
+public:
+  explicit pending_group_batches(std::vector<group_batches> const& members)
+      : pending_{{detail::members_of::passes(members), true}} {
+    for (auto const& member : members) batches_.push_back(member.inputs.size());
+  }
+
+  [[nodiscard]] bool ready() { return pending_.ready(); }
+
+  /// The outputs of each module's micro-batches, as `pending_forward::finish`.
+  [[nodiscard]] std::vector<std::vector<::torch::Tensor>> finish() {
+    auto const all = pending_.finish();
+    std::vector<std::vector<::torch::Tensor>> outputs;
+    auto next = all.begin();
+    for (auto const count : batches_) {
+      auto const end = next + static_cast<std::ptrdiff_t>(count);
+      outputs.emplace_back(next, end);
+      next = end;
+    }
+    return outputs;
+  }
+
+private:
+  pending_forwards pending_;
+  std::vector<std::size_t> batches_; // of each module
+};
+
 /// The outputs of several modules whose statistics travel in one collective, and the sums of their backward pass in one:
 ///
 ///     auto const y = syncnorm::torch::group_forward({{first, x}, {second, u}, {third, v, {.residual = w}}});
@@ -113,6 +163,21 @@ inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> cons
 /// Starts the exchange of `group_forward`, and returns while it is under way, as `SyncBatchNormImpl::begin_forward`.
 [[nodiscard]] inline pending_group_forward begin_group_forward(std::vector<group_member> const& members) {
   return pending_group_forward{{detail::members_of::passes(members), true}};
+}
+
+/// `group_forward` of modules each of which takes micro-batches by one statistic, whose number may differ between modules and ranks but
+/// is at least 1:
+///
+///     auto const y = syncnorm::torch::group_forward_batches({{first, {x0, x1}}, {second, {u0, u1}, {with0, with1}}});
+///
+/// In evaluation, a module without running statistics takes one.
+inline std::vector<std::vector<::torch::Tensor>> group_forward_batches(std::vector<group_batches> const& members) {
+  return pending_group_batches{members}.finish();
+}
+
+/// Starts the exchange of `group_forward_batches`, and returns while it is under way, as `SyncBatchNormImpl::begin_forward`.
+[[nodiscard]] inline pending_group_batches begin_group_forward_batches(std::vector<group_batches> const& members) {
+  return pending_group_batches{members};
 }
 
 } // namespace syncnorm::torch

@@ -9,7 +9,6 @@
 #include <torch/types.h>
 
 #include <syncnorm/ops/batch_norm_state.hpp>
-#include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/torch/detail/begin_together.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
@@ -36,11 +35,7 @@ public:
                                                                          std::vector<at::Tensor> const& batches,
                                                                          std::vector<norm_epilogue> epilogues,
                                                                          bool as_one) {
-    std::string fault;
-    if (!epilogues.empty() && epilogues.size() != batches.size())
-      fault = syncnorm::detail::call_check::text("there are ", epilogues.size(), " epilogues, expected ",
-                                                 batches.size(), " as micro-batches");
-    epilogues.resize(batches.size());
+    auto const fault = complete_epilogues(epilogues, batches.size());
     std::vector<forward_inputs> inputs;
     if (are_together(norm) || batches.empty())
       inputs.push_back(norm.inputs_of(batches, std::move(epilogues)));

@@ -88,6 +88,14 @@ struct forward_inputs {
   return find_recording_fault({{in.weight, "weight"}, {in.bias, "bias"}}, recorded);
 }
 
+/// Makes epilogues of micro-batches, none or one for each, as many as these are. Says what is wrong with their number, or nothing.
+[[nodiscard]] inline std::string complete_epilogues(std::vector<norm_epilogue>& epilogues, std::size_t batches) {
+  auto const given = epilogues.size();
+  epilogues.resize(batches);
+  if (given == 0 || given == batches) return {};
+  return syncnorm::detail::call_check::text("there are ", given, " epilogues, expected ", batches, " as micro-batches");
+}
+
 /// Says whether one of the inputs `of`, which is among `all`, is written to in place while another pass, called `another`, or one
 /// over another micro-batch reads it.
 [[nodiscard]] inline std::string find_shared_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
