@@ -53,12 +53,13 @@ TEST_CASE("boxes hold every element once") {
 
 TEST_CASE("a channel block fits the cache, and is at least one row or one line") {
   float* const x = nullptr;
-  CHECK(host::channel_block(nchw(x, 32, 512, 784)) == 5);
-  CHECK(host::channel_block(nchw(x, 32, 64, 112 * 112)) == 1);
-  CHECK(host::channel_block(nchw(x, 1, 8, 4)) == 8);
-  CHECK(host::channel_block(nchw(x, 0, 8, 4)) == 8);
-  CHECK(host::channel_block(nchw(x, 32, 512, 784), 2) == 2);
-  CHECK(host::channel_block(nc(x, 256, 1024)) == 512);
-  CHECK(host::channel_block(nc(x, 4096, 1024)) == 1024);
-  CHECK(host::channel_block(nhwc(x, 32, 512, 784)) == 512);
+  constexpr std::int64_t half_megabyte = 1 << 19;
+  CHECK(host::channel_block(nchw(x, 32, 512, 784), 1, half_megabyte) == 5);
+  CHECK(host::channel_block(nchw(x, 32, 64, 112 * 112), 1, half_megabyte) == 1);
+  CHECK(host::channel_block(nchw(x, 1, 8, 4), 1, half_megabyte) == 8);
+  CHECK(host::channel_block(nchw(x, 0, 8, 4), 1, half_megabyte) == 8);
+  CHECK(host::channel_block(nchw(x, 32, 512, 784), 2, half_megabyte) == 2);
+  CHECK(host::channel_block(nc(x, 256, 1024), 1, half_megabyte) == 512);
+  CHECK(host::channel_block(nc(x, 4096, 1024), 1, half_megabyte) == 1024);
+  CHECK(host::channel_block(nhwc(x, 32, 512, 784), 1, half_megabyte) == 512);
 }

@@ -54,7 +54,7 @@ template <class T>
 struct pipeline_case {
   tensor_view<T const> x, dy;
   std::vector<T> gamma, beta;
-  std::int64_t count;
+  std::int64_t count, room = std::int64_t{1} << 40;
 
   using A = accumulate_t<T>;
 
@@ -72,7 +72,7 @@ struct pipeline_case {
     std::vector<int> finished(r.mean.size());
     using host::detail::channels_of;
     host::detail::reduce_and_map_rows<T>(
-        exec, host::detail::channel_blocks{x.channels, block}, x, parts,
+        exec, host::detail::channel_blocks{x.channels, block}, x, parts, {1, false},
         [&](std::int64_t first, std::int64_t length) {
           return host::detail::moment_rows<T>{x.channel_range(first, length), parts, host::detail::layout::rows};
         },
@@ -80,12 +80,15 @@ struct pipeline_case {
         [&](std::int64_t first, std::int64_t length) {
           for (std::int64_t c = first; c < first + length; ++c) ++finished[static_cast<std::size_t>(c)];
         },
-        host::detail::map_of_channels<T>(std::array{x}, y, how, [&](std::int64_t first, std::int64_t length) {
-          return host::detail::normalize_terms<A>{channels_of(std::span<double const>{r.mean}, first, length),
-                                                  channels_of(std::span<double const>{r.m2}, first, length),
-                                                  {channels_of(std::span<T const>{gamma}, first, length), 1},
-                                                  {channels_of(std::span<T const>{beta}, first, length), 0}};
-        }));
+        host::detail::map_of_channels<T>(std::array{x}, y, how,
+                                         [&](std::int64_t first, std::int64_t length) {
+                                           return host::detail::normalize_terms<A>{
+                                               channels_of(std::span<double const>{r.mean}, first, length),
+                                               channels_of(std::span<double const>{r.m2}, first, length),
+                                               {channels_of(std::span<T const>{gamma}, first, length), 1},
+                                               {channels_of(std::span<T const>{beta}, first, length), 0}};
+                                         }),
+        room);
     CHECK(finished == std::vector<int>(finished.size(), 1));
   }
 
@@ -93,21 +96,23 @@ struct pipeline_case {
   void backward(E const& exec, std::int64_t block, pipeline_results<T>& r, tensor_view<T> dx, host::stores how) const {
     using host::detail::channels_of;
     host::detail::reduce_and_map_rows<T>(
-        exec, host::detail::channel_blocks{x.channels, block}, x, host::detail::groups{x},
+        exec, host::detail::channel_blocks{x.channels, block}, x, host::detail::groups{x}, {2, true},
         [&](std::int64_t first, std::int64_t length) {
           return host::detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
                                                 r.mean.data() + first, host::detail::layout::rows};
         },
         r.sum_dy, r.sum_dy_xmu, [](std::int64_t, std::int64_t) {},
-        host::detail::map_of_channels<T>(std::array{dy, x}, dx, how, [&](std::int64_t first, std::int64_t length) {
-          return host::detail::backward_elemt_terms<A>{
-              channels_of(std::span<double const>{r.mean}, first, length),
-              channels_of(std::span<double const>{r.m2}, first, length),
-              {channels_of(std::span<T const>{gamma}, first, length), 1},
-              channels_of(std::span<double const>{r.sum_dy}, first, length),
-              channels_of(std::span<double const>{r.sum_dy_xmu}, first, length),
-              count};
-        }));
+        host::detail::map_of_channels<T>(std::array{dy, x}, dx, how,
+                                         [&](std::int64_t first, std::int64_t length) {
+                                           return host::detail::backward_elemt_terms<A>{
+                                               channels_of(std::span<double const>{r.mean}, first, length),
+                                               channels_of(std::span<double const>{r.m2}, first, length),
+                                               {channels_of(std::span<T const>{gamma}, first, length), 1},
+                                               channels_of(std::span<double const>{r.sum_dy}, first, length),
+                                               channels_of(std::span<double const>{r.sum_dy_xmu}, first, length),
+                                               count};
+                                         }),
+        room);
   }
 };
 
@@ -131,8 +136,7 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
         continue;
       }
       auto const ch = static_cast<std::size_t>(c);
-      pipeline_case<T> const passes{x.view(), dy.view(), std::vector<T>(ch, T(1.5)), std::vector<T>(ch, T(-0.25)),
-                                    n * s};
+      pipeline_case<T> passes{x.view(), dy.view(), std::vector<T>(ch, T(1.5)), std::vector<T>(ch, T(-0.25)), n * s};
       pipeline_results<T> whole{c};
       passes.separate(whole, y.view(), dx.view());
       whole.y = y.values();
@@ -164,6 +168,12 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
       check(host::serial_executor{}, 2, host::stores::cached);
       check(test::shuffling_executor{2}, 1, host::stores::cached);
       check(test::shuffling_executor{1}, 2, host::stores::streaming);
+      // Where of the next block as much as half, a third, or nothing fits beside one.
+      auto const bytes = static_cast<std::int64_t>(sizeof(T)) * n * s;
+      for (std::int64_t const room : {bytes + bytes / 2, bytes + bytes / 3, bytes}) {
+        passes.room = room;
+        check(host::serial_executor{}, 1, host::stores::streaming);
+      }
     }
   }
 }

@@ -77,7 +77,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
       auto const rows = [&](std::int64_t first, std::int64_t length) {
         return Rows{x.channel_range(first, length), parts, detail::layout::rows};
       };
-      detail::reduce_and_map_rows<T>(exec, blocks, x, parts, rows, mean, m2, finish, map);
+      detail::reduce_and_map_rows<T>(exec, blocks, x, parts, {1, !Residual}, rows, mean, m2, finish, map);
     };
     if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, in, std::array{y}))
       detail::reduce_and_map<T>(exec, blocks, x, std::ssize(in), reduce, map);
@@ -155,7 +155,8 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
       return detail::epilogue_rows<T>{of(first, length), 0, length};
     };
     auto const finish = [](std::int64_t, std::int64_t) {};
-    detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, rows, sum_dy, sum_dy_xmu, finish, map);
+    detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {in.size(), true}, rows, sum_dy, sum_dy_xmu,
+                                   finish, map);
   };
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);

@@ -12,6 +12,7 @@
 #include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
+#include <syncnorm/host/detail/cache_size.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
@@ -31,41 +32,56 @@ template <class Rows, class T, std::size_t Inputs, std::size_t Outputs>
          blocks.size(blocks.count - 1) <= Rows::channels_at_once;
 }
 
+/// What a pipeline reads: `summed` of the map's inputs, the first ones, are summed. What is summed next is fetched while
+/// elements are mapped, or else, as suits a map that takes no longer than that, while they are summed.
+struct pipeline_reading {
+  std::size_t summed;
+  bool map_fetches;
+};
+
 /// Sums the rows of one block of channels while it maps those of the block before, row piece by row piece in turn: then
 /// memory is read and written and the cache is read at the same time. The map takes samples in the opposite order: what was
-/// read last is the likeliest to be in the cache still where two blocks do not fit. `Rows` has what `moment_rows` has, `Map`
-/// is a `linear_map` or an `epilogue_map`, `Parts` are the groups of pieces, masked ones perhaps.
+/// read last is the likeliest to be in the cache still. Where two blocks do not fit, the map takes several pieces in a turn, so
+/// that the block before is done with when as much of the next as fits beside it has been read. `Rows` has what `moment_rows`
+/// has, `Map` is a `linear_map` or an `epilogue_map`, `Parts` are the groups of pieces, masked ones perhaps.
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
-  row_pipeline(std::int64_t samples, Parts const& parts) : parts_{parts}, samples_{samples} {}
+  /// `block`: the extents of what is mapped at a time; `room`: what two blocks may take of the cache, in bytes.
+  row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
+               std::int64_t room = room_for_blocks())
+      : parts_{parts}, samples_{block.samples}, map_fetches_{reading.map_fetches}, lead_{std::max<std::int64_t>(
+                                                                                       1, parts.pieces)} {
+    // Of several tensors it is no gain: memory takes longer to read than to write.
+    std::int64_t const bytes = block.size() * static_cast<std::int64_t>(sizeof(T));
+    if (reading.summed == 1) lead_ = pieces_of_lead(lead_, bytes, room);
+  }
 
   /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps the `mapped` channels before these by `map`, no more.
   [[gnu::noinline]] void operator()(Rows& rows, std::int64_t length, double* a, double* b, Map const* map,
                                     std::int64_t mapped) const {
     std::array<double, Rows::channels_at_once> next_a, next_b;
-    std::int64_t before = 0;
+    std::int64_t const to_map = map == nullptr ? 0 : parts_.pieces, both = std::min(length, mapped);
+    std::int64_t before = 0, summed = 0, done = 0;
     for (std::int64_t g = 0; g < parts_.count; ++g) {
       bool begun = false;
       parts_.for_each_piece(g, [&](groups::piece const& now, groups::piece const& next) {
-        std::int64_t const sample = samples_ - 1 - now.sample, end = now.begin + now.length;
-        bool const begins_row = now.begin == 0, ends_row = end == parts_.cut.spatial;
-        // In a piece of less than a line of the cache, none may end that begins before it.
-        bool const follows_piece = !begins_row && now.length >= line_elements<T>;
-        bool const precedes_piece = !ends_row && next.length >= line_elements<T>;
-        // The map takes longer than the sums, so it is what fetches the next piece to be summed, unless that is short: then it comes
-        // too late.
-        bool const sums_fetch = map == nullptr || now.length * static_cast<std::int64_t>(sizeof(T)) < short_piece_bytes;
-        row_distance const to_next_row{mapped + 1, now.sample - sample, 0};
-        row_distance const to_next_piece{1, next.sample - sample, next.begin - now.begin};
+        std::int64_t const due = std::min(to_map, ceil_div(++summed * to_map, lead_)) - done;
+        bool const map_fetches = map_fetches_ && due == 1 && !is_short(now);
         for (std::int64_t c = 0; c < length; ++c) {
-          bool const last = c + 1 == length;
-          rows.add(c, now, next, begun, sums_fetch ? 2 : 0);
-          if (c < mapped)
-            (*map)({sample, c, now.begin, end, follows_piece || (begins_row && c > 0),
-                    precedes_piece || (ends_row && !last && c + 1 < mapped)},
-                   sums_fetch ? std::nullopt : std::optional{last ? to_next_piece : to_next_row});
+          rows.add(c, now, next, begun, map_fetches ? 0 : 2);
+          if (due == 0 || c >= both) continue;
+          // Of the next channel the same piece is summed next, of the first one the next piece.
+          if (!map_fetches)
+            map_piece(*map, done, c, both);
+          else if (c + 1 < length)
+            map_piece(*map, done, c, both, now, mapped + 1);
+          else
+            map_piece(*map, done, c, both, next, 1);
         }
+        for (std::int64_t i = done + 1; i < done + due; ++i)
+          for (std::int64_t c = 0; c < both; ++c) map_piece(*map, i, c, both);
+        done += due;
         begun = true;
       });
       std::int64_t const more = parts_.elements(g);
@@ -80,10 +96,38 @@ public:
   }
 
 private:
-  static constexpr std::int64_t short_piece_bytes = 4096;
+  /// How many pieces of a block of `bytes` may be summed until the block before, of the same size, has to be mapped: all where
+  /// both fit, or where not even one does, which is read from memory again in any case.
+  static std::int64_t pieces_of_lead(std::int64_t pieces, std::int64_t bytes, std::int64_t room) {
+    if (2 * bytes <= room || bytes > room / 5 * 8) return pieces;
+    return std::max<std::int64_t>(1, pieces * std::max<std::int64_t>(0, room - bytes) / bytes);
+  }
+
+  /// Short pieces the map fetches too late.
+  static bool is_short(groups::piece const& piece) {
+    return piece.length * static_cast<std::int64_t>(sizeof(T)) < 4096;
+  }
+
+  /// Maps the piece at place `i` in the order of mapping, of channel `c` of so many. Meanwhile fetches `to_fetch`, if any, of the
+  /// channel `further` on.
+  void map_piece(Map const& map, std::int64_t i, std::int64_t c, std::int64_t channels,
+                 std::optional<groups::piece> const& to_fetch = std::nullopt, std::int64_t further = 0) const {
+    auto const& cut = parts_.cut;
+    std::int64_t const part = i % cut.pieces, sample = samples_ - 1 - i / cut.pieces;
+    std::int64_t const begin = cut.begin(part), end = begin + cut.size(part);
+    bool const begins_row = part == 0, ends_row = part + 1 == cut.pieces;
+    // In a piece of less than a line of the cache, none may end that begins before it.
+    bool const follows = begins_row ? c > 0 : end - begin >= line_elements<T>;
+    bool const precedes = ends_row ? c + 1 < channels : cut.size(part + 1) >= line_elements<T>;
+    std::optional<row_distance> distance;
+    if (to_fetch) distance = row_distance{further, to_fetch->sample - sample, to_fetch->begin - begin};
+    map({sample, c, begin, end, follows, precedes}, distance);
+  }
 
   Parts parts_;
   std::int64_t samples_;
+  bool map_fetches_;
+  std::int64_t lead_;
 };
 
 /// Whether `map_and_sum_rows` can take `out` and, after it, `next_channels` more channels.
@@ -101,23 +145,25 @@ void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, In
   using map_type = linear_map<T, Inputs>;
   scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
   map_type const map{terms_of, in, out, how, table.data()};
-  row_pipeline<T, Rows, map_type, groups> const pipeline{out.samples, groups{out}};
+  row_pipeline<T, Rows, map_type, groups> const pipeline{in[0], groups{out}, {Inputs, Inputs > 1}};
   pipeline(rows, length, a, b, &map, out.channels);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
   stream_fence();
 }
 
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
-/// `make_map(first, length, table)` while the next block is summed. `x` and `parts` are those of all. Each thread takes
-/// several blocks in a row.
+/// `make_map(first, length, table)` while the next block is summed. `x` and `parts` are those of all, `reading` and `room` as of
+/// the pipeline. Each thread takes several blocks in a row.
 template <class T, class Parts, class MakeRows, class MakeMap>
 void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor_view<T const> const& x,
-                         Parts const& parts, MakeRows const& make_rows, std::span<double> a, std::span<double> b,
-                         function_ref<void(std::int64_t, std::int64_t)> finish, MakeMap const& make_map) {
+                         Parts const& parts, pipeline_reading const& reading, MakeRows const& make_rows,
+                         std::span<double> a, std::span<double> b,
+                         function_ref<void(std::int64_t, std::int64_t)> finish, MakeMap const& make_map,
+                         std::int64_t room = room_for_blocks()) {
   using A = accumulate_t<T>;
   using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
-  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.samples, parts};
+  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, room};
   for_each_run(exec, blocks, 2, [&](std::int64_t begin, std::int64_t end) {
     scratch_lease<A> table{map_type::table_size(x.channel_range(0, blocks.size(blocks.count - 1)))};
     std::optional<map_type> map;
