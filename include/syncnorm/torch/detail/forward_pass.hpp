@@ -113,6 +113,10 @@ protected:
   prepared_forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters, std::string fault,
                         backward_pass backward)
       : forward_pass{std::move(in), element, parameters, std::move(fault), backward} {
+    // What ranks have to have in common, a rank has whatever else is wrong, lest that be taken for what is wrong.
+    auto already = std::exchange(fault_, {});
+    attempt([&] { take_parameters(); });
+    if (!already.empty()) fault_ = std::move(already);
     attempt([&] { take(); });
   }
 
@@ -129,6 +133,13 @@ protected:
   at::Tensor mean_, var_;                         ///< the running statistics, wherever the module's go meanwhile
 
 private:
+  void take_parameters() {
+    if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_.weight.contiguous());
+    if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_.bias.contiguous());
+    if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
+    mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();
+    running_ = {values_of<P>(mean_), values_of<P>(var_)};
+  }
   void take() {
     for (std::size_t k = 0; k < in_.batches.size(); ++k) {
       auto const& input = in_.batches[k];
@@ -151,11 +162,6 @@ private:
       if (with.mask.defined()) mask = dense_mask(with.mask, of.order);
       epilogue.mask = view_of_mask(mask);
     }
-    if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_.weight.contiguous());
-    if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_.bias.contiguous());
-    if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
-    mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();
-    running_ = {values_of<P>(mean_), values_of<P>(var_)};
   }
 
   std::vector<operands<T>> of_;
