@@ -118,7 +118,7 @@ int of_double_backward(int ranks, extents const& of, bool masked,
   });
 }
 
-/// In place, and then over two micro-batches, without epilogues and with them.
+/// In place, over two micro-batches, without epilogues and with them, and both.
 int of_other_modes(int ranks, extents const& of) {
   return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
     return [&t, of, in_place = layer_type{comm, of.channels}, batches = layer_type{comm, of.channels}]() mutable {
@@ -143,6 +143,9 @@ int of_other_modes(int ranks, extents const& of) {
           {{.activation = relu, .mask = mask(0, 1)}, {.activation = relu, .mask = mask(1, of.samples - 1)}}};
       batches.forward(x, y, epilogues);
       batches.backward(x, dy, dx, {}, epilogues);
+      t.y = t.x;
+      in_place.forward_in_place(y, epilogues);
+      in_place.backward_in_place(y, dy, dx, {}, epilogues);
     };
   });
 }
