@@ -53,8 +53,8 @@ template <class T>
   return false;
 }
 
-/// What is wrong with writing in place to each of K micro-batches of x, of which the others and their residuals are still read; empty
-/// where nothing is. Epilogues: none, or K.
+/// What is wrong with writing in place to each of K micro-batches of x, while the others and their residuals are still read;
+/// empty where nothing is. Epilogues: none, or K.
 template <class T>
 [[nodiscard]] std::string find_shared_in_place(std::span<tensor_view<T> const> x,
                                                std::span<batch_norm_epilogue<T> const> epilogues) {

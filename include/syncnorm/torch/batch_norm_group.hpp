@@ -165,8 +165,8 @@ inline std::vector<::torch::Tensor> group_forward(std::vector<group_member> cons
   return pending_group_forward{{detail::members_of::passes(members), true}};
 }
 
-/// `group_forward` of modules each of which takes micro-batches by one statistic, whose number may differ between modules and ranks but
-/// is at least 1:
+/// `group_forward` of modules each of which takes micro-batches by one statistic, whose number may differ between modules and
+/// ranks but is at least 1:
 ///
 ///     auto const y = syncnorm::torch::group_forward_batches({{first, {x0, x1}}, {second, {u0, u1}, {with0, with1}}});
 ///

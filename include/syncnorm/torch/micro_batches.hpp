@@ -81,8 +81,8 @@ public:
 /// The outputs of K micro-batches by one statistic, that of all of them on all ranks: what `norm` would make of their
 /// concatenation, cut up again, with one exchange forward and one backward. In training mode collective; K may differ
 /// between ranks, but is at least 1: a rank without samples passes one micro-batch of none. `epilogues`: none, or one for each,
-/// as of `SyncBatchNormImpl::forward_with`. In place, no input may be in the memory of another one or of its residual. In evaluation
-/// mode, and by frozen statistics, `forward_with` of each.
+/// as of `SyncBatchNormImpl::forward_with`. In place, no input may be in the memory of another one or of the other one's
+/// residual. In evaluation mode, and by frozen statistics, `forward_with` of each.
 inline std::vector<::torch::Tensor> forward_batches(SyncBatchNorm& norm, std::vector<::torch::Tensor> const& inputs,
                                                     std::vector<norm_epilogue> const& epilogues = {}) {
   return detail::batches_of::forward(*norm, inputs, epilogues);

@@ -107,9 +107,10 @@ public:
   ///     ... // anything else, other passes among it
   ///     auto const y = pending.finish();
   ///
-  /// Collective in training; `finish` is not, and passes may be finished in any order, but several of one module in the same on all
-  /// ranks, since each moves its running statistics. Until then neither input, residual nor module may be written to. A rank that drops a pass has no part in its backward pass, so the others must not run that. Passes in
-  /// place are recorded when they are finished, so all ranks finish them in the same order.
+  /// Collective in training; `finish` is not, and passes may be finished in any order, but several of one module in the same on
+  /// all ranks, since each moves its running statistics. Until then neither input, residual nor module may be written to. A rank
+  /// that drops a pass has no part in its backward pass, so the others must not run that. Passes in place are recorded when they
+  /// are finished, so all ranks finish them in the same order.
   [[nodiscard]] pending_forward begin_forward(::torch::Tensor const& input, norm_epilogue const& epilogue = {}) {
     auto inputs = inputs_of({input}, {epilogue});
     auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());

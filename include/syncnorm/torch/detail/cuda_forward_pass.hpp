@@ -145,8 +145,9 @@ private:
       });
   }
 
-  /// Makes room for what a pass in place keeps of each x, where it is recorded. It may turn out too small only where the activation has an
-  /// inverse, and then it is for all such micro-batches. So one of these leads, and the pass asks what became of that one.
+  /// Makes room for what a pass in place keeps of each x, where it is recorded. It may turn out too small only where the
+  /// activation has an inverse, and then it is for all such micro-batches. So one of these leads, and the pass asks what became
+  /// of that one.
   void keep(at::Device device) {
     auto const kept = std::make_shared<std::vector<cuda_kept<element>>>(this->x_views_.size());
     if (this->records()) {
