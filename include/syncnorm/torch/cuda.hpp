@@ -169,7 +169,8 @@ public:
 /// In place, a pass makes room for as many channels that cannot be recovered as the latest one has kept that the host knows of, and for
 /// a sixteenth of all besides, four at least. It waits for the stream to read weight and bias before the first such pass, and where
 /// they are in other memory since. Where they come to need more room from one pass to the next, that is an error on every rank, the
-/// inputs stay, and the next pass reads them again.
+/// inputs stay, and the next pass reads them again. After an error the inputs of the ranks that had not heard of it are recorded as
+/// written to; so all begin again with new ones.
 ///
 /// Throws invalid_argument_error where a module's communicator has several ranks, and others than `comm`; nothing has changed then.
 template <class Kernels = cuda::compiled_kernels, communicator C>

@@ -121,9 +121,7 @@ struct forward_inputs {
   if (!of.in_place || backward == backward_pass::impossible) return {};
   for (auto const& x : of.batches)
     if (x.defined() && x.is_view())
-      return "the input is a view, of which libtorch records no pass in place together with others; it takes a tensor "
-             "of "
-             "its own";
+      return "the input is a view, of which libtorch records no pass in place together with others; take a clone";
   return {};
 }
 
