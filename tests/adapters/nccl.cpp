@@ -3,6 +3,8 @@
 #include <array>
 #include <chrono>
 #include <functional>
+#include <future>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -115,6 +117,75 @@ TEST_CASE("a peer that never comes is a timeout, which ends what waits on the st
   CHECK(fake_nccl::alive() == 0);
 }
 
+TEST_CASE("a peer that never comes is a timeout in a step that is replayed, though NCCL waits for the graph's end to "
+          "free anything") {
+  using namespace std::chrono_literals;
+  auto const raw = fake_nccl::make_group(2);
+  ncclCommDestroy(raw[1]);
+  auto comm = std::make_unique<nccl_communicator>(nccl_communicator::adopt(raw[0], 50ms));
+  gather_of_two gather{2};
+  test::graph step{gather.on, [&] { gather(*comm); }};
+  step.launch();
+  auto const failure = [&](auto const& call) -> std::string {
+    try {
+      call();
+    } catch (syncnorm::timeout_error const&) {
+      return "timeout";
+    } catch (syncnorm::nccl_error const&) {
+      return "error";
+    }
+    return "none";
+  };
+  auto waiting = std::async(std::launch::async, [&] { return failure([&] { comm->synchronize(gather.on); }); });
+  bool const in_time = waiting.wait_for(20s) == std::future_status::ready;
+  CHECK(in_time);
+  if (in_time) {
+    CHECK(fake_nccl::alive() == 1); // the graph keeps it
+    gather.on.wait();
+    step.launch(); // which does nothing any more
+    gather.on.wait();
+    CHECK(failure([&] { gather(*comm); }) == "error");
+  }
+  step.destroy();
+  CHECK(waiting.get() == "timeout");
+  comm.reset();
+  for (int i = 0; i < 1000 && fake_nccl::alive() != 0; ++i) std::this_thread::sleep_for(5ms);
+  CHECK(fake_nccl::alive() == 0);
+}
+
+TEST_CASE("the last copy of a communicator that has failed does not wait for graphs") {
+  using namespace std::chrono_literals;
+  auto const raw = fake_nccl::make_group(1);
+  gather_of_two gather{1};
+  auto comm = std::make_unique<nccl_communicator>(nccl_communicator::adopt(raw[0]));
+  test::graph step{gather.on, [&] { gather(*comm); }};
+  fake_nccl::set_async_error(raw[0], ncclRemoteError);
+  CHECK_THROWS_AS(comm->check(), syncnorm::nccl_error);
+  auto ending = std::async(std::launch::async, [&] { comm.reset(); });
+  CHECK(ending.wait_for(20s) == std::future_status::ready);
+  step.destroy();
+  ending.wait();
+  for (int i = 0; i < 1000 && fake_nccl::alive() != 0; ++i) std::this_thread::sleep_for(5ms);
+  CHECK(fake_nccl::alive() == 0);
+}
+
+TEST_CASE("nobody frees a communicator while another thread asks it") {
+  using namespace std::chrono_literals;
+  auto const raw = fake_nccl::make_group(1);
+  auto const comm = nccl_communicator::adopt(raw[0]);
+  fake_nccl::set_slow_polls(raw[0], 100ms);
+  {
+    std::jthread const other{[&] {
+      std::this_thread::sleep_for(20ms);
+      comm.abort();
+    }};
+    comm.check();
+  }
+  CHECK_THROWS_WITH_AS(comm.check(), doctest::Contains("aborted on rank 0"), syncnorm::nccl_error);
+  CHECK(fake_cuda::noted().empty());
+  CHECK(fake_nccl::alive() == 0);
+}
+
 TEST_CASE("ranks that gather different extents get an error, and abort ends the waiting") {
   on_ranks(2, [](ncclComm_t raw) {
     auto const comm = nccl_communicator::adopt(raw);
@@ -150,6 +221,28 @@ TEST_CASE("calls of a communicator that does not block return when NCCL has enqu
     CHECK_THROWS_AS(gather(comm), syncnorm::nccl_error);
     gather.on.wait();
   });
+  CHECK(fake_nccl::alive() == 0);
+}
+
+TEST_CASE("a communicator that does not block may still be being made, by a split, too") {
+  using namespace std::chrono_literals;
+  on_ranks(2, [](ncclComm_t raw) {
+    fake_nccl::set_being_made(raw, 5);
+    auto const comm = nccl_communicator::adopt(raw, 10s);
+    CHECK(comm.size() == 2);
+    fake_nccl::set_in_progress(raw, 5);
+    auto const part = syncnorm::split(comm, 0, -comm.rank());
+    CHECK(part.size() == 2);
+    CHECK(part.rank() == 1 - comm.rank());
+    gather_of_two gather{2};
+    gather(part);
+    part.synchronize(gather.on);
+    CHECK((gather.out.get() == std::vector<float>{1, 2, 1, 2}));
+  });
+  auto* const raw = fake_nccl::make_group(1)[0];
+  fake_nccl::set_being_made(raw, 1 << 30);
+  CHECK_THROWS_AS(nccl_communicator(raw, 50ms), syncnorm::timeout_error);
+  ncclCommDestroy(raw);
   CHECK(fake_nccl::alive() == 0);
 }
 

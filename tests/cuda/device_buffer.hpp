@@ -65,24 +65,49 @@ private:
   std::size_t size_;
 };
 
+/// What f() enqueued on a stream while it was captured.
+class graph {
+public:
+  template <class F>
+  graph(stream const& on, F const& f) : on_{&on} {
+    using syncnorm::detail::require_cuda;
+    require_cuda(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal), "begin capture");
+    try {
+      f();
+    } catch (...) {
+      cudaStreamEndCapture(on, &graph_);
+      destroy();
+      throw;
+    }
+    require_cuda(cudaStreamEndCapture(on, &graph_), "end capture");
+    require_cuda(cudaGraphInstantiate(&exec_, graph_, 0), "instantiate");
+  }
+  graph(graph const&) = delete;
+  graph& operator=(graph const&) = delete;
+  ~graph() { destroy(); }
+
+  void launch() const { syncnorm::detail::require_cuda(cudaGraphLaunch(exec_, *on_), "launch"); }
+  void destroy() {
+    if (exec_ != nullptr) cudaGraphExecDestroy(std::exchange(exec_, nullptr));
+    if (graph_ != nullptr) cudaGraphDestroy(std::exchange(graph_, nullptr));
+  }
+
+private:
+  stream const* on_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t exec_ = nullptr;
+};
+
 /// Calls f(stream) `times` times, or captures it once in a graph and replays that; then waits.
 template <class F>
 void run_on(stream const& on, bool captured, F const& f, int times = 1) {
-  if (!captured) {
-    for (int i = 0; i < times; ++i) f(on);
+  if (captured) {
+    graph const step{on, [&] { f(on); }};
+    for (int i = 0; i < times; ++i) step.launch();
     return on.wait();
   }
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  using syncnorm::detail::require_cuda;
-  require_cuda(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal), "begin capture");
-  f(on);
-  require_cuda(cudaStreamEndCapture(on, &graph), "end capture");
-  require_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-  for (int i = 0; i < times; ++i) require_cuda(cudaGraphLaunch(exec, on), "launch");
+  for (int i = 0; i < times; ++i) f(on);
   on.wait();
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
 }
 
 } // namespace test

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -37,7 +38,18 @@ struct member {
   std::atomic<bool> aborted = false;
   std::atomic<ncclResult_t> async_error = ncclSuccess;
   std::atomic<int> polls_of_a_call = 0, polls_left = 0;
+  std::atomic<std::chrono::milliseconds> time_of_a_poll = std::chrono::milliseconds::zero();
+  std::atomic<bool> freed = false;
+  long held = 0; // collectives that are yet to be enqueued, or may be by a graph; the group's mutex
 };
+
+} // namespace
+
+struct ncclComm {
+  std::shared_ptr<member> self;
+};
+
+namespace {
 
 std::atomic<int> made = 0;
 thread_local int group_depth = 0;
@@ -62,6 +74,29 @@ std::vector<std::vector<std::byte>> meet(member& self, std::map<long, meeting> w
   return all.parts;
 }
 
+/// Keeps the communicator from being freed for as long as a copy of it exists.
+std::shared_ptr<void> hold(std::shared_ptr<member> const& self) {
+  std::lock_guard const lock{self->group->mutex};
+  ++self->held;
+  return {nullptr, [self](void*) {
+            std::lock_guard const lock_of_end{self->group->mutex};
+            --self->held;
+            self->group->changed.notify_all();
+          }};
+}
+
+ncclResult_t destroy(ncclComm_t comm) {
+  auto const self = comm->self;
+  {
+    std::unique_lock lock{self->group->mutex};
+    self->group->changed.wait(lock, [&] { return self->held == 0; });
+  }
+  self->freed = true;
+  delete comm;
+  --made;
+  return ncclSuccess;
+}
+
 template <class T>
 void fold(std::vector<std::byte>& into, std::vector<std::byte> const& from, ncclRedOp_t op) {
   for (std::size_t i = 0; i < into.size(); i += sizeof(T)) {
@@ -80,19 +115,11 @@ void fold(std::vector<std::byte>& into, std::vector<std::byte> const& from, nccl
   fold<std::int64_t>(into, from, op);
 }
 
-} // namespace
-
-struct ncclComm {
-  std::shared_ptr<member> self;
-};
-
-namespace {
-
 ncclResult_t collective(char const* name, void const* in, std::size_t bytes, ncclComm_t comm, cudaStream_t stream,
                         std::function<void(std::vector<std::vector<std::byte>>)> finish) {
   if (auto const code = fake_cuda::enter(name); code != cudaSuccess) return ncclSystemError;
   // Collectives meet in the order in which they are called, or replayed, on whatever streams.
-  auto issue = [self = comm->self, in, bytes, finish = std::move(finish)] {
+  auto issue = [self = comm->self, in, bytes, finish = std::move(finish), held = hold(comm->self)] {
     return [self, in, bytes, finish, number = self->next++] {
       if (self->aborted) return;
       auto const* const first = static_cast<std::byte const*>(in);
@@ -133,6 +160,8 @@ std::vector<ncclComm_t> make_group(int size) {
 }
 void set_async_error(ncclComm_t comm, ncclResult_t code) { comm->self->async_error = code; }
 void set_in_progress(ncclComm_t comm, int polls) { comm->self->polls_of_a_call = polls; }
+void set_being_made(ncclComm_t comm, int polls) { comm->self->polls_left = polls; }
+void set_slow_polls(ncclComm_t comm, std::chrono::milliseconds time) { comm->self->time_of_a_poll = time; }
 int alive() { return made; }
 
 } // namespace fake_nccl
@@ -165,31 +194,30 @@ ncclResult_t ncclGroupEnd() {
 }
 
 ncclResult_t ncclCommUserRank(ncclComm_t const comm, int* rank) {
+  if (comm->self->polls_left > 0) return ncclInvalidArgument;
   *rank = static_cast<int>(comm->self->rank);
   return ncclSuccess;
 }
 ncclResult_t ncclCommCount(ncclComm_t const comm, int* size) {
+  if (comm->self->polls_left > 0) return ncclInvalidArgument;
   *size = static_cast<int>(comm->self->group->size);
   return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* code) {
-  *code = comm->self->async_error;
-  if (*code == ncclSuccess && comm->self->polls_left > 0 && --comm->self->polls_left > 0) *code = ncclInProgress;
+  auto const self = comm->self;
+  std::this_thread::sleep_for(self->time_of_a_poll.load());
+  if (self->freed) fake_cuda::note("a communicator was freed while it was asked");
+  *code = self->async_error;
+  if (*code == ncclSuccess && self->polls_left > 0 && --self->polls_left > 0) *code = ncclInProgress;
   return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   comm->self->aborted = true;
   { std::lock_guard const lock{comm->self->group->mutex}; }
   comm->self->group->changed.notify_all();
-  delete comm;
-  --made;
-  return ncclSuccess;
+  return destroy(comm);
 }
-ncclResult_t ncclCommDestroy(ncclComm_t comm) {
-  delete comm;
-  --made;
-  return ncclSuccess;
-}
+ncclResult_t ncclCommDestroy(ncclComm_t comm) { return destroy(comm); }
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* part, ncclConfig_t*) {
   struct wish {
@@ -218,6 +246,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* part
   joined->group = group;
   joined->rank =
       static_cast<std::size_t>(std::find(members.begin(), members.end(), std::pair{key, self.rank}) - members.begin());
+  joined->polls_left = self.polls_of_a_call.load(); // it does not block either
   *part = new ncclComm{std::move(joined)};
   ++made;
   return ncclSuccess;

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <chrono>
 #include <vector>
 
 #include <nccl.h>
 
 /// A stand-in for NCCL over `fake_cuda`, linked into tests in its place. Ranks are communicators of one process, and a
-/// collective is work of its stream that waits there for the others, as a kernel of NCCL's does.
+/// collective is work of its stream that waits there for the others, as a kernel of NCCL's does. Neither ncclCommDestroy nor
+/// ncclCommAbort returns before the graphs are destroyed that hold a collective of the communicator.
 namespace fake_nccl {
 
 /// The communicators of a group of `size` ranks.
@@ -16,6 +18,13 @@ void set_async_error(ncclComm_t comm, ncclResult_t code);
 
 /// Makes `comm` one that does not block: a collective is in progress until it was asked for so many times.
 void set_in_progress(ncclComm_t comm, int polls);
+
+/// Makes `comm` one that does not block and is still being made, until it was asked for so many times. Its rank and its size are
+/// then invalid arguments.
+void set_being_made(ncclComm_t comm, int polls);
+
+/// Lets ncclCommGetAsyncError of `comm` take so long. That it is freed meanwhile is noted.
+void set_slow_polls(ncclComm_t comm, std::chrono::milliseconds time);
 
 /// Communicators that were made and neither destroyed nor aborted.
 int alive();

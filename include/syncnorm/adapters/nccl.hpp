@@ -30,7 +30,8 @@ public:
   explicit nccl_communicator(ncclComm_t comm, std::chrono::milliseconds timeout = default_timeout)
       : channel_{std::make_shared<detail::nccl_channel>(comm, false, timeout)} {}
 
-  /// Owns `comm`, which the last copy destroys, or aborts where it has failed.
+  /// Owns `comm`, which the last copy destroys, or aborts where it has failed. NCCL does not destroy it before the graphs that
+  /// hold collectives of it: destroy these first.
   [[nodiscard]] static nccl_communicator adopt(ncclComm_t comm, std::chrono::milliseconds timeout = default_timeout) {
     return nccl_communicator{std::make_shared<detail::nccl_channel>(comm, true, timeout)};
   }
@@ -80,7 +81,8 @@ public:
   void synchronize(CUstream_st* stream) const { channel_->synchronize(stream); }
 
   /// Ends what this rank has in flight, so that the stream goes on with buffers in no particular state, and makes the
-  /// communicator unusable here. It frees the ncclComm_t, which its owner must then not destroy, in one that is not owned too.
+  /// communicator unusable here. It frees the ncclComm_t, which its owner must then not destroy, in one that is not owned too;
+  /// NCCL does so when the last graph is destroyed that holds a collective of it, for which a second is waited at most.
   /// Other ranks notice by their own errors and timeouts. Another thread may call this one member.
   void abort() const { channel_->abort("aborted on rank " + std::to_string(rank())); }
 

@@ -5,10 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <future>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <type_traits>
+#include <utility>
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
@@ -41,7 +43,9 @@ public:
     if (comm == nullptr) throw invalid_argument_error{"nccl_communicator: the ncclComm_t is null"};
     if (timeout <= std::chrono::milliseconds::zero())
       throw invalid_argument_error{"nccl_communicator: the timeout is not positive"};
-    require(await(comm, ncclCommUserRank(comm, &rank_)), "ncclCommUserRank", comm);
+    // Of one that is still being made, NCCL calls the question an invalid argument.
+    require(await(ncclInProgress), "ncclCommGetAsyncError", comm);
+    require(ncclCommUserRank(comm, &rank_), "ncclCommUserRank", comm);
     require(ncclCommCount(comm, &size_), "ncclCommCount", comm);
   }
   nccl_channel(nccl_channel const&) = delete;
@@ -50,7 +54,7 @@ public:
     auto* const comm = comm_.load();
     if (!owned_ || comm == nullptr) return;
     if (failed_)
-      ncclCommAbort(comm);
+      abort_apart(comm);
     else
       ncclCommDestroy(comm);
   }
@@ -65,8 +69,9 @@ public:
   void call(char const* name, Start const& start) {
     check();
     auto* const comm = comm_.load();
+    if (comm == nullptr) require_usable(); // another thread has aborted it since
     // Within a group, NCCL reports the calls' fate at its end.
-    auto const code = batching_ ? start(comm) : await(comm, start(comm));
+    auto const code = batching_ ? start(comm) : await(start(comm));
     if (code == ncclSuccess || (batching_ && code == ncclInProgress)) return;
     nccl_error const failure{name, code, comm};
     fail(failure.message());
@@ -86,7 +91,7 @@ public:
     }
     batching_ = false;
     auto* const comm = comm_.load();
-    auto const code = await(comm, ncclGroupEnd());
+    auto const code = await(ncclGroupEnd());
     if (thrown) std::rethrow_exception(thrown);
     if (code == ncclSuccess) return;
     nccl_error const failure{"ncclGroupEnd", code, comm};
@@ -96,11 +101,9 @@ public:
 
   void check() {
     require_usable();
-    auto* const comm = comm_.load();
-    ncclResult_t code = ncclSuccess;
-    require(ncclCommGetAsyncError(comm, &code), "ncclCommGetAsyncError", comm);
+    auto const code = ask();
     if (code == ncclSuccess || code == ncclInProgress) return;
-    nccl_error const failure{"on the device or of a peer", code, comm};
+    nccl_error const failure{"on the device or of a peer", code, comm_};
     fail(failure.message());
     throw failure;
   }
@@ -145,19 +148,53 @@ public:
 private:
   void require_usable() {
     if (!failed_) return;
-    std::lock_guard const lock{reason_mutex_};
-    throw nccl_error{"the communicator cannot be used any more: " + reason_};
+    std::lock_guard const lock{mutex_};
+    throw unusable();
+  }
+  [[nodiscard]] nccl_error unusable() const {
+    return nccl_error{"the communicator cannot be used any more: " + reason_};
   }
 
   void fail(std::string const& reason) {
-    std::lock_guard const lock{reason_mutex_};
+    std::lock_guard const lock{mutex_};
     if (failed_) return;
     reason_ = reason;
     failed_ = true;
   }
 
+  /// What NCCL says of the communicator, which no other thread frees meanwhile.
+  [[nodiscard]] ncclResult_t ask() {
+    std::lock_guard const lock{mutex_};
+    auto* const comm = comm_.load();
+    if (comm == nullptr) throw unusable();
+    ncclResult_t code = ncclSuccess;
+    auto const asked = ncclCommGetAsyncError(comm, &code);
+    return asked != ncclSuccess ? asked : code;
+  }
+
   void free_communicator() {
-    if (auto* const comm = comm_.exchange(nullptr); comm != nullptr) ncclCommAbort(comm);
+    ncclComm_t comm = nullptr;
+    {
+      std::lock_guard const lock{mutex_};
+      comm = comm_.exchange(nullptr);
+    }
+    if (comm != nullptr) abort_apart(comm);
+  }
+
+  /// Aborts on a thread of its own, and waits for that a second at most: NCCL first sets the flag that ends what is in flight, and
+  /// then keeps its caller until no graph is left that holds a collective of the communicator.
+  static void abort_apart(ncclComm_t comm) {
+    using namespace std::chrono_literals;
+    int device = 0;
+    (void)cudaGetDevice(&device);
+    std::promise<void> done;
+    auto const ended = done.get_future();
+    std::thread{[comm, device, done = std::move(done)]() mutable {
+      (void)cudaSetDevice(device);
+      ncclCommAbort(comm);
+      done.set_value();
+    }}.detach();
+    (void)ended.wait_for(1s);
   }
 
   static void require(ncclResult_t code, char const* call, ncclComm_t comm) {
@@ -165,9 +202,11 @@ private:
   }
 
   /// What becomes of a call that a communicator that does not block has only begun.
-  [[nodiscard]] ncclResult_t await(ncclComm_t comm, ncclResult_t code) {
+  [[nodiscard]] ncclResult_t await(ncclResult_t code) {
     auto const deadline = clock::now() + timeout_;
     while (code == ncclInProgress) {
+      code = ask();
+      if (code != ncclInProgress) break;
       if (clock::now() >= deadline) {
         timeout_error const failure{"nccl",
                                     "a call was still in progress after " + std::to_string(timeout_.count()) + " ms"};
@@ -175,7 +214,6 @@ private:
         throw failure;
       }
       std::this_thread::yield();
-      if (auto const asked = ncclCommGetAsyncError(comm, &code); asked != ncclSuccess) return asked;
     }
     return code;
   }
@@ -186,7 +224,7 @@ private:
   int rank_ = 0, size_ = 1;
   bool batching_ = false;
   std::atomic<bool> failed_ = false;
-  std::mutex reason_mutex_;
+  std::mutex mutex_; // of the reason, and of whoever asks comm_ against whoever frees it
   std::string reason_;
 };
 
