@@ -36,4 +36,8 @@ static_assert(sizeof(packet_header) == 256 && std::is_trivially_copyable_v<packe
 inline constexpr std::size_t agreed_bytes = offsetof(packet_header, count);
 static_assert(agreed_bytes == 88);
 
+/// What the fault of a header on a device begins with that another rank is to send, until it has come: a pass whose exchange is
+/// aborted must not take that of the pass before for it.
+inline constexpr std::array<char, 8> absent{'a', 'b', 's', 'e', 'n', 't'};
+
 } // namespace syncnorm::detail

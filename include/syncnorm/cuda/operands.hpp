@@ -96,6 +96,13 @@ struct second_order {
          sizeof(double) * static_cast<std::size_t>(values) * static_cast<std::size_t>(channels > 0 ? channels : 0);
 }
 
+/// Where the headers of all ranks are to come, `stride` bytes from rank to rank.
+struct awaited_headers {
+  std::byte* data = nullptr; ///< the layer's header of rank 0
+  int ranks = 0;
+  std::size_t stride = 0;
+};
+
 /// Where the packet of a layer is made, in device memory, aligned to 8 bytes: its header, and its values `values_at` bytes
 /// after that.
 struct packet_place {
@@ -104,6 +111,7 @@ struct packet_place {
   std::byte const* before = nullptr;        ///< a packet without gaps of the micro-batches before, which is added
   std::int64_t const* kept_state = nullptr; ///< of `kept_channels`: where it is −1, the packet gets a fault
   double* weighted = nullptr;               ///< `[C + 1]`, of moments: count·mean, and the count; null: not needed
+  awaited_headers awaited{};                ///< these get a fault, which those that come in their place write over
 
   constexpr packet_place() = default;
   SYNCNORM_HOST_DEVICE constexpr packet_place(std::byte* at) : data{at} {}

@@ -133,7 +133,8 @@ public:
       auto& steps = passes_[l].steps();
       if (buffers_ != nullptr && steps.collective())
         steps.apply(reduces ? buffers_->packets.merged(l) : buffers_->packets.gathered(l),
-                    buffers_->packets.place(l, false), together ? fault_report{} : report_->on_device(), stream);
+                    buffers_->packets.place(l, reduces, false), together ? fault_report{} : report_->on_device(),
+                    stream);
       else if (steps.fault().empty())
         steps.run_alone(stream);
     }
@@ -206,9 +207,9 @@ private:
     for (std::size_t l = 0; l < passes_.size(); ++l) {
       auto& steps = passes_[l].steps();
       if (steps.collective())
-        steps.local(headers[l], buffers.packets.place(l, reduces && moments), stream_);
+        steps.local(headers[l], buffers.packets.place(l, reduces, moments), stream_);
       else
-        steps.announce(headers[l], buffers.packets.place(l, reduces && moments), stream_);
+        steps.announce(headers[l], buffers.packets.place(l, reduces, moments), stream_);
     }
     buffers.side.run_after(stream_, [&](cudaStream_t side) {
       detail::exchange(comm, first, buffers.packets, policy, {}, side); // whose faults `finish` reports

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -19,6 +20,8 @@ static_assert(offsetof(packet_header, count) % sizeof(std::uint64_t) == 0);
 static_assert(offsetof(packet_header, backward) == 8 * (count_word + 1));
 static_assert(offsetof(packet_header, fault) % sizeof(std::uint64_t) == 0);
 
+inline constexpr auto absent_word = std::bit_cast<std::uint64_t>(syncnorm::detail::absent);
+
 /// A header as words, which is how kernels take, write and compare it.
 struct header_image {
   std::uint64_t words[header_words];
@@ -37,7 +40,7 @@ struct outgoing_packet {
   return reinterpret_cast<double*>(packet.data + packet.values_at);
 }
 
-/// Writes the header, by one thread; with `count` in it where `counts`.
+/// Writes the header, by one thread; with `count` in it where `counts`. The headers that are awaited get a fault.
 template <class Hw>
 SYNCNORM_DEVICE void write_header(Hw const& hw, outgoing_packet const& packet, double count, bool counts) {
   auto* const words = reinterpret_cast<std::uint64_t*>(packet.to.data);
@@ -48,6 +51,11 @@ SYNCNORM_DEVICE void write_header(Hw const& hw, outgoing_packet const& packet, d
     if (failed && i >= fault_word && i < fault_word + 4) word = packet.failed[i - fault_word];
     hw.store(words + i, word);
   }
+  auto const& awaited = packet.to.awaited;
+  for (int rank = 0; rank < awaited.ranks; ++rank)
+    hw.store(reinterpret_cast<std::uint64_t*>(awaited.data + static_cast<std::size_t>(rank) * awaited.stride) +
+                 fault_word,
+             std::uint64_t{absent_word});
 }
 
 /// The packets of all ranks as a kernel reads them; of several, `stride` is not 0.

@@ -45,10 +45,12 @@ public:
   [[nodiscard]] bool gathers() const noexcept { return gathers_; }
 
   [[nodiscard]] std::span<std::byte> own() const { return {own_, bytes_}; }
-  /// Where a layer's packet is made; `weighted`: of moments that are reduced.
-  [[nodiscard]] packet_place place(std::size_t layer, bool weighted) const {
+  /// Where a layer's packet is made, which ranks gather or `reduce`; `moments`: what they reduce.
+  [[nodiscard]] packet_place place(std::size_t layer, bool reduce, bool moments) const {
     auto at = place_in(own_, layer);
-    if (weighted) at.weighted = weighted_ + layers_[layer].weighted_at;
+    at.awaited = {(reduce ? headers_ : all_) + layer * header_bytes, static_cast<int>(ranks_),
+                  reduce ? header_bytes * layers() : bytes_};
+    if (reduce && moments) at.weighted = weighted_ + layers_[layer].weighted_at;
     return at;
   }
   /// Of micro-batches of a layer, 0 or 1.

@@ -151,7 +151,7 @@ void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
     auto header = pass.header();
     header.policy = static_cast<std::int32_t>(policy);
     if (!workspace.agreed()) workspace.agree(comm, header, stream);
-    auto const own = packets.place(0, reduces && pass.rule() == merge_rule::moments);
+    auto const own = packets.place(0, reduces, pass.rule() == merge_rule::moments);
     pass.local(header, own, stream);
     exchange(comm, pass, packets, policy, workspace.report(), stream);
     pass.apply(reduces ? packets.merged(0) : packets.gathered(0), own, workspace.report(), stream);

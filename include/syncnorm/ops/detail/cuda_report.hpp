@@ -42,6 +42,7 @@ public:
     word.store(0, std::memory_order_release);
     if (fault == pass_fault::no_room)
       throw invalid_argument_error{"batch_norm inference: more channels to keep than room"};
+    require_arrival(headers);
     // A pass of this rank alone leaves one header.
     if (headers.size() > 1 && headers[1].pass[0] == '\0') headers.resize(1);
     auto const of_forward = [](packet_header const& header) {
@@ -66,6 +67,15 @@ public:
 private:
   using packet_header = syncnorm::detail::packet_header;
   static constexpr std::size_t offset = 64;
+
+  /// Of what has not come no other field says anything.
+  void require_arrival(std::vector<packet_header> const& headers) const {
+    using syncnorm::detail::absent;
+    for (std::size_t i = 0; i < headers.size(); ++i)
+      if (std::equal(absent.begin(), absent.end(), headers[i].fault.begin()))
+        throw communicator_error{"exchange", "nothing has come from rank " + std::to_string(i / layers_) +
+                                                 ": the communicator was aborted, or does not deliver"};
+  }
 
   std::size_t layers_, headers_;
   mapped_memory memory_;
