@@ -37,10 +37,10 @@ template <class T, class Architectures>
 void launch_copy(tensor_view<T> x, kept_channels const& kept, std::int64_t const* saved_count,
                  device_limits const& limits, cudaStream_t stream) {
   if (kept.room == 0 || x.size() == 0) return;
-  auto const a = make_copy(x, kept, saved_count);
-  using word = std::remove_pointer_t<decltype(a.x.data)>;
+  using word = copied_word<T>;
   syncnorm::detail::require_cuda(launch<copy_arguments<word>>(&copy_global<word, Architectures>,
-                                                              copy_blocks(x, kept, limits), copy_threads, a, 0, stream),
+                                                              copy_blocks(x, kept, limits), copy_threads,
+                                                              make_copy(x, kept, saved_count), 0, stream),
                                  "the copy of kept channels");
 }
 

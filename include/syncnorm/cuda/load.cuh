@@ -5,6 +5,8 @@
 #include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/cuda/accept_sums.cuh>
 #include <syncnorm/cuda/detail/launch.cuh>
+#include <syncnorm/cuda/group.cuh>
+#include <syncnorm/cuda/in_place.cuh>
 
 namespace syncnorm::cuda {
 
@@ -33,13 +35,16 @@ void load_pass() {
 
 } // namespace detail
 
-/// Loads the kernels of forward and backward passes on the current device. CUDA else loads each at its first launch, which may
-/// wait until the device is done with all it has, collectives among that which wait for another rank, and which a capture may
-/// not allow.
+/// Loads the kernels of forward and backward passes on the current device, in place and in groups, too. CUDA else loads each at
+/// its first launch, which may wait until the device is done with all it has, collectives among that which wait for another rank,
+/// and which a capture may not allow.
 template <class T, class Architectures = detail::architectures>
 void load_kernels() {
   using D = detail::device_element_t<T>;
   detail::load(&detail::accept_global<Architectures>);
+  detail::load(&detail::group_global<Architectures>);
+  detail::load(&detail::choose_global<Architectures>);
+  detail::load(&detail::copy_global<detail::copied_word<T>, Architectures>);
   detail::load_pass<detail::moments_op<D>, detail::normalize_op<D, false>, Architectures>();
   detail::load_pass<detail::moments_op<D>, detail::normalize_op<D, true>, Architectures>();
   detail::load_pass<detail::backward_sums_op<D, false>, detail::gradient_op<D, false>, Architectures>();

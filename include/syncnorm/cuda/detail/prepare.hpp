@@ -182,14 +182,18 @@ template <class T>
   return {affine, channels, of.negative_slope, recoverable_ratio<T>, kept};
 }
 
+/// What elements are copied as.
 template <class T>
-[[nodiscard]] auto make_copy(tensor_view<T> const& x, kept_channels const& kept, std::int64_t const* saved_count) {
-  using word = std::conditional_t<sizeof(T) == 2, std::uint16_t,
-                                  std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
-  return copy_arguments<word>{
-      {reinterpret_cast<word*>(x.data), x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s},
-      kept,
-      saved_count};
+using copied_word =
+    std::conditional_t<sizeof(T) == 2, std::uint16_t, std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
+
+template <class T>
+[[nodiscard]] copy_arguments<copied_word<T>> make_copy(tensor_view<T> const& x, kept_channels const& kept,
+                                                       std::int64_t const* saved_count) {
+  using word = copied_word<T>;
+  return {{reinterpret_cast<word*>(x.data), x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s},
+          kept,
+          saved_count};
 }
 
 /// Blocks of 256 threads of a copy: as many as are resident, or as there are elements for at most.
