@@ -18,6 +18,7 @@
 #include <syncnorm/cuda/compiled_kernels.hpp>
 
 #include "cuda/double_backward_case.hpp"
+#include "cuda/echo.hpp"
 #include "cuda/in_place_case.hpp"
 #include "cuda/layer_cases.hpp"
 #include "cuda/micro_batch_case.hpp"
@@ -121,6 +122,12 @@ TEST_CASE("ranks on one GPU agree with the oracle") {
   over_threads(4, [](auto const& comm) {
     for (auto const& of : large_cases()) layer_cases::check_steps<layer_over<float, staged_threads>>(comm, of, false);
   });
+}
+
+TEST_CASE(
+    "exchanges of one GPU with itself, gathered and reduced, in two phases and in groups, on a stream and replayed") {
+  layer_cases::check_echoes<layer_over<float, test::echo_communicator>,
+                            layer_over<float, syncnorm::self_communicator>>();
 }
 
 TEST_CASE("double backward on a GPU agrees with the oracle, of one batch and over micro-batches") {

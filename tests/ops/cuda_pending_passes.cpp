@@ -10,7 +10,14 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/ops/cuda_batch_norm_group.hpp>
 
+#include "cuda/echo.hpp"
 #include "cuda/pending_cases.hpp"
+
+void test::double_values(double const* from, double* to, std::size_t n, cudaStream_t stream) {
+  fake_cuda::enqueue(stream, [=] {
+    for (std::size_t i = 0; i < n; ++i) to[i] = 2 * from[i];
+  });
+}
 
 namespace {
 
@@ -181,5 +188,10 @@ TEST_CASE("what is wrong with one layer of a group on one rank is an error on ev
     test::stream const on;
     CHECK_THROWS_AS(group.run(cuda::passes(a.plan_forward(), b.plan_forward()), on), syncnorm::mismatch_error);
   });
+  test::check_no_violations();
+}
+
+TEST_CASE("a rank that exchanges with itself comes to what one comes to on the batch given twice") {
+  layer_cases::check_echoes<layer_over<test::echo_communicator>, layer_over<syncnorm::self_communicator>>();
   test::check_no_violations();
 }
