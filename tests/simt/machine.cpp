@@ -1,5 +1,6 @@
 #include <simt/machine.hpp>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -124,6 +125,32 @@ TEST_CASE("An access out of bounds, to read-only memory or misaligned is reporte
                "write to what is read alone"));
   CHECK(begins(at([&](auto const& hw) { (void)hw.load(hw.template shared<cells>().of + 64); }), "out of bounds"));
   CHECK(at([&](auto const& hw) { (void)hw.load(&data[19]); }).empty());
+}
+
+TEST_CASE("A load of a part of a pack has to be aligned and of one buffer, and reads that part alone") {
+  simt::machine on;
+  alignas(16) std::array<float, 64> data{};
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<float>(i);
+  on.memory.add("data", data.data() + 2, 60);
+  auto const at = [&](std::size_t first, syncnorm::cuda::detail::extent_of_pack const& part,
+                      std::array<float, 4>& got) {
+    return report(on, {1, 32}, [&](simt::hardware const& hw) {
+      if (hw.thread() == 2) hw.store(&data[9], 9.0f);
+      if (hw.thread() != 3) return;
+      auto const some = hw.load_part(&data[first], part, {});
+      std::copy_n(some.of, 4, got.begin());
+    });
+  };
+  std::array<float, 4> got{};
+  CHECK(begins(at(0, {2, 4}, got), "out of bounds"));
+  CHECK(begins(at(60, {0, 2}, got), "out of bounds"));
+  CHECK(begins(at(17, {1, 3}, got), "misaligned access"));
+  CHECK(begins(at(8, {1, 3}, got), "race with a write"));
+  CHECK(at(8, {2, 4}, got).empty());
+  CHECK((got[2] == 10 && got[3] == 11));
+  std::uint32_t bits = 0;
+  std::memcpy(&bits, &got[1], sizeof bits);
+  CHECK(bits == 0xa5a5a5a5u);
 }
 
 TEST_CASE("A read of shared memory that was never written is reported") {

@@ -55,6 +55,10 @@ public:
   void store(T* at, std::type_identity_t<T> value) const;
   template <class T>
   [[nodiscard]] syncnorm::cuda::detail::pack<T> load_pack(T const* at, syncnorm::cuda::detail::cached) const;
+  /// All 16 bytes have to be of one buffer; what is read are the elements of the part, and the others come out as bytes 0xa5.
+  template <class T>
+  [[nodiscard]] syncnorm::cuda::detail::pack<T> load_part(T const* at, syncnorm::cuda::detail::extent_of_pack const&,
+                                                          syncnorm::cuda::detail::cached) const;
   template <class T>
   void store_pack(T* at, syncnorm::cuda::detail::pack<T> const& some, syncnorm::cuda::detail::cached) const;
 
@@ -211,9 +215,12 @@ private:
       if ((named >> lane & 1u) != 0) threads_[static_cast<std::size_t>(t / 32 * 32 + lane)].state = state::ready;
   }
 
+  [[nodiscard]] accessor accessor_of(int t) const {
+    return {static_cast<int>(block_), t, blocks_[block_].epoch, &blocks_[block_].seen,
+            &threads_[static_cast<std::size_t>(t)].seen};
+  }
   void touch(int t, void const* at, std::size_t bytes, access how) {
-    auto& each = threads_[static_cast<std::size_t>(t)];
-    accessor const by{static_cast<int>(block_), t, blocks_[block_].epoch, &blocks_[block_].seen, &each.seen};
+    auto const by = accessor_of(t);
     auto const address = reinterpret_cast<std::uintptr_t>(at);
     if (shared_ && shared_->contains(address)) return shared_->check(address, bytes, how, by);
     if (dynamic_ && dynamic_->contains(address)) return dynamic_->check(address, bytes, how, by);
@@ -308,6 +315,15 @@ syncnorm::cuda::detail::pack<T> hardware::load_pack(T const* at, syncnorm::cuda:
   touch(at, 16, access::read);
   syncnorm::cuda::detail::pack<T> some;
   std::memcpy(static_cast<void*>(&some), at, 16);
+  return some;
+}
+template <class T>
+syncnorm::cuda::detail::pack<T> hardware::load_part(T const* at, syncnorm::cuda::detail::extent_of_pack const& part,
+                                                    syncnorm::cuda::detail::cached) const {
+  machine_->memory.check_place(at, 16, machine_->accessor_of(thread_));
+  syncnorm::cuda::detail::pack<T> some;
+  std::memset(static_cast<void*>(&some), 0xa5, sizeof some);
+  for (int e = part.first; e < part.last; ++e) some.of[e] = load(at + e);
   return some;
 }
 template <class T>

@@ -54,13 +54,15 @@ public:
       for (auto& each : cells) each.writer.block = each.reader.block = -1;
   }
 
+  /// Whether an access of `bytes` bytes is within the buffer, and aligned.
+  void check_place(std::uintptr_t at, std::size_t bytes, accessor const& by) const {
+    if (at + bytes > begin_ + bytes_) fail("out of bounds", at, bytes, by);
+    if (at % bytes != 0) fail("misaligned access", at, bytes, by);
+  }
+
   void check(std::uintptr_t at, std::size_t bytes, access how, accessor const& by) {
-    auto const fail = [&](std::string const& what) {
-      throw violation{what + ": " + std::to_string(bytes) + " bytes at byte " + std::to_string(at - begin_) + " of " +
-                      name_ + " by " + by.name()};
-    };
-    if (at + bytes > begin_ + bytes_) fail("out of bounds");
-    if (at % bytes != 0) fail("misaligned access");
+    auto const fail = [&](std::string const& what) { this->fail(what, at, bytes, by); };
+    check_place(at, bytes, by);
     if (how != access::read && !writable_) fail("write to what is read alone");
     auto const first = (at - begin_) / grain_, last = (at - begin_ + bytes - 1) / grain_;
     for (auto i = first; i <= last; ++i) {
@@ -95,6 +97,11 @@ private:
   };
   static constexpr std::size_t page = 256; // cells, which come to be when the first of them is accessed
 
+  [[noreturn]] void fail(std::string const& what, std::uintptr_t at, std::size_t bytes, accessor const& by) const {
+    throw violation{what + ": " + std::to_string(bytes) + " bytes at byte " + std::to_string(at - begin_) + " of " +
+                    name_ + " by " + by.name()};
+  }
+
   std::string name_;
   std::uintptr_t begin_;
   std::size_t bytes_, grain_;
@@ -122,8 +129,16 @@ public:
   }
 
   void check(void const* data, std::size_t bytes, access how, accessor const& by) {
+    find(data, bytes, by).check(reinterpret_cast<std::uintptr_t>(data), bytes, how, by);
+  }
+  void check_place(void const* data, std::size_t bytes, accessor const& by) {
+    find(data, bytes, by).check_place(reinterpret_cast<std::uintptr_t>(data), bytes, by);
+  }
+
+private:
+  buffer& find(void const* data, std::size_t bytes, accessor const& by) {
     auto const at = reinterpret_cast<std::uintptr_t>(data);
-    if (latest_ != nullptr && latest_->contains(at)) return latest_->check(at, bytes, how, by);
+    if (latest_ != nullptr && latest_->contains(at)) return *latest_;
     auto next = buffers_.upper_bound(at);
     if (next == buffers_.begin() || !std::prev(next)->second.contains(at)) {
       std::string near;
@@ -134,11 +149,9 @@ public:
                 std::prev(next)->second.name();
       throw violation{"out of bounds: " + std::to_string(bytes) + " bytes by " + by.name() + near};
     }
-    latest_ = &std::prev(next)->second;
-    latest_->check(at, bytes, how, by);
+    return *(latest_ = &std::prev(next)->second);
   }
 
-private:
   std::map<std::uintptr_t, buffer> buffers_;
   buffer* latest_ = nullptr;
 };

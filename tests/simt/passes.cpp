@@ -241,6 +241,30 @@ TEST_CASE("Kernels normalize by the statistics of all ranks, over any extents an
       check_passes<float, false>({{e.n}, e.c, e.s, order});
 }
 
+TEST_CASE("Rows that begin and end within packs, by batches of these and one after the other") {
+  auto const check = [&]<class T>(T) {
+    for (auto const most : {gpu::detail::known::nothing, gpu::detail::known::aligned, gpu::detail::known::whole})
+      for (std::int64_t const spatial : {49, 64, 196, 7}) {
+        pass_case of{{3}, 5, spatial};
+        of.how.known = most;
+        for (of.offset = 0; of.offset < 4; of.offset += 3) {
+          of.y_offset = of.offset;
+          check_passes<T, false>(of);
+          of.in_place = of.masked = of.residual = true;
+          of.slope = 0.5;
+          check_passes<T, true>(of);
+          of.in_place = of.masked = of.residual = false;
+          of.slope = 1;
+        }
+        of.offset = of.y_offset = 1, of.on_chip = true, of.masked = true;
+        check_passes<T, true>(of);
+        of.order = arrangement::nhwc, of.channels = 32, of.offset = of.y_offset = 0, of.on_chip = false;
+        check_passes<T, true>(of);
+      }
+  };
+  check(float{}), check(double{}), check(bfloat16{});
+}
+
 TEST_CASE("Kernels take every element type, alignment and number of ranks") {
   auto const check = [&]<class T>(T) {
     for (std::int64_t const offset : {0, 1, 3})

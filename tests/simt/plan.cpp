@@ -93,12 +93,16 @@ TEST_CASE("Packs are whole throughout where each of them is") {
     op.x = x, op.y = y, op.mask = mask;
     bool const rows = gpu::axis_of(x) == axis::positions;
     std::int64_t const along = rows ? x.spatial : x.channels, across = rows ? x.channels : x.spatial;
+    auto const is_whole = [&]<axis Axis>(gpu::spot const& at) {
+      return gpu::is_one_access<Axis>(op.x, at) && gpu::is_one_access<Axis>(op.y, at) &&
+             gpu::is_one_access<Axis, float>(op.mask, at);
+    };
     bool each = along % 4 == 0;
     for (std::int64_t n = 0; n < x.samples; ++n)
       for (std::int64_t i = 0; i < across; ++i)
         for (std::int64_t first = 0; first < along; first += 4)
-          each = each && (rows ? op.whole<axis::positions>({n, first, i, {0, 4}})
-                               : op.whole<axis::channels>({n, i, first, {0, 4}}));
+          each = each && (rows ? is_whole.template operator()<axis::positions>({n, first, i, {0, 4}})
+                               : is_whole.template operator()<axis::channels>({n, i, first, {0, 4}}));
     CHECK(gpu::is_whole_throughout(op) == each);
     CHECK(gpu::cut_for_map(op, 256, limits).whole == each);
     ++(each ? whole : broken);
@@ -122,4 +126,54 @@ TEST_CASE("Packs are whole throughout where each of them is") {
           }
         }
   CHECK((whole > 50 && broken > 50));
+}
+
+TEST_CASE(
+    "Packs are aligned throughout where each is one access of 16 bytes of its tensor, but for the first and the last") {
+  int aligned = 0, unaligned = 0;
+  auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y) {
+    gpu::normalize_op<float, false> op;
+    op.x = x, op.y = y;
+    auto const cut = gpu::cut_for_map(op, 256, limits);
+    bool each = true;
+    auto const of_tensor = [&](auto const& t, gpu::spot const& at) {
+      auto const* const first = gpu::address(t, at);
+      auto const* const end =
+          t.data + (t.samples - 1) * t.stride_n + (t.channels - 1) * t.stride_c + (t.spatial - 1) * t.stride_s + 1;
+      return gpu::is_one_access<axis::positions>(t, at) && t.data <= first && first + 4 <= end;
+    };
+    for (std::uint32_t group = 0; group < cut.groups; ++group)
+      for (int thread = 0; thread < cut.threads; ++thread)
+        for (gpu::walk<axis::positions, float> items{cut, x, group, 0, thread, cut.threads}; items.inside();
+             items.advance()) {
+          auto const at = items.here();
+          if (at.part.last <= at.part.first || (at.part.first == 0 && at.part.last == 4)) continue;
+          // Of a whole launch none is there in part; of others the kernel asks whether the next is aligned.
+          bool const as_planned = items.next(1, 1) != gpu::known::aligned || (of_tensor(x, at) && of_tensor(y, at));
+          CHECK(as_planned);
+          each = each && items.next(1, 1) == gpu::known::aligned;
+        }
+    ++(cut.aligned ? aligned : unaligned);
+    if (cut.aligned && !cut.whole && x.samples * x.channels > 2) CHECK(!each); // the first or the last pack
+  };
+  auto* const to = const_cast<float*>(far) + (1 << 20);
+  for (std::int64_t const n : {1, 2, 3})
+    for (std::int64_t const c : {1, 3, 5})
+      for (std::int64_t const s : {1, 3, 5, 7, 8, 49})
+        for (std::int64_t const off : {0, 1, 3}) {
+          auto const x = nchw(far + off, n, c, s);
+          auto const y = nchw(to + off, n, c, s);
+          if (gpu::axis_of(x) != axis::positions) continue;
+          check(x, y);
+          check(x, nchw(to + 4 + off, n, c, s));
+          auto sparse = y;
+          sparse.stride_c += 4, sparse.stride_n += 8;
+          check(x, sparse);
+          sparse.stride_n = 0; // broadcast
+          check(x, sparse);
+          sparse = y;
+          sparse.stride_c = -sparse.stride_c;
+          check(x, sparse);
+        }
+  CHECK((aligned > 50 && unaligned > 50));
 }

@@ -27,7 +27,17 @@ struct launching {
   std::int64_t least = 1;   ///< packs of a thread
   unsigned order = 0;       ///< in which blocks run
   int threads = 64;         ///< of a block of packs along positions, at most
+  /// What kernels know of packs at most.
+  gpu::detail::known known = gpu::detail::known::whole;
 };
+
+/// The access that the host finds out, or less.
+template <class... Ops>
+void set_access(gpu::detail::geometry& cut, launching const& how, Ops const&... ops) {
+  gpu::detail::set_access(cut, ops...);
+  cut.whole = cut.whole && how.known == gpu::detail::known::whole;
+  cut.aligned = cut.aligned && how.known != gpu::detail::known::nothing;
+}
 
 template <class T>
 void add_tensor(simt::memory& to, std::string const& name, syncnorm::tensor_view<T> const& t) {
@@ -45,6 +55,7 @@ void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launc
   if (a.cut.groups != 0 && how.least != 0)
     a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
                                     gpu::detail::most_pieces);
+  set_access(a.cut, how, a.op);
   simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), a.cut.threads, 0, how.order};
   if (along_positions)
     on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::positions, most_threads>(hw, a); });
@@ -58,6 +69,7 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
   if (how.least != 0)
     a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
                                     std::int64_t{1} << 20);
+  set_access(a.cut, how, a.op);
   simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), a.cut.threads, 0, how.order};
   if (along_positions)
     on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions>(hw, a); });
@@ -67,7 +79,8 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
 
 /// Runs a pass of one rank whose channels stay on the chip.
 template <class Sums, class Map>
-void run_fused(simt::machine& on, gpu::detail::fused_arguments<Sums, Map> const& a, launching const& how) {
+void run_fused(simt::machine& on, gpu::detail::fused_arguments<Sums, Map> a, launching const& how) {
+  set_access(a.cut, how, a.sums, a.map);
   auto const bytes = static_cast<std::size_t>(gpu::detail::fused_bytes<Sums>(a.cut));
   on.launch({a.cut.groups, a.cut.threads, bytes, how.order},
             [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, most_threads>(hw, a); });

@@ -8,20 +8,6 @@
 
 namespace syncnorm::cuda::detail {
 
-/// Whether the next packs of a thread are all there, and each one access.
-template <int Unroll, axis Axis, class Op, class T>
-[[nodiscard]] SYNCNORM_DEVICE bool all_whole(Op const& op, walk<Axis, T> items) {
-  if (items.all_whole()) return items.inside(Unroll);
-  bool whole = true;
-  SYNCNORM_UNROLL
-  for (int u = 0; u < Unroll; ++u) {
-    spot const at = items.here();
-    whole = whole && at.part.template full<T>() && op.template whole<Axis>(at);
-    items.advance();
-  }
-  return whole;
-}
-
 /// Whether elements that do not count are part of sums, too.
 template <class Op>
 inline constexpr bool sums_all = requires {
@@ -39,16 +25,29 @@ struct batch {
   unsigned bits[Unroll];    ///< of the elements that count
   unsigned present[Unroll]; ///< of those that exist, where `sums_all<Op>`
 
-  template <bool Whole, axis Axis, class Hw>
+  template <known K, axis Axis, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T>& items) {
+    bool const masked = op.mask.data != nullptr;
+    mask_word_t<Axis, T> words[Unroll]{};
+    if (masked) { // so that no load waits for a mask
+      auto at = items;
+      SYNCNORM_UNROLL
+      for (int u = 0; u < Unroll; ++u) {
+        words[u] = load_mask<Axis, T, K>(hw, op.mask, at.template here<K>());
+        at.advance();
+      }
+    }
     SYNCNORM_UNROLL
     for (int u = 0; u < Unroll; ++u) {
-      spot const at = items.template here<Whole>();
-      bits[u] = counted<Axis, T, Whole>(hw, op.mask, at);
-      if constexpr (sums_all<Op>) present[u] = counted<Axis, T, Whole>(hw, mask_view{}, at);
-      op.template load<Axis, Whole>(hw, at, in[u]);
+      spot const at = items.template here<K>();
+      bits[u] = existing<T, K>(at);
+      if constexpr (sums_all<Op>) present[u] = bits[u];
+      op.template load<Axis, K>(hw, at, in[u]);
       items.advance();
     }
+    if (!masked) return;
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) bits[u] = counted<Axis, T>(words[u], bits[u]);
   }
   [[nodiscard]] SYNCNORM_DEVICE bool all_full() const {
     unsigned all = full;
@@ -72,20 +71,34 @@ SYNCNORM_DEVICE void add_element(Op const& op, typename Op::fine& to, typename O
     op.add(to, k, in, counts);
 }
 
-/// Adds all items of a thread to `sums`: by batches of packs that are one access each, and others one after the other.
+/// Takes the next items of a thread as a batch: f(batch) after it has been loaded. Batches of one size share their f.
+template <axis Axis, class Op, class T, class Hw, class F>
+SYNCNORM_DEVICE void take_batch(Hw const& hw, Op const& op, walk<Axis, T>& items, F const& f) {
+  known const next = items.next(Op::unroll, Op::unroll_aligned);
+  if (Op::unroll > 1 && next == known::nothing) {
+    batch<Op, 1> one;
+    one.template load<known::nothing>(hw, op, items);
+    return f(one);
+  }
+  if (Op::unroll_aligned < Op::unroll && next == known::aligned) {
+    batch<Op, Op::unroll_aligned> some;
+    some.template load<known::aligned>(hw, op, items);
+    return f(some);
+  }
+  batch<Op, Op::unroll> some;
+  if (next == known::whole)
+    some.template load<known::whole>(hw, op, items);
+  else if (Op::unroll_aligned == Op::unroll && next == known::aligned)
+    some.template load<known::aligned>(hw, op, items);
+  else if constexpr (Op::unroll == 1)
+    some.template load<known::nothing>(hw, op, items);
+  f(some);
+}
+
+/// Adds all items of a thread to `sums`.
 template <axis Axis, class Op, class Sums, class T, class Hw>
 SYNCNORM_DEVICE void add_items(Hw const& hw, Op const& op, walk<Axis, T>& items, Sums& sums) {
-  while (items.inside()) {
-    if (all_whole<Op::unroll>(op, items)) {
-      batch<Op, Op::unroll> some;
-      some.template load<true>(hw, op, items);
-      sums.add(hw, some);
-    } else {
-      batch<Op, 1> one;
-      one.template load<false>(hw, op, items);
-      sums.add(hw, one);
-    }
-  }
+  while (items.inside()) take_batch(hw, op, items, [&](auto const& some) { sums.add(hw, some); });
 }
 
 /// What a thread has summed of one channel, of packs along positions.

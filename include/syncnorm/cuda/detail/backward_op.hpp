@@ -74,7 +74,7 @@ struct gradient_op {
   using element_type = T;
   using A = accumulate_t<T>;
   static constexpr int inputs = Epilogue ? 3 : 2, outputs = Epilogue ? 2 : 1, coefficients = Epilogue ? 6 : 4;
-  static constexpr int unroll = Epilogue && sizeof(T) == 2 ? 1 : 2, threads = 256;
+  static constexpr int unroll = Epilogue && sizeof(T) == 2 ? 1 : 2, unroll_aligned = unroll, threads = 256;
   static constexpr int resident[] = {Epilogue ? 2 : 3, 2};
 
   tensor_view<T const> dy, x, residual{}; ///< residual without data: none
@@ -86,12 +86,11 @@ struct gradient_op {
   cached use = cached::normally;
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
-  template <axis Axis>
-  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
-    return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) &&
-           (residual.data == nullptr || is_whole<Axis>(residual, at)) &&
-           (dx.data == nullptr || is_whole<Axis>(dx, at)) &&
-           (dresidual.data == nullptr || is_whole<Axis>(dresidual, at)) && is_whole_mask<Axis, T>(mask, at);
+  /// Whether f(tensor) of all that are there.
+  template <class F>
+  [[nodiscard]] bool each_tensor(F const& f) const {
+    return f(dy) && f(x) && (residual.data == nullptr || f(residual)) && (dx.data == nullptr || f(dx)) &&
+           (dresidual.data == nullptr || f(dresidual));
   }
 
   SYNCNORM_DEVICE void coefficients_of(backward_statistics::summary const& s, double gamma, double beta,
@@ -105,17 +104,17 @@ struct gradient_op {
       k[4] = v.scale, k[5] = v.shift;
     }
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    in[0] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
-    in[1] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    in[0] = load_pack<K>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
+    in[1] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, use);
     if constexpr (Epilogue) {
       in[2] = pack<T>{};
       if (residual.data != nullptr)
-        in[2] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
+        in[2] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
     }
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load_rest(Hw const&, spot const&, pack<T> (&)[inputs]) const {}
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
     A dv = static_cast<A>(in[0]);
@@ -131,12 +130,12 @@ struct gradient_op {
       out[0] = static_cast<T>(dv * k[0] + (d * k[2] + k[3]));
     }
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
-    if (dx.data != nullptr) store_pack<Whole>(hw, address(dx, at), step_of<Axis>(dx), at.part, out[0], use);
+    if (dx.data != nullptr) store_pack<K>(hw, address(dx, at), step_of<Axis>(dx), at.part, out[0], use);
     if constexpr (Epilogue)
       if (dresidual.data != nullptr)
-        store_pack<Whole>(hw, address(dresidual, at), step_of<Axis>(dresidual), at.part, out[1], use);
+        store_pack<K>(hw, address(dresidual, at), step_of<Axis>(dresidual), at.part, out[1], use);
   }
 };
 

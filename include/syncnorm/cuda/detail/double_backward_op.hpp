@@ -83,7 +83,7 @@ struct double_gradient_op {
   using element_type = T;
   using A = accumulate_t<T>;
   static constexpr int inputs = Epilogue ? 5 : 3, outputs = 2, coefficients = Epilogue ? 10 : 8;
-  static constexpr int unroll = Epilogue || sizeof(T) == 2 ? 1 : 2, threads = 256;
+  static constexpr int unroll = Epilogue || sizeof(T) == 2 ? 1 : 2, unroll_aligned = unroll, threads = 256;
   static constexpr int resident[] = {2, Epilogue ? 1 : 2};
 
   tensor_view<T const> u, dy, x, residual{}, v{}; ///< u, residual or v without data: 0
@@ -95,12 +95,12 @@ struct double_gradient_op {
   cached use = cached::normally;
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
-  template <axis Axis>
-  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
-    return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) && (u.data == nullptr || is_whole<Axis>(u, at)) &&
-           (to_dy.data == nullptr || is_whole<Axis>(to_dy, at)) && (to_x.data == nullptr || is_whole<Axis>(to_x, at)) &&
-           (residual.data == nullptr || is_whole<Axis>(residual, at)) && (v.data == nullptr || is_whole<Axis>(v, at)) &&
-           is_whole_mask<Axis, T>(mask, at);
+  /// Whether f(tensor) of all that are there.
+  template <class F>
+  [[nodiscard]] bool each_tensor(F const& f) const {
+    return f(dy) && f(x) && (u.data == nullptr || f(u)) && (to_dy.data == nullptr || f(to_dy)) &&
+           (to_x.data == nullptr || f(to_x)) && (residual.data == nullptr || f(residual)) &&
+           (v.data == nullptr || f(v));
   }
 
   SYNCNORM_DEVICE void coefficients_of(double_backward_statistics::summary const& s, double gamma,
@@ -125,17 +125,17 @@ struct double_gradient_op {
       k[8] = made.scale, k[9] = made.shift;
     }
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = pack<T>{};
-    if (u.data != nullptr) in[0] = load_pack<Whole>(hw, address(u, at), step_of<Axis>(u), at.part, use);
-    in[1] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
-    in[2] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    if (u.data != nullptr) in[0] = load_pack<K>(hw, address(u, at), step_of<Axis>(u), at.part, use);
+    in[1] = load_pack<K>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
+    in[2] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, use);
     if constexpr (Epilogue) {
       in[3] = in[4] = pack<T>{};
       if (residual.data != nullptr)
-        in[3] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
-      if (v.data != nullptr) in[4] = load_pack<Whole>(hw, address(v, at), step_of<Axis>(v), at.part, use);
+        in[3] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
+      if (v.data != nullptr) in[4] = load_pack<K>(hw, address(v, at), step_of<Axis>(v), at.part, use);
     }
   }
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], [[maybe_unused]] bool counts,
@@ -155,10 +155,10 @@ struct double_gradient_op {
     out[0] = static_cast<T>(to_g);
     out[1] = static_cast<T>(g * k[4] + through);
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
-    if (to_dy.data != nullptr) store_pack<Whole>(hw, address(to_dy, at), step_of<Axis>(to_dy), at.part, out[0], use);
-    if (to_x.data != nullptr) store_pack<Whole>(hw, address(to_x, at), step_of<Axis>(to_x), at.part, out[1], use);
+    if (to_dy.data != nullptr) store_pack<K>(hw, address(to_dy, at), step_of<Axis>(to_dy), at.part, out[0], use);
+    if (to_x.data != nullptr) store_pack<K>(hw, address(to_x, at), step_of<Axis>(to_x), at.part, out[1], use);
   }
 };
 

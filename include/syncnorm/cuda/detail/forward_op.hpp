@@ -118,8 +118,8 @@ template <class T, bool Epilogue>
 struct normalize_op {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 2 : 1, outputs = 1, coefficients = 3, unroll = Epilogue ? 2 : 4,
-                       threads = 256;
+  static constexpr int inputs = Epilogue ? 2 : 1, outputs = 1, coefficients = 3, threads = 256;
+  static constexpr int unroll = Epilogue ? 2 : 4, unroll_aligned = Epilogue || sizeof(T) == 2 ? 2 : 4;
   static constexpr int resident[] = {sizeof(T) == 2 ? 2 : 3, 2};
 
   tensor_view<T const> x, residual{}; ///< residual without data: none
@@ -130,10 +130,10 @@ struct normalize_op {
   cached use = cached::normally;
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
-  template <axis Axis>
-  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
-    return is_whole<Axis>(x, at) && is_whole<Axis>(y, at) &&
-           (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
+  /// Whether f(tensor) of all that are there.
+  template <class F>
+  [[nodiscard]] bool each_tensor(F const& f) const {
+    return f(x) && f(y) && (residual.data == nullptr || f(residual));
   }
 
   template <class Summary>
@@ -144,18 +144,18 @@ struct normalize_op {
     double const scale = s.inv_std * gamma;
     k[0] = made.shift, k[1] = scale == 0 ? A{0} : static_cast<A>(1 / scale), k[2] = made.center;
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    in[0] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, use);
-    load_rest<Axis, Whole>(hw, at, in);
+    in[0] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    load_rest<Axis, K>(hw, at, in);
   }
   /// What moments_op did not load.
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load_rest(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     if constexpr (Epilogue) {
       in[1] = pack<T>{};
       if (residual.data != nullptr)
-        in[1] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
+        in[1] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
     }
   }
   template <bool Forward = false>
@@ -172,9 +172,9 @@ struct normalize_op {
     }
     out[0] = static_cast<T>(v);
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
-    store_pack<Whole>(hw, address(y, at), step_of<Axis>(y), at.part, out[0], use);
+    store_pack<K>(hw, address(y, at), step_of<Axis>(y), at.part, out[0], use);
   }
 };
 

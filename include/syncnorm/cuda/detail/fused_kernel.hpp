@@ -79,24 +79,16 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
 
   channel_accumulator<Sums> sums{hw, a.sums, channel};
   auto reading = items;
-  auto const take = [&]<bool Whole, int Unroll>(std::bool_constant<Whole>, batch<Sums, Unroll>& some) {
-    auto at = reading;
-    some.template load<Whole>(hw, a.sums, reading);
-    SYNCNORM_UNROLL
-    for (int u = 0; u < Unroll; ++u) {
-      if (at.inside()) kept.put(hw, at.item(), some.in[u]);
-      at.advance();
-    }
-    sums.add(hw, some);
-  };
   while (reading.inside()) {
-    if (all_whole<Sums::unroll>(a.sums, reading)) {
-      batch<Sums, Sums::unroll> some;
-      take(std::true_type{}, some);
-    } else {
-      batch<Sums, 1> one;
-      take(std::false_type{}, one);
-    }
+    auto at = reading;
+    take_batch(hw, a.sums, reading, [&](auto const& some) {
+      SYNCNORM_UNROLL
+      for (int u = 0; u < some.unroll; ++u) {
+        if (at.inside()) kept.put(hw, at.item(), some.in[u]);
+        at.advance();
+      }
+      sums.add(hw, some);
+    });
   }
   double all[Sums::parts];
   sums.finish(all);
@@ -130,13 +122,21 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   A k[1][Map::coefficients];
   SYNCNORM_UNROLL
   for (int i = 0; i < Map::coefficients; ++i) k[0][i] = hw.load(&shared.coefficients.k[i][0]);
-  auto const put = [&]<bool Whole>(std::bool_constant<Whole>) {
+  auto const put = [&]<known K>(std::integral_constant<known, K>) {
     map_batch<Map, axis::positions, 1> one;
     kept.get(hw, items.item(), one.in[0]);
-    a.map.template load_rest<axis::positions, Whole>(hw, items.template here<Whole>(), one.in[0]);
-    one.template store<Whole, true>(hw, a.map, items, k);
+    a.map.template load_rest<axis::positions, K>(hw, items.template here<K>(), one.in[0]);
+    one.template store<K, 1, true>(hw, a.map, items, k);
   };
-  while (items.inside()) a.cut.whole ? put(std::true_type{}) : put(std::false_type{});
+  while (items.inside()) {
+    known const next = items.next(1, 1);
+    if (next == known::whole)
+      put(std::integral_constant<known, known::whole>{});
+    else if (next == known::aligned)
+      put(std::integral_constant<known, known::aligned>{});
+    else
+      put(std::integral_constant<known, known::nothing>{});
+  }
 }
 
 } // namespace syncnorm::cuda::detail

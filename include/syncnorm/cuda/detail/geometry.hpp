@@ -23,8 +23,9 @@ struct geometry {
   std::int64_t step_outer = 0, step_inner = 1; ///< by what the items of a thread are apart, of samples and within one
   std::uint32_t pieces = 1, groups = 0;
   int lanes = 1;
-  int threads = 64;   ///< of a block
-  bool whole = false; ///< every pack is there in full, and one access of each tensor
+  int threads = 64;     ///< of a block
+  bool whole = false;   ///< every pack is there in full, and one access of each tensor and of the mask
+  bool aligned = false; ///< every pack is one access of each tensor, along positions perhaps in part
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t items() const { return samples * inner; }
 };
@@ -70,24 +71,25 @@ public:
   [[nodiscard]] SYNCNORM_DEVICE bool inside(int n) const {
     return item_ + static_cast<std::int64_t>(n - 1) * stride_ < end_;
   }
-  /// Whether every pack of the launch is whole, which is not looked at along channels: there are no registers left for it.
-  [[nodiscard]] SYNCNORM_DEVICE bool all_whole() const { return Axis == axis::positions && cut_.whole; }
+  /// How the next packs are accessed: `whole` of them that are whole, else `aligned` that are aligned, else one. Along channels, one
+  /// pack that is aligned is whole, and one way to access it takes fewer registers than two.
+  [[nodiscard]] SYNCNORM_DEVICE known next(int whole, int aligned) const {
+    if (!(Axis == axis::channels && whole == 1) && cut_.whole && inside(whole)) return known::whole;
+    return cut_.aligned && within(aligned) ? known::aligned : known::nothing;
+  }
   /// The channel of element 0 of every pack of this thread.
   [[nodiscard]] SYNCNORM_DEVICE std::int64_t channel() const { return channel_; }
   /// The number of the item in its group.
   [[nodiscard]] SYNCNORM_DEVICE std::int64_t item() const { return item_; }
 
-  /// The item's pack, which is empty outside. `Whole`: it is inside, and there in full.
-  template <bool Whole = false>
+  /// The item's pack, which is empty outside.
+  template <known K = known::nothing>
   [[nodiscard]] SYNCNORM_DEVICE spot here() const {
-    spot at{outer_, inner_, channel_, {0, 0}};
-    if (!(Whole && Axis == axis::positions) && !inside()) return at;
+    spot at{outer_, inner_, channel_, {0, K == known::whole ? pack_length<T> : 0}};
+    if constexpr (Axis == axis::positions) at.position *= pack_length<T>;
+    if (K == known::whole || !inside()) return at;
     if constexpr (Axis == axis::positions) {
-      at.position *= pack_length<T>;
-      if (!cut_.whole && lead_.stride_s == 1) {
-        T const* const row = lead_.data + (outer_ * lead_.stride_n + channel_ * lead_.stride_c);
-        at.position -= static_cast<std::int64_t>((reinterpret_cast<std::uintptr_t>(row) & 15) / sizeof(T));
-      }
+      if (!cut_.whole && lead_.stride_s == 1) at.position -= offset();
       at.part.first = at.position < 0 ? static_cast<int>(-at.position) : 0;
       at.part.last = limit(cut_.spatial - at.position);
     } else {
@@ -107,6 +109,24 @@ public:
   }
 
 private:
+  /// By how many elements the pack in which a row begins comes before it; the last bits of an address are all that counts.
+  [[nodiscard]] SYNCNORM_DEVICE int offset() const {
+    auto const low = [](auto value) { return static_cast<std::uint32_t>(value); };
+    std::uint32_t const elements = low(outer_) * low(lead_.stride_n) + low(channel_) * low(lead_.stride_c);
+    std::uint32_t const row = low(reinterpret_cast<std::uintptr_t>(lead_.data)) + elements * low(sizeof(T));
+    return static_cast<int>((row & 15u) / low(sizeof(T)));
+  }
+  /// Whether the 16 bytes of each of the next `n` packs are all memory of the tensors: those of a tensor's first pack and of its
+  /// last one may not be. In its last row the last item or the one before is the last pack.
+  [[nodiscard]] SYNCNORM_DEVICE bool within(int n) const {
+    if (Axis == axis::channels || cut_.whole) return true;
+    bool is_within = channel_ != 0 || item_ != 0;
+    if (channel_ < cut_.channels - 1) return is_within;
+    std::int64_t left = cut_.items() - 1 - item_;
+    SYNCNORM_UNROLL
+    for (int u = 0; u < n; ++u, left -= stride_) is_within = is_within && left != 0 && left != 1;
+    return is_within;
+  }
   [[nodiscard]] static SYNCNORM_DEVICE int limit(std::int64_t left) {
     return left >= pack_length<T> ? pack_length<T> : left > 0 ? static_cast<int>(left) : 0;
   }
@@ -119,7 +139,7 @@ private:
 
 /// Whether a pack of `t` is one access.
 template <axis Axis, class T>
-[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_whole(tensor_view<T> const& t, spot const& at) {
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_one_access(tensor_view<T> const& t, spot const& at) {
   return step_of<Axis>(t) == 1 && is_aligned(address(t, at));
 }
 
@@ -127,15 +147,12 @@ template <axis Axis, class T>
   return mask.data + (at.sample * mask.stride_n + at.position * mask.stride_s);
 }
 
-/// Whether the mask of a pack of `T`, if there is one, is one access.
-template <axis Axis, class T>
-[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_whole_mask(mask_view const& mask, spot const& at) {
-  if (mask.data == nullptr || Axis == axis::channels) return true;
-  return mask.stride_s == 1 && reinterpret_cast<std::uintptr_t>(address(mask, at)) % pack_length<T> == 0;
-}
-
 template <int Bytes>
 struct mask_word;
+template <>
+struct mask_word<1> {
+  using type = std::uint32_t;
+};
 template <>
 struct mask_word<2> {
   using type = std::uint16_t;
@@ -149,28 +166,53 @@ struct mask_word<8> {
   using type = std::uint64_t;
 };
 
-/// A bit for each element of the pack that exists, and that `mask` counts. `Whole`: all exist, and the mask is one access.
-template <axis Axis, class T, bool Whole, class Hw>
-[[nodiscard]] SYNCNORM_DEVICE unsigned counted(Hw const& hw, mask_view const& mask, spot const& at) {
-  constexpr int length = pack_length<T>;
-  unsigned const all = Whole                           ? (1u << length) - 1
-                       : at.part.last <= at.part.first ? 0
-                                                       : ((1u << at.part.last) - 1) & ~((1u << at.part.first) - 1);
-  if (mask.data == nullptr || all == 0) return all;
+/// The bytes of a mask for a pack of `T`: one for each element along positions, one along channels.
+template <axis Axis, class T>
+using mask_word_t = typename mask_word<Axis == axis::positions ? pack_length<T> : 1>::type;
+
+/// Whether the mask of a pack of `T`, if there is one, is one access.
+template <axis Axis, class T>
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_one_access(mask_view const& mask, spot const& at) {
+  if (mask.data == nullptr || Axis == axis::channels) return true;
+  return mask.stride_s == 1 && reinterpret_cast<std::uintptr_t>(address(mask, at)) % pack_length<T> == 0;
+}
+
+/// A bit for each element of the pack that exists.
+template <class T, known K>
+[[nodiscard]] SYNCNORM_DEVICE unsigned existing(spot const& at) {
+  constexpr unsigned all = (1u << pack_length<T>)-1;
+  if constexpr (K == known::whole) return all;
+  if (at.part.last <= at.part.first) return 0;
+  return ((1u << at.part.last) - 1) & ~((1u << at.part.first) - 1);
+}
+
+/// The bytes of the mask, which there is, for the elements of a pack that exist.
+template <axis Axis, class T, known K, class Hw>
+[[nodiscard]] SYNCNORM_DEVICE mask_word_t<Axis, T> load_mask(Hw const& hw, mask_view const& mask, spot const& at) {
+  using word = mask_word_t<Axis, T>;
   std::uint8_t const* const bytes = address(mask, at);
-  if constexpr (Axis == axis::channels) return hw.load(bytes) != 0 ? all : 0;
-  unsigned bits = 0;
-  if constexpr (Whole) {
-    using word = typename mask_word<length>::type;
-    word const of_mask = hw.load(reinterpret_cast<word const*>(bytes));
-    SYNCNORM_UNROLL
-    for (int e = 0; e < length; ++e) bits |= (of_mask >> 8 * e & 0xffu) != 0 ? 1u << e : 0;
+  if constexpr (Axis == axis::channels) {
+    return at.part.last > at.part.first ? hw.load(bytes) : word{0};
+  } else if constexpr (K == known::whole) {
+    return hw.load(reinterpret_cast<word const*>(bytes));
   } else {
+    word all = 0;
     SYNCNORM_UNROLL
-    for (int e = 0; e < length; ++e)
-      if ((all >> e & 1u) != 0 && hw.load(bytes + e * mask.stride_s) != 0) bits |= 1u << e;
+    for (int e = 0; e < pack_length<T>; ++e)
+      if (e >= at.part.first && e < at.part.last)
+        all |= static_cast<word>(word{hw.load(bytes + e * mask.stride_s)} << 8 * e);
+    return all;
   }
-  return bits;
+}
+
+/// A bit for each element of those that `exist` that the mask counts.
+template <axis Axis, class T>
+[[nodiscard]] SYNCNORM_DEVICE unsigned counted(mask_word_t<Axis, T> of_mask, unsigned exist) {
+  if constexpr (Axis == axis::channels) return of_mask != 0 ? exist : 0;
+  unsigned bits = 0;
+  SYNCNORM_UNROLL
+  for (int e = 0; e < pack_length<T>; ++e) bits |= (of_mask >> 8 * e & 0xffu) != 0 ? 1u << e : 0;
+  return bits & exist;
 }
 
 } // namespace syncnorm::cuda::detail

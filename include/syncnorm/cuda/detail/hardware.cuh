@@ -56,6 +56,12 @@ struct hardware {
     memcpy(&some, &bits, sizeof bits);
     return some;
   }
+  /// A pack of which the elements of `part` alone are asked for, and the others may be another thread's to write. Its 16 bytes are
+  /// all memory of the tensor.
+  template <class T>
+  [[nodiscard]] static __device__ pack<T> load_part(T const* at, extent_of_pack const&, cached use) {
+    return load_pack(at, use);
+  }
   template <class T>
   static __device__ void store_pack(T* at, pack<T> const& some, cached use) {
     uint4 bits;

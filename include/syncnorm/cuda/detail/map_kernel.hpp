@@ -67,21 +67,22 @@ struct map_batch {
 
   pack<T> in[Unroll][Op::inputs];
 
-  template <bool Whole, class Hw>
+  template <known K, int Count = Unroll, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T> items) {
     SYNCNORM_UNROLL
-    for (int u = 0; u < Unroll; ++u) {
-      op.template load<Axis, Whole>(hw, items.template here<Whole>(), in[u]);
+    for (int u = 0; u < Count; ++u) {
+      op.template load<Axis, K>(hw, items.template here<K>(), in[u]);
       items.advance();
     }
   }
   /// `Forward`: of an op that goes both ways, the one.
-  template <bool Whole, bool Forward = false, class Hw>
+  template <known K, int Count = Unroll, bool Forward = false, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, Op const& op, walk<Axis, T>& items, A const (&k)[sets][Op::coefficients]) {
     SYNCNORM_UNROLL
-    for (int u = 0; u < Unroll; ++u) {
-      spot const at = items.template here<Whole>();
-      unsigned const bits = op.mask.data == nullptr ? ~0u : counted<Axis, T, Whole>(hw, op.mask, at);
+    for (int u = 0; u < Count; ++u) {
+      spot const at = items.template here<K>();
+      unsigned bits = ~0u;
+      if (op.mask.data != nullptr) bits = counted<Axis, T>(load_mask<Axis, T, K>(hw, op.mask, at), existing<T, K>(at));
       pack<T> out[Op::outputs];
       SYNCNORM_UNROLL
       for (int e = 0; e < length; ++e) {
@@ -96,7 +97,7 @@ struct map_batch {
         SYNCNORM_UNROLL
         for (int o = 0; o < Op::outputs; ++o) out[o].of[e] = made[o];
       }
-      op.template store<Axis, Whole>(hw, at, out);
+      op.template store<Axis, K>(hw, at, out);
       items.advance();
     }
   }
@@ -120,8 +121,15 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   // The first loads are in flight while the statistics are merged.
   walk<Axis, T> items{cut, a.op.lead(), group, piece, hw.thread(), hw.threads()};
   batch_type some;
-  bool whole = all_whole<Op::unroll>(a.op, items);
-  if (whole) some.template load<true>(hw, a.op, items);
+  known next = known::nothing;
+  auto const load_next = [&] {
+    next = items.inside() ? items.next(Op::unroll, Op::unroll_aligned) : known::nothing;
+    if (next == known::whole)
+      some.template load<known::whole>(hw, a.op, items);
+    else if (next == known::aligned)
+      some.template load<known::aligned, Op::unroll_aligned>(hw, a.op, items);
+  };
+  load_next();
 
   auto& shared = hw.template shared<map_storage<Op, Axis>>();
   incoming_packets const from{statistics.packets, cut.channels};
@@ -157,17 +165,19 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   coefficient_set<Op, Axis> k;
   if constexpr (Axis == axis::positions) k.read(hw, shared, first);
   while (items.inside()) {
-    if (whole) {
-      if constexpr (Axis == axis::channels) k.read(hw, shared, first);
-      some.template store<true>(hw, a.op, items, k.of);
-    } else {
+    if (next == known::nothing) {
       map_batch<Op, Axis, 1> one;
-      one.template load<false>(hw, a.op, items);
+      one.template load<known::nothing>(hw, a.op, items);
       if constexpr (Axis == axis::channels) k.read(hw, shared, first);
-      one.template store<false>(hw, a.op, items, k.of);
+      one.template store<known::nothing>(hw, a.op, items, k.of);
+    } else {
+      if constexpr (Axis == axis::channels) k.read(hw, shared, first);
+      if (next == known::whole)
+        some.template store<known::whole>(hw, a.op, items, k.of);
+      else
+        some.template store<known::aligned, Op::unroll_aligned>(hw, a.op, items, k.of);
     }
-    whole = all_whole<Op::unroll>(a.op, items);
-    if (whole) some.template load<true>(hw, a.op, items);
+    load_next();
   }
 }
 

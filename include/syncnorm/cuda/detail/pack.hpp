@@ -33,13 +33,21 @@ struct extent_of_pack {
 /// How a kernel's accesses treat the cache. `last`: what is read or written is not needed again soon.
 enum class cached : bool { normally, last };
 
-/// The elements of `part`, `step` apart, of which `at` is number 0; the others are unspecified. `Whole`: all of them, contiguous
-/// and aligned.
-template <bool Whole, class Hw, class T>
+/// What is known of packs where a kernel is compiled. `whole`: each is there in full, and one access; `aligned`: each is one access,
+/// and may be there in part, or not at all.
+enum class known : std::uint8_t { nothing, aligned, whole };
+
+/// The elements of `part`, `step` apart, of which `at` is number 0; the others are unspecified. What is aligned is one access of 16
+/// bytes that are all the tensor's: see `walk::within`.
+template <known K, class Hw, class T>
 [[nodiscard]] SYNCNORM_DEVICE pack<T> load_pack(Hw const& hw, T const* at, std::int64_t step,
                                                 extent_of_pack const& part, cached use) {
-  if constexpr (Whole) {
+  if constexpr (K == known::whole) {
     return hw.load_pack(at, use);
+  } else if constexpr (K == known::aligned) {
+    pack<T> some{};
+    if (part.last > part.first) some = hw.load_part(at, part, use);
+    return some;
   } else {
     if (step == 1 && part.template full<T>() && is_aligned(at)) return hw.load_pack(at, use);
     pack<T> some{};
@@ -50,16 +58,17 @@ template <bool Whole, class Hw, class T>
   }
 }
 
-template <bool Whole, class Hw, class T>
+template <known K, class Hw, class T>
 SYNCNORM_DEVICE void store_pack(Hw const& hw, T* at, std::int64_t step, extent_of_pack const& part, pack<T> const& some,
                                 cached use) {
-  if constexpr (Whole) {
+  if constexpr (K == known::whole) {
     hw.store_pack(at, some, use);
   } else {
-    if (step == 1 && part.template full<T>() && is_aligned(at)) return hw.store_pack(at, some, use);
+    bool const one_access = K == known::aligned || (step == 1 && is_aligned(at));
+    if (one_access && part.template full<T>()) return hw.store_pack(at, some, use);
     SYNCNORM_UNROLL
     for (int e = 0; e < pack_length<T>; ++e)
-      if (e >= part.first && e < part.last) hw.store(at + e * step, some.of[e]);
+      if (e >= part.first && e < part.last) hw.store(K == known::aligned ? at + e : at + e * step, some.of[e]);
   }
 }
 

@@ -59,20 +59,58 @@ template <class T>
   return cut;
 }
 
-/// Whether every pack of `op` is there in full, and one access of each tensor.
+/// Whether every pack of `op` is one access of each tensor.
+template <class Op>
+[[nodiscard]] bool is_aligned_throughout(Op const& op) {
+  using T = typename Op::element_type;
+  auto const& lead = op.lead();
+  if (lead.size() == 0) return false;
+  bool const rows = axis_of(lead) == axis::positions;
+  // Addresses are linear in sample, and in channel or position.
+  auto const is_one = [&](std::int64_t sample, std::int64_t other) {
+    spot at{sample, rows ? 0 : other, rows ? other : 0, {0, pack_length<T>}};
+    if (rows)
+      at.position -= static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(address(lead, at)) % 16 / sizeof(T));
+    return op.each_tensor([&](auto const& t) {
+      return rows ? is_one_access<axis::positions>(t, at) : is_one_access<axis::channels>(t, at);
+    });
+  };
+  return is_one(0, 0) && is_one(lead.samples > 1 ? 1 : 0, 0) &&
+         is_one(0, (rows ? lead.channels : lead.spatial) > 1 ? 1 : 0);
+}
+
+/// Whether every pack of `op` is there in full, and one access of each tensor and of the mask.
 template <class Op>
 [[nodiscard]] bool is_whole_throughout(Op const& op) {
+  using T = typename Op::element_type;
   auto const& lead = op.lead();
-  constexpr int length = pack_length<typename Op::element_type>;
   bool const rows = axis_of(lead) == axis::positions;
-  if (lead.size() == 0 || (rows ? lead.spatial : lead.channels) % length != 0) return false;
-  // Addresses are linear in sample, position and channel.
-  std::int64_t const other = (rows ? lead.channels : lead.spatial) > 1 ? 1 : 0;
-  spot const first{0, 0, 0, {0, length}}, next_sample{lead.samples > 1 ? 1 : 0, 0, 0, {0, length}},
-      next_row{0, rows ? 0 : other, rows ? other : 0, {0, length}};
+  if (!is_aligned_throughout(op) || (rows ? lead.spatial : lead.channels) % pack_length<T> != 0) return false;
+  if (!rows) return true;
+  spot const first{0, 0, 0, {}}, next_sample{lead.samples > 1 ? 1 : 0, 0, 0, {}},
+      next_row{0, 0, lead.channels > 1 ? 1 : 0, {}};
   for (auto const& at : {first, next_sample, next_row})
-    if (!(rows ? op.template whole<axis::positions>(at) : op.template whole<axis::channels>(at))) return false;
+    if (!is_aligned(address(lead, at)) || !is_one_access<axis::positions, T>(op.mask, at)) return false;
   return true;
+}
+
+/// Whether any 16 bytes of memory in which a row of some tensor begins or ends are that tensor's, but for those where its first row
+/// begins and its last one ends. So it is where rows begin 16 bytes apart or more.
+template <class Op>
+[[nodiscard]] bool has_room_throughout(Op const& op) {
+  using T = typename Op::element_type;
+  return op.each_tensor([](auto const& t) {
+    return (t.samples <= 1 || t.stride_n >= pack_length<T>)&&(t.channels <= 1 || t.stride_c >= pack_length<T>);
+  });
+}
+
+/// What kernels may know of the packs of a launch.
+template <class... Ops>
+void set_access(geometry& cut, Ops const&... ops) {
+  cut.whole = (is_whole_throughout(ops) && ...);
+  cut.aligned =
+      cut.whole ||
+      ((axis_of(ops.lead()) == axis::positions && is_aligned_throughout(ops) && has_room_throughout(ops)) && ...);
 }
 
 /// Pieces of a group of a reduction at most, whose parts the last block puts together, and blocks of one that a multiprocessor
@@ -93,7 +131,7 @@ template <class Op>
 [[nodiscard]] geometry cut_for_reduction(Op const& op, int threads, device_limits const& limits) {
   std::int64_t const wave = wave_of(op, limits);
   auto cut = cut_tensor(op.lead(), threads, axis_of(op.lead()) == axis::channels ? wave : 4 * wave, 16, most_pieces);
-  cut.whole = is_whole_throughout(op);
+  set_access(cut, op);
   return cut;
 }
 
@@ -101,7 +139,7 @@ template <class Op>
 template <class Op>
 [[nodiscard]] geometry cut_for_map(Op const& op, int threads, device_limits const& limits) {
   auto cut = cut_tensor(op.lead(), threads, 8 * wave_of(op, limits), 8, std::int64_t{1} << 20);
-  cut.whole = is_whole_throughout(op);
+  set_access(cut, op);
   return cut;
 }
 

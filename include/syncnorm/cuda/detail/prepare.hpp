@@ -208,7 +208,7 @@ template <class Sums, class Map>
 [[nodiscard]] fused_arguments<Sums, Map> make_fused(Sums const& sums, Map const& map, packet_header const& header,
                                                     packet_place const& packet, int threads) {
   auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
-  cut.whole = is_whole_throughout(sums) && is_whole_throughout(map);
+  set_access(cut, sums, map);
   return {cut, sums, map, make_outgoing(header, packet, saved_count_of(sums))};
 }
 

@@ -63,7 +63,8 @@ template <class T>
 struct moments_op {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = 1, sums = 2, parts = 3, unroll = 4, threads = 256;
+  static constexpr int inputs = 1, sums = 2, parts = 3, unroll = 4, unroll_aligned = sizeof(T) == 4 ? 4 : 2,
+                       threads = 256;
   /// Blocks that a multiprocessor holds at a time by their registers, of packs along positions and along channels.
   static constexpr int resident[] = {3, 2};
   static constexpr bool counts = true; ///< part 0 is the count
@@ -80,17 +81,18 @@ struct moments_op {
   };
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
-  template <axis Axis>
-  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
-    return is_whole<Axis>(x, at) && is_whole_mask<Axis, T>(mask, at);
+  /// Whether f(tensor) of all that are there.
+  template <class F>
+  [[nodiscard]] bool each_tensor(F const& f) const {
+    return f(x);
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const&, std::int64_t) const {
     return {};
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    in[0] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+    in[0] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
   }
   static SYNCNORM_DEVICE void set_pivot(fine& to, T value) { to.pivot = static_cast<A>(value); }
   SYNCNORM_DEVICE void add(fine& to, constants const&, T const (&in)[inputs], bool counts_too) const {
@@ -165,7 +167,8 @@ template <class T, bool Epilogue>
 struct backward_sums_op : added_parts<2> {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 3 : 2, unroll = (Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0), threads = 256;
+  static constexpr int inputs = Epilogue ? 3 : 2, threads = 256;
+  static constexpr int unroll = (Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0), unroll_aligned = unroll < 2 ? 1 : 2;
   static constexpr int resident[] = {sizeof(T) == 8 ? 2 : 3, 2};
   static constexpr bool pivoted = false;
 
@@ -183,10 +186,10 @@ struct backward_sums_op : added_parts<2> {
   };
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
-  template <axis Axis>
-  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
-    return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) &&
-           (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
+  /// Whether f(tensor) of all that are there.
+  template <class F>
+  [[nodiscard]] bool each_tensor(F const& f) const {
+    return f(dy) && f(x) && (residual.data == nullptr || f(residual));
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const& hw, std::int64_t c) const {
@@ -196,14 +199,14 @@ struct backward_sums_op : added_parts<2> {
                                                   load_value(hw, affine.beta, c, 0));
     return {k.center, k.scale, k.shift};
   }
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    in[0] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
-    in[1] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+    in[0] = load_pack<K>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
+    in[1] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
     if constexpr (Epilogue) {
       in[2] = pack<T>{};
       if (residual.data != nullptr)
-        in[2] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, cached::normally);
+        in[2] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, cached::normally);
     }
   }
   static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
@@ -244,7 +247,7 @@ template <class T, bool Epilogue>
 struct double_backward_sums_op : added_parts<5> {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 4 : 3, unroll = Epilogue ? 1 : 2, threads = 128;
+  static constexpr int inputs = Epilogue ? 4 : 3, unroll = Epilogue ? 1 : 2, unroll_aligned = 1, threads = 128;
   static constexpr int resident[] = {Epilogue ? 4 : 6, sizeof(T) == 2 ? 2 : 3};
   static constexpr bool pivoted = false;
   static constexpr bool sums_all = true; ///< elements that do not count are in some sums
@@ -265,10 +268,10 @@ struct double_backward_sums_op : added_parts<5> {
   };
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
-  template <axis Axis>
-  [[nodiscard]] SYNCNORM_HOST_DEVICE bool whole(spot const& at) const {
-    return is_whole<Axis>(dy, at) && is_whole<Axis>(x, at) && (u.data == nullptr || is_whole<Axis>(u, at)) &&
-           (residual.data == nullptr || is_whole<Axis>(residual, at)) && is_whole_mask<Axis, T>(mask, at);
+  /// Whether f(tensor) of all that are there.
+  template <class F>
+  [[nodiscard]] bool each_tensor(F const& f) const {
+    return f(dy) && f(x) && (u.data == nullptr || f(u)) && (residual.data == nullptr || f(residual));
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const& hw, std::int64_t c) const {
@@ -279,16 +282,16 @@ struct double_backward_sums_op : added_parts<5> {
     return {k.center, k.scale, k.shift};
   }
 
-  template <axis Axis, bool Whole, class Hw>
+  template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = pack<T>{};
-    if (u.data != nullptr) in[0] = load_pack<Whole>(hw, address(u, at), step_of<Axis>(u), at.part, cached::normally);
-    in[1] = load_pack<Whole>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
-    in[2] = load_pack<Whole>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+    if (u.data != nullptr) in[0] = load_pack<K>(hw, address(u, at), step_of<Axis>(u), at.part, cached::normally);
+    in[1] = load_pack<K>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
+    in[2] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
     if constexpr (Epilogue) {
       in[3] = pack<T>{};
       if (residual.data != nullptr)
-        in[3] = load_pack<Whole>(hw, address(residual, at), step_of<Axis>(residual), at.part, cached::normally);
+        in[3] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, cached::normally);
     }
   }
   static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
