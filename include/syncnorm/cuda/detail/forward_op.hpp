@@ -60,8 +60,17 @@ struct forward_statistics {
       return {load_value(hw, running.mean, c, 0), inv_std, held, 0};
     }
     incoming_packets const from{packets, channels};
-    for (int rank = 0; rank < from.ranks(); ++rank)
-      all = merge(all, {from.count(hw, rank), from.value(hw, rank, 0, c), from.value(hw, rank, 1, c)});
+    // Merging divides, and loads would wait for that: several are in flight.
+    constexpr int some = 2;
+    for (int first = 0; first < from.ranks(); first += some) {
+      moments<double> next[some];
+      SYNCNORM_UNROLL
+      for (int u = 0; u < some; ++u)
+        if (int const rank = first + u; rank < from.ranks())
+          next[u] = {from.count(hw, rank), from.value(hw, rank, 0, c), from.value(hw, rank, 1, c)};
+      SYNCNORM_UNROLL
+      for (int u = 0; u < some; ++u) all = merge(all, next[u]); // of nothing, beyond the last
+    }
     return summarize(all);
   }
   /// Of one rank alone, by the parts of `moments_op`.
@@ -119,7 +128,8 @@ struct normalize_op {
   using element_type = T;
   using A = accumulate_t<T>;
   static constexpr int inputs = Epilogue ? 2 : 1, outputs = 1, coefficients = 3, threads = 256;
-  static constexpr int unroll = Epilogue ? 2 : 4, unroll_aligned = Epilogue || sizeof(T) == 2 ? 2 : 4;
+  static constexpr int unroll = Epilogue ? 2 : 4,
+                       unroll_aligned = Epilogue ? (sizeof(T) == 8 ? 1 : 2) : (sizeof(T) == 4 ? 4 : 2);
   static constexpr int resident[] = {sizeof(T) == 2 ? 2 : 3, 2};
 
   tensor_view<T const> x, residual{}; ///< residual without data: none
