@@ -1,5 +1,8 @@
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <set>
 
 #include <doctest/doctest.h>
 
@@ -84,6 +87,19 @@ TEST_CASE("The last piece of tensors beyond 2^31 elements ends with their last e
     auto const items = cut.items() - (cut.pieces - 1) * cut.per_piece;
     if (!rows) CHECK(count == items * std::min<std::int64_t>(x.channels, cut.lanes * 4));
   }
+}
+
+TEST_CASE("Threads that put channels together find them in different banks of shared memory") {
+  auto const check = [](auto const& cells, int length) {
+    // 16 threads access 128 bytes at a time.
+    std::set<std::ptrdiff_t> banks;
+    for (int channel = 0; channel < 16; ++channel)
+      banks.insert((&cells.of[1][channel % length][channel / length] - &cells.of[0][0][0]) % 16);
+    CHECK(banks.size() == 16);
+  };
+  check(*std::make_unique<gpu::pack_accumulator<gpu::moments_op<bfloat16>, 256>::storage>(), 8);
+  check(*std::make_unique<gpu::pack_accumulator<gpu::moments_op<float>, 256>::storage>(), 4);
+  check(*std::make_unique<gpu::pack_accumulator<gpu::moments_op<double>, 256>::storage>(), 2);
 }
 
 TEST_CASE("Packs are whole throughout where each of them is") {

@@ -169,7 +169,8 @@ private:
 };
 
 /// What a thread has summed of the channels of a pack, of packs along channels. The doubles are in shared memory, of which
-/// cell (i, e) belongs to double i of channel e of this thread.
+/// cell (i, e) belongs to double i of channel e of this thread. Rows are so far apart that threads which put together the channels
+/// of some packs find them in different banks.
 template <class Op, int Threads>
 class pack_accumulator {
 public:
@@ -178,7 +179,7 @@ public:
   static constexpr int cells = Op::counts ? Op::parts - 1 : Op::parts;
   static_assert(cells == Op::sums);
   struct storage {
-    double of[cells][length][Threads];
+    double of[cells][length][Threads + sizeof(T)];
     double count[Threads];
   };
 
