@@ -92,6 +92,10 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   }
   double all[Sums::parts];
   sums.finish(all);
+  // In flight while threads wait for each other.
+  bool const failed_before = statistics.failed_before(hw);
+  double const gamma = load_value(hw, statistics.affine.gamma, channel, 1),
+               beta = load_value(hw, statistics.affine.beta, channel, 0);
   reducer::combine_block(hw, shared.sums, all);
 
   bool too_few = false;
@@ -102,12 +106,10 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
     of_channel = statistics.of_rank(hw, channel, all, value);
     if constexpr (Sums::counts) too_few = of_channel.count == 1;
     A k[Map::coefficients];
-    a.map.coefficients_of(of_channel, load_value(hw, statistics.affine.gamma, channel, 1),
-                          load_value(hw, statistics.affine.beta, channel, 0), k);
+    a.map.coefficients_of(of_channel, gamma, beta, k);
     SYNCNORM_UNROLL
     for (int i = 0; i < Map::coefficients; ++i) hw.store(&shared.coefficients.k[i][0], k[i]);
   }
-  bool const failed_before = statistics.failed_before(hw);
   if (hw.barrier_or(too_few || failed_before)) {
     if (hw.block() != 0) return;
     if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);

@@ -132,8 +132,10 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   load_next();
 
   auto& shared = hw.template shared<map_storage<Op, Axis>>();
+  // And so is all that the statistics are made of: nothing here waits before it is merged.
   incoming_packets const from{statistics.packets, cut.channels};
-  bool const disagree = statistics.packets.data != nullptr && from.disagree(hw);
+  bool const exchanged = statistics.packets.data != nullptr;
+  auto const seen = exchanged ? from.look(hw) : incoming_packets::view_of_headers{};
   int const channels = Axis == axis::positions ? 1 : cut.lanes * length;
   std::int64_t const channel = static_cast<std::int64_t>(group) * channels + hw.thread();
   bool const has_channel = hw.thread() < channels && channel < cut.channels;
@@ -146,6 +148,7 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
     a.op.coefficients_of(of_channel, load_value(hw, statistics.affine.gamma, channel, 1),
                          load_value(hw, statistics.affine.beta, channel, 0), made);
   }
+  bool const disagree = exchanged && from.disagree(hw, seen);
   if (hw.thread() < channels) {
     SYNCNORM_UNROLL
     for (int i = 0; i < Op::coefficients; ++i) hw.store(&shared.k[i][hw.thread()], made[i]);

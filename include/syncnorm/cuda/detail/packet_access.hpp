@@ -78,22 +78,39 @@ public:
     return hw.load(reinterpret_cast<std::uint64_t const*>(at(rank)) + i);
   }
 
+  /// What a thread sees in the headers that it looks at.
+  struct view_of_headers {
+    bool wrong = false; ///< a rank has a fault or disagrees
+    bool needed = false, impossible = false;
+  };
+  /// Looks at the headers, each thread at some words of them.
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE view_of_headers look(Hw const& hw) const {
+    view_of_headers seen;
+    if (ranks_ == 1) { // which agrees with itself
+      if (hw.thread() == 0) seen.wrong = (word(hw, 0, fault_word) & 0xffu) != 0;
+      return seen;
+    }
+    for (int i = hw.thread(); i < ranks_ * agreed_words; i += hw.threads())
+      seen.wrong |= word(hw, i / agreed_words, i % agreed_words) != word(hw, 0, i % agreed_words);
+    for (int rank = hw.thread(); rank < ranks_; rank += hw.threads()) {
+      seen.wrong |= (word(hw, rank, fault_word) & 0xffu) != 0;
+      auto const backward = static_cast<std::uint32_t>(word(hw, rank, count_word + 1));
+      seen.needed |= backward == 1, seen.impossible |= backward == 2;
+    }
+    return seen;
+  }
   /// Whether, by what this thread looked at, a rank has a fault or disagrees. A pass that one rank needs to be
-  /// followed by a backward pass and another cannot is such a case.
+  /// followed by a backward pass and another cannot is such a case. By all threads of a block.
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE bool disagree(Hw const& hw, view_of_headers const& seen) const {
+    if (ranks_ == 1) return seen.wrong;
+    bool const some_need = hw.barrier_or(seen.needed), some_cannot = hw.barrier_or(seen.impossible);
+    return seen.wrong || (some_need && some_cannot);
+  }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE bool disagree(Hw const& hw) const {
-    bool wrong = false;
-    for (int i = hw.thread(); i < ranks_ * agreed_words; i += hw.threads())
-      wrong |= word(hw, i / agreed_words, i % agreed_words) != word(hw, 0, i % agreed_words);
-    bool needed = false, impossible = false;
-    for (int rank = hw.thread(); rank < ranks_; rank += hw.threads()) {
-      wrong |= (word(hw, rank, fault_word) & 0xffu) != 0;
-      auto const backward = static_cast<std::uint32_t>(word(hw, rank, count_word + 1));
-      needed |= backward == 1, impossible |= backward == 2;
-    }
-    if (ranks_ == 1) return wrong;
-    bool const some_need = hw.barrier_or(needed), some_cannot = hw.barrier_or(impossible);
-    return wrong || (some_need && some_cannot);
+    return disagree(hw, look(hw));
   }
 
   /// Leaves word, by one block, all threads of it.
