@@ -1,5 +1,5 @@
-// Batch norm of one GPU beside a copy of the same bytes, as lines of JSON: forward, backward, and a step of both replayed from
-// a graph. peers.py writes the same lines for torch's kernels.
+// Batch norm of one GPU beside a copy of the same bytes, as lines of JSON: forward, backward, a step of both replayed from
+// a graph, and each kernel of a rank among others. peers.py writes the same lines for torch's kernels.
 
 #include <array>
 #include <cstddef>
@@ -49,6 +49,31 @@ double copy_us(cudaStream_t stream, std::vector<tensors<T>> const& sets) {
   });
 }
 
+/// What the kernels of a pass need besides tensors.
+struct pass_memory {
+  bench::device_array packet, work, mean, inv_std, count, fault;
+  syncnorm::cuda::device_limits limits;
+  syncnorm::detail::packet_header header;
+
+  explicit pass_memory(std::int64_t channels, syncnorm::cuda::device_limits const& of_device)
+      : packet{syncnorm::cuda::packet_bytes(channels)}, work{syncnorm::cuda::workspace_bytes(channels, of_device)},
+        mean{static_cast<std::size_t>(channels) * sizeof(double)}, inv_std{mean.bytes()}, count{sizeof(std::int64_t)},
+        fault{sizeof(std::uint32_t)}, limits{of_device} {
+    header.channels = channels;
+    for (auto const* const each : {&work, &fault})
+      require_cuda(cudaMemset(each->as<std::byte>(), 0, each->bytes()), "cudaMemset");
+    require_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+  [[nodiscard]] syncnorm::cuda::packet_place place() const { return {packet.as<std::byte>()}; }
+  [[nodiscard]] syncnorm::cuda::saved_statistics saved() const {
+    return {mean.as<double>(), inv_std.as<double>(), count.as<std::int64_t>()};
+  }
+  [[nodiscard]] syncnorm::cuda::workspace workspace() const { return {work.as<std::byte>(), work.bytes()}; }
+  [[nodiscard]] syncnorm::cuda::fault_report report() const {
+    return {fault.as<syncnorm::cuda::pass_fault>(), nullptr};
+  }
+};
+
 template <class T>
 void measure(char const* element, shape const& of, bool channels_last, cudaStream_t stream) {
   auto const bytes = static_cast<std::size_t>(of.n * of.c * of.s) * sizeof(T);
@@ -79,6 +104,30 @@ void measure(char const* element, shape const& of, bool channels_last, cudaStrea
   row("forward", bench::median_us(stream, 15, 20, forward), copy * 2 / 4);
   row("backward", bench::median_us(stream, 15, 20, backward), copy * 3 / 4);
 
+  // Two kernels of a pass move more than a pass has to, so each is beside what it moves itself.
+  namespace cuda = syncnorm::cuda;
+  pass_memory const of_pass{of.c, cuda::current_limits()};
+  auto const own = of_pass.place();
+  auto const kernel = [&](char const* what, int tensors_moved, auto const& launch) {
+    auto const run = [&](int i) { launch(sets[static_cast<std::size_t>(i) % sets.size()]); };
+    row(what, bench::median_us(stream, 15, 20, run), copy * tensors_moved / 4);
+  };
+  kernel("local_moments", 1, [&](auto const& set) {
+    cuda::local_moments<T>(view(set.x), {}, of_pass.header, own, of_pass.workspace(), of_pass.limits, stream);
+  });
+  kernel("normalize", 2, [&](auto const& set) {
+    cuda::normalize<T>(view(set.x), view(set.y), {}, {}, {}, own_packet(own), of_pass.saved(), {}, of_pass.report(),
+                       of_pass.workspace(), of_pass.limits, stream);
+  });
+  kernel("backward_reduce", 2, [&](auto const& set) {
+    cuda::backward_reduce<T>(view(set.dy), view(set.x), {}, {}, of_pass.saved(), of_pass.header, own,
+                             of_pass.workspace(), of_pass.limits, stream);
+  });
+  kernel("backward_elemt", 3, [&](auto const& set) {
+    cuda::backward_elemt<T>(view(set.dy), view(set.x), view(set.dx), {}, {}, {}, of_pass.saved(), own_packet(own), own,
+                            {}, of_pass.report(), of_pass.limits, stream);
+  });
+
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t step = nullptr;
   require_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
@@ -97,7 +146,8 @@ void measure(char const* element, shape const& of, bool channels_last, cudaStrea
 void measure_all(bool quick) {
   cudaStream_t stream = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  std::vector<shape> shapes{{64, 256, 56 * 56}, {256, 64, 112 * 112}, {32, 512, 28 * 28}, {8192, 4096, 1}};
+  std::vector<shape> shapes{{64, 256, 56 * 56},   {256, 64, 112 * 112}, {32, 512, 28 * 28},
+                            {256, 1024, 14 * 14}, {256, 2048, 7 * 7},   {8192, 4096, 1}};
   if (quick) shapes = {{32, 512, 28 * 28}};
   for (auto const& of : shapes)
     for (bool const channels_last : {false, true}) {
