@@ -59,27 +59,26 @@ public:
       add_items(hw, op, items, sums);
       sums.finish(hw);
       hw.barrier();
-      int const channel = hw.thread(), lane = channel / length, e = channel % length;
-      if (channel < cut.lanes * length) {
-        auto const at = [&](int row, int p) {
-          int const thread = row * cut.lanes + lane;
-          if constexpr (Op::counts)
-            if (p == 0) return hw.load(&shared.cells.count[thread]);
-          return hw.load(&shared.cells.of[p - (Op::counts ? 1 : 0)][e][thread]);
-        };
-        Op::combine(at, Threads / cut.lanes, all);
-      }
+      int const channels = cut.lanes * length, channel = hw.thread() % channels;
+      auto const at = [&](int row, int p) {
+        int const thread = row * cut.lanes + channel / length;
+        if constexpr (Op::counts)
+          if (p == 0) return hw.load(&shared.cells.count[thread]);
+        return hw.load(&shared.cells.of[p - (Op::counts ? 1 : 0)][channel % length][thread]);
+      };
+      combine_rows(hw, shared, at, channels, Threads / cut.lanes, all);
     }
   }
 
-  /// Parts of k pieces, of channel number i in thread i: rows of threads take every so many pieces, and then what they got is
+  /// k parts of each channel, of channel number i in thread i: rows of threads take every so many parts, and then what they got is
   /// put together.
   template <class Hw, class At>
-  static SYNCNORM_DEVICE void combine_pieces(Hw const& hw, storage& shared, At const& at, int channels, int k,
-                                             double (&all)[Op::parts]) {
+  static SYNCNORM_DEVICE void combine_rows(Hw const& hw, storage& shared, At const& at, int channels, int k,
+                                           double (&all)[Op::parts]) {
     int const rows = Threads / channels, row = hw.thread() / channels;
     auto const of_row = [&](int i, int p) { return at(i * rows + row, p); };
     Op::combine(of_row, k > row ? (k - row + rows - 1) / rows : 0, all);
+    hw.barrier(); // the parts may be where the scratch is
     double* const scratch = &shared.cells.of[0][0][0];
     static_assert(sizeof(shared.cells.of) >= Op::parts * Threads * sizeof(double));
     SYNCNORM_UNROLL
@@ -153,7 +152,7 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
       Op::combine(of_lane, pieces > lane ? (pieces - lane + 31) / 32 : 0, all);
       Op::combine_warp(hw, all);
     } else {
-      reducer::combine_pieces(hw, shared, at, channels, static_cast<int>(a.cut.pieces), all);
+      reducer::combine_rows(hw, shared, at, channels, static_cast<int>(a.cut.pieces), all);
     }
   }
   std::int64_t const channel = static_cast<std::int64_t>(group) * channels + lane;
