@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <span>
@@ -163,7 +162,7 @@ void check_same_bits(C const& comm) {
     syncnorm::allgather(comm, own, std::span{all});
     for (int r = 0; r < size; ++r) {
       INFO("extent ", extent, ", rank ", rank, " against rank ", r);
-      CHECK(std::memcmp(own.data(), all.data() + own.size() * static_cast<std::size_t>(r), own.size()) == 0);
+      CHECK(std::ranges::equal(own, std::span{all}.subspan(own.size() * static_cast<std::size_t>(r), own.size())));
     }
   }
 }

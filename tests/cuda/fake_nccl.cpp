@@ -135,7 +135,7 @@ ncclResult_t collective(char const* name, void const* in, std::size_t bytes, ncc
   };
   auto enqueue = [stream, issue = std::move(issue)] { fake_cuda::enqueue_issued(stream, issue); };
   if (group_depth > 0)
-    grouped.push_back(std::move(enqueue));
+    grouped.emplace_back(std::move(enqueue));
   else
     enqueue();
   comm->self->polls_left = comm->self->polls_of_a_call.load();
@@ -153,7 +153,7 @@ std::vector<ncclComm_t> make_group(int size) {
     auto self = std::make_shared<member>();
     self->group = group;
     self->rank = static_cast<std::size_t>(r);
-    all.push_back(new ncclComm{std::move(self)});
+    all.emplace_back(new ncclComm{std::move(self)});
     ++made;
   }
   return all;

@@ -31,7 +31,7 @@ struct CUevent_st {
 
 struct CUstream_st {
   explicit CUstream_st(int on) : device{on} {
-    thread = std::jthread{[this](std::stop_token stop) { run(stop); }};
+    thread = std::jthread{[this](std::stop_token const& stop) { run(stop); }};
   }
 
   void push(std::function<void()> work) {

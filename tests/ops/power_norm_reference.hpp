@@ -90,7 +90,7 @@ struct power_norm_reference {
   reals backward(pass const& p, std::vector<T> const& dy, std::vector<P> const& gamma) {
     reals gh(dy.size()), dx(dy.size()), sum(ema_gz.size(), 0), terms(ema_gz.size(), 0);
     std::int64_t positions = 0;
-    for (std::size_t i = 0; i < p.masked.size(); ++i) positions += corrected && p.masked[i] ? 0 : 1;
+    for (bool const masked : p.masked) positions += corrected && masked ? 0 : 1;
     each(p, [&](std::size_t i, std::size_t c, std::size_t position) {
       auto const g = static_cast<real>(dy[i]) * static_cast<real>(gamma[c]);
       gh[i] = g - (1 - static_cast<real>(alpha_backward)) * ema_gz[c] * p.z[i];

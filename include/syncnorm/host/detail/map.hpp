@@ -216,7 +216,7 @@ private:
           std::int64_t const length = box.channels * std::min(run_positions_, end - s);
           auto const from = at(n, box.channel, s);
           T* const to = &out_(n, box.channel, s);
-          if (fetch)
+          if (fetch) // NOLINT(bugprone-branch-clone): clones where nothing is streamed
             run<Stream, Stream>(from, to, length, k, far, 0, length);
           else
             run<Stream, false>(from, to, length, k, far, 0, length);

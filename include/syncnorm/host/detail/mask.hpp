@@ -62,7 +62,7 @@ template <class A, int Lanes>
     return true;
   } else {
     vector_t<A, Lanes> const zero{};
-    return zero == zero;
+    return zero == zero; // NOLINT(misc-redundant-expression)
   }
 }
 

@@ -86,12 +86,12 @@ struct groups {
   static constexpr std::int64_t most = 32, fewest_elements = 512, fewest_pieces = 4, long_piece = 256;
 
   row_cut cut;
-  std::int64_t pieces, length, count;
+  std::int64_t pieces, length = 1, count = 0;
 
   template <class T>
   constexpr explicit groups(tensor_view<T> const& x) : groups{x.samples, x.spatial, row_cut::longest<T>} {}
   constexpr groups(std::int64_t samples, std::int64_t spatial, std::int64_t longest_piece)
-      : cut{spatial, longest_piece}, pieces{samples * cut.pieces}, length{1}, count{0} {
+      : cut{spatial, longest_piece}, pieces{samples * cut.pieces} {
     if (pieces == 0) return;
     length = std::max(
         {ceil_div(pieces, most), ceil_div(fewest_elements, cut.length), cut.length >= long_piece ? fewest_pieces : 1});
