@@ -24,6 +24,7 @@
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/ops/detail/shared_in_place.hpp>
 #include <syncnorm/ops/pending_passes.hpp>
 
 namespace syncnorm {

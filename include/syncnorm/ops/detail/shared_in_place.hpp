@@ -1,0 +1,61 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/ops/detail/pass_steps.hpp>
+
+namespace syncnorm::detail {
+
+/// Whether two views have a place in memory in common; where their strides differ, whether the ranges that they span have.
+template <class T>
+[[nodiscard]] bool overlap(tensor_view<T const> const& a, tensor_view<T const> const& b) {
+  if (a.data == nullptr || b.data == nullptr || a.size() <= 0 || b.size() <= 0) return false;
+  auto const begin = [](auto const& view) { return reinterpret_cast<std::uintptr_t>(view.data); };
+  auto const span = [](auto const& view) {
+    return (view.samples - 1) * view.stride_n + (view.channels - 1) * view.stride_c +
+           (view.spatial - 1) * view.stride_s;
+  };
+  auto const end = [&](auto const& view) { return reinterpret_cast<std::uintptr_t>(view.data + span(view) + 1); };
+  if (begin(a) >= end(b) || begin(b) >= end(a)) return false;
+  auto const differ = [](std::int64_t one, std::int64_t other, std::int64_t stride, std::int64_t other_stride) {
+    return (one > 1 || other > 1) && stride != other_stride;
+  };
+  if (differ(a.samples, b.samples, a.stride_n, b.stride_n) || differ(a.channels, b.channels, a.stride_c, b.stride_c) ||
+      differ(a.spatial, b.spatial, a.stride_s, b.stride_s))
+    return true;
+  // b[n, c, s] is a[n + i, c + j, s + k].
+  std::int64_t const distance = b.data - a.data, step = std::max<std::int64_t>(1, a.stride_s);
+  for (std::int64_t i = 1 - b.samples; i < a.samples; ++i)
+    for (std::int64_t j = 1 - b.channels; j < a.channels; ++j) {
+      std::int64_t const rest = distance - i * a.stride_n - j * a.stride_c, k = rest / step;
+      if (rest == k * step && -b.spatial < k && k < a.spatial) return true;
+    }
+  return false;
+}
+
+/// What is wrong with writing in place to each of K micro-batches of x, while the others and their residuals are still read;
+/// empty where nothing is. Epilogues: none, or K.
+template <class T>
+[[nodiscard]] std::string find_shared_in_place(std::span<tensor_view<T> const> x,
+                                               std::span<batch_norm_epilogue<T> const> epilogues) {
+  for (std::size_t k = 0; k < x.size(); ++k)
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      auto const shares = [&](tensor_view<T const> const& other) { return i != k && overlap<T>(x[k], other); };
+      if (i < k && shares(x[i]))
+        return call_check::text(batch_name{"x", i, x.size()}, " and ", batch_name{"x", k, x.size()},
+                                " are in the same memory, which a pass in place writes to");
+      if (i < epilogues.size() && epilogues[i].has_residual() && shares(epilogues[i].residual))
+        return call_check::text(batch_name{"the residual", i, x.size()}, " is in the memory of ",
+                                batch_name{"x", k, x.size()}, ", which a pass in place writes to");
+    }
+  return {};
+}
+
+} // namespace syncnorm::detail
