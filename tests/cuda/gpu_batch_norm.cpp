@@ -172,8 +172,14 @@ TEST_CASE("passes in place, over micro-batches, in two phases and in groups on a
   }
   layer_cases::layer_case const of{{}, 37, 9, test::layout::nhwc, true, true, 0.25};
   layer_cases::check_micro_batches<alone>(self, {{1, 0, 3, 2}}, of, true);
+  for (bool const captured : {false, true}) {
+    layer_cases::check_micro_batches_in_place<alone>(self, {{2, 0, 3}}, test::layout::nhwc, captured, captured);
+    layer_cases::check_micro_batches_in_place<alone>(self, {{4, 1, 2}}, test::layout::nchw, captured, !captured, true);
+  }
   over_threads(3, [&](auto const& comm) {
     layer_cases::check_micro_batches<over_host>(comm, {{1, 5, 2}, {3}, {}}, of, false);
+    layer_cases::check_micro_batches_in_place<over_host>(comm, {{2, 1, 3}, {}, {0, 4}}, test::layout::nchw, false,
+                                                         false);
     layer_cases::check_two_phases<over_host>(comm, false, [] {});
     layer_cases::check_group<over_host>(comm, false);
   });

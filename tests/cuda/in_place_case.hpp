@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -112,6 +115,145 @@ inline std::vector<layer_case> in_place_cases() {
           {{2, 0, 3}, 9, 7, layout::nhwc, false, true, 0.25},
           {{1, 2, 1}, 5, 33, layout::strided, false, false, -0.5},
           {{2, 1, 2}, 4, 9, layout::tbc, false, true, 0}};
+}
+
+/// One rank's micro-batches of `samples`, C = 5, S = 7, with tensors for a pass in place and one apart. By turns one that is activated,
+/// one of which nothing is recovered, and one without a residual.
+struct batches_in_place {
+  struct one {
+    device_tensor<float> x, over, y, dy, dx, into, residual, dresidual, other;
+    std::vector<std::uint8_t> counts;
+    test::device_buffer<std::uint8_t> mask;
+  };
+  static constexpr std::int64_t channels = 5, spatial = 7;
+
+  std::vector<std::unique_ptr<one>> all;
+  std::vector<syncnorm::batch_norm_epilogue<float>> epilogues;
+
+  batches_in_place(int rank, std::vector<std::int64_t> const& samples, test::layout order) {
+    for (std::size_t k = 0; k < samples.size(); ++k) {
+      auto const n = samples[k];
+      auto const noise = [&](std::size_t what, double center) {
+        std::vector<long double> values(static_cast<std::size_t>(n * channels * spatial));
+        for (std::size_t i = 0; i < values.size(); ++i)
+          values[i] =
+              static_cast<float>(center + test::noise(100 * static_cast<std::uint64_t>(rank) + 10 * k + what, i));
+        return values;
+      };
+      auto const tensor = [&] { return device_tensor<float>{order, n, channels, spatial}; };
+      std::vector<std::uint8_t> counts(static_cast<std::size_t>(n * spatial));
+      for (std::size_t i = 0; i < counts.size(); ++i) counts[i] = k % 3 == 1 || test::noise(7 + k, i) > -0.5 ? 1 : 0;
+      all.push_back(std::unique_ptr<one>(new one{tensor(), tensor(), tensor(), tensor(), tensor(), tensor(), tensor(),
+                                                 tensor(), tensor(), counts, test::device_buffer{counts}}));
+      auto& made = *all.back();
+      auto const x = noise(0, 1);
+      made.x.put(x, 0), made.over.put(x, 0), made.dy.put(noise(1, 0.25), 0), made.residual.put(noise(2, 0), 0);
+      auto& epilogue = epilogues.emplace_back();
+      epilogue.activation.negative_slope = k % 3 == 0 ? 0.25 : k % 3 == 1 ? 0 : 1;
+      if (k % 3 != 2) epilogue.residual = made.residual.view;
+      if (k % 3 != 1) epilogue.mask = syncnorm::mask_of(made.mask.data(), n, spatial);
+      if (k % 3 == 2) epilogue.masked = syncnorm::masked_outputs::zero;
+    }
+  }
+
+  /// The views of one tensor of each, as `V`.
+  template <class V = float>
+  [[nodiscard]] std::vector<syncnorm::tensor_view<V>> views(device_tensor<float> one::*of) const {
+    std::vector<syncnorm::tensor_view<V>> each;
+    for (auto const& batch : all) each.push_back(((*batch).*of).view);
+    return each;
+  }
+  /// Gradients of residuals, where there are any.
+  [[nodiscard]] std::vector<syncnorm::tensor_view<float>> residuals(device_tensor<float> one::*of) const {
+    auto each = views(of);
+    for (std::size_t k = 2; k < each.size(); k += 3) each[k] = {};
+    return each;
+  }
+
+  /// Gamma and beta by which of channels 1 and 2 nothing is recovered.
+  template <class Layer>
+  static void set_parameters(Layer& layer) {
+    put(layer.gamma(), {0.75, 0x1p-10L, 0.75, -1.5, 0.75}), put(layer.beta(), {0.5, 0.5, 50, 0.5, 0.5});
+  }
+  /// How many channels are kept of micro-batch k.
+  [[nodiscard]] std::int64_t kept_of(std::size_t k) const {
+    return epilogues[k].activation.negative_slope > 0 ? 2 : channels;
+  }
+
+  /// Whether what the pass in place left is what the one apart has, `into` being where its gradients went.
+  void check(bool x_is_back, device_tensor<float> one::*into, double accuracy) const {
+    for (std::size_t k = 0; k < all.size(); ++k) {
+      INFO("micro-batch ", k);
+      auto& batch = *all[k];
+      CHECK(error_of((batch.*into).get(), batch.dx.get()) < accuracy);
+      if (k % 3 != 2) CHECK(error_of(batch.other.get(), batch.dresidual.get()) < accuracy);
+      if (!x_is_back) continue;
+      auto found = batch.over.get(), x = batch.x.get();
+      for (std::size_t i = 0; i < x.size() && k % 3 == 2; ++i) // of what was made 0, anything finite
+        if (auto const s = i % spatial, n = i / (channels * spatial); batch.counts[n * spatial + s] == 0) {
+          CHECK(std::isfinite(static_cast<double>(found[i])));
+          found[i] = x[i];
+        }
+      CHECK(error_of(found, x) < accuracy);
+    }
+  }
+};
+
+/// Two steps over micro-batches in place, enqueued or replayed, against passes apart; of dx over y, one. Every rank calls it.
+template <class Layer, class C>
+void check_micro_batches_in_place(C const& comm, std::vector<std::vector<std::int64_t>> const& shares,
+                                  test::layout order, bool captured, bool over_y, bool eval = false,
+                                  syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
+  using one = batches_in_place::one;
+  int const steps = over_y ? 1 : 2;
+  auto const& share = shares[static_cast<std::size_t>(syncnorm::rank(comm))];
+  batches_in_place const of{syncnorm::rank(comm), share, order};
+  INFO("rank ", syncnorm::rank(comm), " of ", shares.size(), " with ", share.size(), " micro-batches in place, layout ",
+       static_cast<int>(order), std::string{captured ? ", captured" : ""});
+  syncnorm::batch_norm_layer_options const options{.norm = {.exchange = policy}};
+  Layer layer{comm, of.channels, options}, apart{comm, of.channels, options};
+  for (auto* const each : {&layer, &apart}) {
+    of.set_parameters(*each);
+    if (eval) each->eval();
+  }
+  auto const x = of.views<float const>(&one::x), dy = of.views<float const>(&one::dy);
+  auto const over = of.views(&one::over), y = of.views(&one::y), dx = of.views(&one::dx);
+  auto const into = over_y ? over : of.views(&one::into);
+  auto const dresidual = of.residuals(&one::dresidual), other = of.residuals(&one::other);
+  test::stream const on;
+  apart.prepare(on), layer.prepare(on);
+  for (int i = 0; i < steps; ++i) {
+    apart.forward(x, y, of.epilogues, on);
+    apart.backward(x, dy, dx, {}, of.epilogues, dresidual, on);
+  }
+  apart.synchronize(on);
+
+  if (captured) layer.reserve_in_place(over, of.epilogues, 0, on);
+  int step = 0;
+  test::run_on(
+      on, captured,
+      [&](cudaStream_t stream) {
+        layer.forward_in_place(over, of.epilogues, stream);
+        if (!captured && step++ == 0) {
+          on.wait();
+          for (auto const& batch : of.all) CHECK(batch->over.get() == batch->y.get());
+        }
+        layer.backward_in_place(over, dy, into, {}, of.epilogues, other, stream);
+      },
+      steps);
+  layer.synchronize(on);
+
+  of.check(!over_y, over_y ? &one::over : &one::into, 3e-5);
+  for (std::size_t k = 0; k < share.size(); ++k) {
+    if (share[k] == 0) continue;
+    CHECK(get(std::span{layer.kept(k).memory().state, 1}) == std::vector<std::int64_t>{of.kept_of(k)});
+    if (captured) CHECK(layer.kept(k).room() == of.kept_of(k));
+  }
+  CHECK(error_of(get(layer.gamma_grad()), get(apart.gamma_grad())) < 3e-5);
+  CHECK(error_of(get(layer.beta_grad()), get(apart.beta_grad())) < 3e-5);
+  CHECK(error_of(get(layer.running_mean()), get(apart.running_mean())) < 1e-5);
+  CHECK(error_of(get(layer.running_var()), get(apart.running_var())) < 1e-5);
+  CHECK(get(std::span{layer.num_batches_tracked(), 1}) == get(std::span{apart.num_batches_tracked(), 1}));
 }
 
 } // namespace layer_cases

@@ -31,8 +31,8 @@ struct backward_operands {
   affine_gradients<P> gradients;
   std::span<batch_norm_epilogue<T> const> epilogues{}; ///< none, or K
   std::span<tensor_view<T> const> dresidual{};         ///< as dx
-  batch_norm_kept<T>* kept = nullptr;                  ///< of a forward pass in place; null: not in place
-  tensor_view<T> y{};                                  ///< of it, which is x[0]
+  std::span<batch_norm_kept<T>> kept{};                ///< of each x of a forward pass in place; else none
+  std::span<tensor_view<T> const> y{};                 ///< of that, which is x
 };
 
 /// A backward pass by the kernels of `Kernels`.
@@ -58,7 +58,12 @@ public:
     check_caller();
     check_.place(stream);
     check_.require(saved_->exists, [] { return "there was no forward pass"; });
-    if (in_.kept != nullptr) check_.same_extents(in_.y, "y", in_.kept->like);
+    check_.require(in_.y.size() == in_.kept.size(), [&] {
+      return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", in_.kept.size(),
+                         " as of the forward pass in place");
+    });
+    for (std::size_t k = 0; k < in_.y.size() && !check_.failed(); ++k)
+      check_.same_extents(in_.y[k], batch_name{"y", k, in_.y.size()}, in_.kept[k].like);
     check_.batches_of(in_.dy.size(), batches, "micro-batches of dy", false);
     check_.batches_of(in_.dx.size(), batches, "micro-batches of dx", true);
     check_.batches_of(in_.epilogues.size(), batches, "epilogues", true);
@@ -145,12 +150,14 @@ private:
   [[nodiscard]] affine_outputs outputs() const {
     return {outputs_of(in_.gradients.gamma), outputs_of(in_.gradients.beta)};
   }
-  /// Makes y of a pass in place x again, unless it is so already.
+  /// Makes each y of a pass in place x again, unless it is so already.
   void recover(cudaStream_t stream) {
-    if (in_.kept == nullptr || in_.kept->holds_x) return;
-    Kernels::template recover<T>(in_.y, epilogue(0), values_of(in_.affine), saved_->statistics(), in_.kept->memory(),
-                                 workspace_->limits(), stream);
-    in_.kept->holds_x = true;
+    for (std::size_t k = 0; k < in_.kept.size(); ++k) {
+      if (in_.kept[k].holds_x) continue;
+      Kernels::template recover<T>(in_.y[k], epilogue(k), values_of(in_.affine), saved_->statistics(),
+                                   in_.kept[k].memory(), workspace_->limits(), stream);
+      in_.kept[k].holds_x = true;
+    }
   }
 
   backward_operands<T, P> in_;

@@ -21,6 +21,7 @@
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
+#include <syncnorm/ops/detail/shared_in_place.hpp>
 
 namespace syncnorm::cuda::detail {
 
@@ -48,7 +49,7 @@ struct forward_operands {
   running_statistics<P> running;
   statistics_scope scope = statistics_scope::all_ranks;
   std::span<batch_norm_epilogue<T> const> epilogues{}; ///< none, or K
-  batch_norm_kept<T>* kept = nullptr;                  ///< of one y that is x; null: not in place
+  std::span<batch_norm_kept<T>> kept{};                ///< none: not in place; or K, where each y is x
 };
 
 /// A forward pass by the kernels of `Kernels`. Its statistics are of all ranks, of this rank, or, where they are constant, the running
@@ -101,12 +102,16 @@ public:
     if (alone && !constant())
       check_.require(count != 1 || masked,
                      [] { return "training needs more than 1 value per channel over all ranks, got 1"; });
-    if (in_.kept != nullptr && !check_.failed()) reserve(stream);
+    if (!in_.kept.empty() && !check_.failed()) {
+      auto const fault = syncnorm::detail::find_shared_in_place(in_.y, in_.epilogues);
+      check_.require(fault.empty(), [&] { return fault; });
+      reserve(stream);
+    }
     header_ = forward_header<T>(channels, count, in_.affine, in_.running, options_, check_);
     header_.backward = callers_backward();
 
     // Kernels get nothing of a call that is wrong.
-    if (check_.failed()) in_ = {{}, {}, {}, {}, in_.scope, {}, nullptr};
+    if (check_.failed()) in_ = {{}, {}, {}, {}, in_.scope};
   }
 
   void announce(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
@@ -115,8 +120,9 @@ public:
   void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
     if (in_.x.empty()) return announce(header, own, stream);
     keep(stream);
+    auto const* const state = kept_state();
     add_packets(packets(), in_.x.size(), own, [&](std::size_t k, packet_place at) {
-      if (keeps()) at.kept_state = in_.kept->memory().state;
+      at.kept_state = state;
       moments_of(in_.x[k], epilogue(k).mask, header, at, stream);
     });
   }
@@ -149,7 +155,7 @@ public:
     }
     save();
     keep(stream);
-    if (keeps()) own.kept_state = in_.kept->memory().state;
+    own.kept_state = kept_state();
     if (!constant())
       return Kernels::template forward_alone<T>(in_.x[0], in_.y[0], values_of(in_.affine), epilogue(0), options_,
                                                 header(), own, saved_->statistics(), running(), workspace_->report(),
@@ -157,18 +163,22 @@ public:
     auto const mean = values_of(std::span<P const>{in_.running.mean}),
                var = values_of(std::span<P const>{in_.running.var});
     auto const normalize = [&](tensor_view<T const> const& x, tensor_view<T> const& y,
-                               batch_norm_epilogue<T> const& done) {
-      Kernels::template normalize_constant<T>(x, y, values_of(in_.affine), done, options_, mean, var,
-                                              saved_->statistics(), own.kept_state, workspace_->report(),
-                                              workspace_->limits(), stream);
+                               batch_norm_epilogue<T> const& done, bool first) {
+      Kernels::template normalize_constant<T>(
+          x, y, values_of(in_.affine), done, options_, mean, var, saved_->statistics(), own.kept_state,
+          first ? workspace_->report() : fault_report{}, workspace_->limits(), stream);
     };
-    if (in_.x.empty()) normalize(workspace_->template empty<T>(), workspace_->template empty<T>(), {});
-    for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k));
+    if (in_.x.empty()) normalize(workspace_->template empty<T>(), workspace_->template empty<T>(), {}, true);
+    for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k), k == 0);
   }
 
 private:
   [[nodiscard]] bool constant() const { return in_.scope == statistics_scope::constant; }
-  [[nodiscard]] bool keeps() const { return in_.kept != nullptr && !in_.x.empty() && in_.x[0].size() != 0; }
+  /// Of the micro-batches in place, whether there is room for what has to be kept of each; null: nothing has.
+  [[nodiscard]] std::int64_t const* kept_state() const {
+    auto const* const tightest = find_tightest(in_.kept, in_.epilogues);
+    return tightest == nullptr ? nullptr : tightest->memory().state;
+  }
   [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const { return of_batch(in_.epilogues, k); }
   [[nodiscard]] running_outputs running() const {
     return {outputs_of(in_.running.mean), outputs_of(in_.running.var), in_.running.num_batches_tracked};
@@ -183,30 +193,36 @@ private:
     saved_->exchange = options_.exchange;
   }
 
+  /// Makes room for what is kept of each x, where there is none yet.
   void reserve(cudaStream_t stream) {
-    auto const& x = in_.x[0];
-    auto const of = epilogue(0).activation;
-    if (x.size() != 0 && !in_.kept->suits(x.count(), of)) {
+    for (std::size_t k = 0; k < in_.kept.size() && !check_.failed(); ++k) {
+      auto const& x = in_.x[k];
+      auto const of = epilogue(k).activation;
+      if (x.size() == 0 || in_.kept[k].suits(x.count(), of)) continue;
       check_.require(!is_capturing(stream), [] {
         return "the stream is being captured in a graph before there is memory for what is kept: call "
                "reserve_in_place() first";
       });
       if (check_.failed()) return;
       try { // the other ranks are waiting
-        in_.kept->reserve(x.count(), in_.affine, of, (x.channels + 15) / 16, stream);
+        in_.kept[k].reserve(x.count(), in_.affine, of, (x.channels + 15) / 16, stream);
       } catch (cuda_error const& e) {
         check_.require(false, [&] { return std::string{e.what()}; });
-        return;
       }
     }
-    in_.kept->like = x;
-    in_.kept->like.data = nullptr;
-    in_.kept->holds_x = x.size() == 0;
+    if (check_.failed()) return;
+    for (std::size_t k = 0; k < in_.kept.size(); ++k) {
+      auto& kept = in_.kept[k];
+      kept.like = in_.x[k];
+      kept.like.data = nullptr;
+      kept.holds_x = in_.x[k].size() == 0;
+    }
   }
   void keep(cudaStream_t stream) {
-    if (keeps())
-      Kernels::template keep<T>(in_.y[0], values_of(in_.affine), epilogue(0).activation, in_.kept->memory(),
-                                workspace_->limits(), stream);
+    for (std::size_t k = 0; k < in_.kept.size(); ++k)
+      if (in_.y[k].size() != 0)
+        Kernels::template keep<T>(in_.y[k], values_of(in_.affine), epilogue(k).activation, in_.kept[k].memory(),
+                                  workspace_->limits(), stream);
   }
 
   forward_operands<T, P> in_;

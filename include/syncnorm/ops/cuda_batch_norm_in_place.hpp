@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -18,18 +19,26 @@
 
 namespace syncnorm::cuda {
 
+/// Whether channels of x are recovered through an activation at all, whatever gamma and beta are.
+template <class T>
+[[nodiscard]] bool has_inverse(activation const& of) {
+  return is_recoverable(1, 0, of.negative_slope, recoverable_ratio<T>);
+}
+
 /// What a forward pass in place keeps of x for its backward pass, on the current device: the channels that cannot be recovered
 /// from y, as `is_recoverable` says. Which these are is known on the device alone, so there is room for a number of them.
 template <class T>
 class batch_norm_kept {
 public:
-  explicit batch_norm_kept(std::int64_t channels)
-      : channels_{std::max<std::int64_t>(channels, 0)}, own_table_{table_bytes(channels_)}, table_{own_table_.data()} {}
-  /// With room for `room` channels of an x of `count` elements a channel in `memory` of `bytes(channels, room, count)`, aligned to 16
-  /// bytes, which it borrows.
-  batch_norm_kept(std::int64_t channels, std::int64_t room, std::int64_t count, std::byte* memory)
-      : channels_{std::max<std::int64_t>(channels, 0)}, room_{room}, count_{count}, table_{memory},
-        elements_{memory + table_bytes(channels_)} {}
+  /// Without room.
+  explicit batch_norm_kept(std::int64_t channels) : channels_{std::max<std::int64_t>(channels, 0)} {}
+  /// With room for `room` channels of an x like `of` in `memory` of `bytes(channels, room, of.count())`, aligned to 16 bytes, which it
+  /// borrows.
+  batch_norm_kept(std::int64_t channels, std::int64_t room, tensor_view<T const> of, std::byte* memory)
+      : like{of}, channels_{std::max<std::int64_t>(channels, 0)}, room_{room}, count_{of.count()}, table_{memory},
+        elements_{memory + table_bytes(channels_)} {
+    like.data = nullptr;
+  }
   [[nodiscard]] static std::size_t bytes(std::int64_t channels, std::int64_t room, std::int64_t count) {
     return table_bytes(std::max<std::int64_t>(channels, 0)) + static_cast<std::size_t>(room * count) * sizeof(T);
   }
@@ -55,6 +64,7 @@ public:
                           recoverable_ratio<T>))
         ++needed;
     room_ = count_ = 0;
+    if (table_ == nullptr) table_ = (own_table_ = detail::device_memory{table_bytes(channels_)}).data();
     auto const room = std::min(channels_, needed + spare);
     own_elements_ = detail::device_memory{};
     own_elements_ = detail::device_memory{static_cast<std::size_t>(room * count) * sizeof(T)};
@@ -63,8 +73,7 @@ public:
   }
   /// Whether there is room for an x of `count` elements a channel, as far as the host knows.
   [[nodiscard]] bool suits(std::int64_t count, activation const& of) const {
-    bool const none_is_recoverable = !is_recoverable(1, 0, of.negative_slope, recoverable_ratio<T>);
-    return count <= count_ && (!none_is_recoverable || room_ == channels_);
+    return count <= count_ && (has_inverse<T>(of) || room_ == channels_);
   }
 
   [[nodiscard]] kept_channels memory() const {
@@ -93,5 +102,26 @@ private:
   detail::device_memory own_table_, own_elements_; // empty where they are borrowed
   std::byte *table_ = nullptr, *elements_ = nullptr;
 };
+
+namespace detail {
+
+/// What is kept of K micro-batches, as far as it says whether there is room for all: nothing, or of the one for which there is none
+/// if there is none for some. Those that keep every channel have room for it, and the others with elements keep the same channels.
+/// Epilogues: none, or K.
+template <class T, class Epilogue>
+[[nodiscard]] batch_norm_kept<T>* find_tightest(std::span<batch_norm_kept<T>> kept,
+                                                std::span<Epilogue const> epilogues) {
+  batch_norm_kept<T>* found = nullptr;
+  bool found_inverse = false;
+  for (std::size_t k = 0; k < kept.size(); ++k) {
+    if (kept[k].like.size() == 0) continue;
+    bool const inverse = has_inverse<T>(epilogues.empty() ? activation{} : epilogues[k].activation);
+    if (found != nullptr && (inverse == found_inverse ? kept[k].room() >= found->room() : found_inverse)) continue;
+    found = &kept[k], found_inverse = inverse;
+  }
+  return found;
+}
+
+} // namespace detail
 
 } // namespace syncnorm::cuda

@@ -12,6 +12,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/workspace.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
@@ -23,6 +24,7 @@
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 
 #include <syncnorm/ops/detail/cuda_memory.hpp>
+#include <syncnorm/ops/detail/cuda_pass.hpp>
 
 namespace syncnorm::cuda {
 
@@ -65,7 +67,7 @@ public:
   /// y = batch_norm(x), `[N, C, S]` in device memory; as on the host.
   void forward(tensor_view<T const> x, tensor_view<T> y, cudaStream_t stream) { forward(x, y, {}, stream); }
   void forward(tensor_view<T const> x, tensor_view<T> y, batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
-    run_forward({&x, 1}, {&y, 1}, {&epilogue, 1}, nullptr, stream);
+    run_forward({&x, 1}, {&y, 1}, {&epilogue, 1}, {}, stream);
   }
 
   /// dx for the latest forward pass, whose x this has to be; adds to the gradients of gamma and beta. A default `dx`: not
@@ -81,7 +83,7 @@ public:
   void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
                 batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
                 batch_norm_backward_options const& options, cudaStream_t stream) {
-    run_backward(x, dy, dx, epilogue, dresidual, options, nullptr, {}, stream);
+    backward({&x, 1}, {&dy, 1}, {&dx, 1}, options, {&epilogue, 1}, {&dresidual, 1}, stream);
   }
 
   /// `forward` over x itself, of which `backward_in_place` needs no copy: it recovers x from y, up to rounding, where gamma,
@@ -90,42 +92,65 @@ public:
   /// error on every rank, and x stays: then, and before a first pass is captured in a graph, call `reserve_in_place`.
   /// The residual has to stay until `backward_in_place`, and should not be far larger than gamma, `recoverable_ratio`.
   void forward_in_place(tensor_view<T> x, batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
-    tensor_view<T const> const in = x;
-    run_forward({&in, 1}, {&x, 1}, {&epilogue, 1}, &kept_, stream);
+    forward_in_place({&x, 1}, {&epilogue, 1}, stream);
   }
   void forward_in_place(tensor_view<T> x, cudaStream_t stream) { forward_in_place(x, {}, stream); }
+  /// The same of K micro-batches by one statistic, none of which may be in the memory of another one or of its residual. There is
+  /// room for each, or it is an error and every one stays.
+  void forward_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues,
+                        cudaStream_t stream) {
+    in_place_ = x.size();
+    run_forward(read_only(x), x, epilogues, kept_of(in_place_), stream);
+  }
 
   /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards. dx
   /// may be y or dy.
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
                          batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
                          batch_norm_backward_options const& options, cudaStream_t stream) {
-    run_backward(y, dy, dx, epilogue, dresidual, options, &kept_, y, stream);
+    backward_in_place({&y, 1}, {&dy, 1}, {&dx, 1}, options, {&epilogue, 1}, {&dresidual, 1}, stream);
   }
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx, cudaStream_t stream) {
     backward_in_place(y, dy, dx, {}, {}, {}, stream);
+  }
+  /// The same of the K micro-batches of the latest `forward_in_place`. No dx or dresidual: not needed.
+  void backward_in_place(std::span<tensor_view<T> const> y, std::span<tensor_view<T const> const> dy,
+                         std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options,
+                         std::span<batch_norm_epilogue<T> const> epilogues, std::span<tensor_view<T> const> dresidual,
+                         cudaStream_t stream) {
+    run_backward(
+        {dy, read_only(y), dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual, kept_of(in_place_), y},
+        options, stream);
   }
 
   /// Makes room for what passes in place keep of tensors as large as `x`, by gamma and beta as they are, and for `spare` channels
   /// more. Local; allocates, waits for the stream, and drops what is kept.
   void reserve_in_place(tensor_view<T const> x, activation const& of, std::int64_t spare, cudaStream_t stream) {
-    kept_.reserve(x.count(), affine(), of, spare, stream);
+    kept_of(1)[0].reserve(x.count(), affine(), of, spare, stream);
   }
-  /// What the latest `forward_in_place` has kept of x.
-  [[nodiscard]] batch_norm_kept<T> const& kept() const noexcept { return kept_; }
+  /// The same for K micro-batches. Epilogues: none, or one for each.
+  void reserve_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues,
+                        std::int64_t spare, cudaStream_t stream) {
+    if (!epilogues.empty() && epilogues.size() != x.size())
+      throw invalid_argument_error{"reserve_in_place: there is another number of epilogues than of micro-batches"};
+    auto const kept = kept_of(x.size());
+    for (std::size_t k = 0; k < x.size(); ++k)
+      kept[k].reserve(x[k].count(), affine(), detail::of_batch(epilogues, k).activation, spare, stream);
+  }
+  /// What the latest `forward_in_place` has kept of x, or of micro-batch `k`.
+  [[nodiscard]] batch_norm_kept<T> const& kept(std::size_t k = 0) const noexcept { return kept_[k]; }
 
   /// `forward` and `backward` of K micro-batches by one statistic, with one exchange, as on the host: `[N_k, C, S_k]` for each
   /// k < K, in which ranks may differ, K included. Epilogues: none, or one for each. No dx or dresidual: not needed.
   void forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
                std::span<batch_norm_epilogue<T> const> epilogues, cudaStream_t stream) {
-    run_forward(x, y, epilogues, nullptr, stream);
+    run_forward(x, y, epilogues, {}, stream);
   }
   void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
                 std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options,
                 std::span<batch_norm_epilogue<T> const> epilogues, std::span<tensor_view<T> const> dresidual,
                 cudaStream_t stream) {
-    detail::backward<Kernels, T, P>(comm_, {dy, x, dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual},
-                                    options, saved_, workspace_, stream);
+    run_backward({dy, x, dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual}, options, stream);
   }
 
   /// `forward` up to the exchange, which goes on beside what the caller enqueues meanwhile; `finish` of what is returned completes
@@ -149,7 +174,7 @@ public:
   [[nodiscard]] batch_norm_pass plan_forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
                                              std::span<batch_norm_epilogue<T> const> epilogues = {}) {
     return batch_norm_pass{std::make_unique<detail::planned_forward<Kernels, T, P>>(
-        forward_operands(x, y, epilogues, nullptr), options_.norm, saved_, workspace_)};
+        forward_operands(x, y, epilogues, {}), options_.norm, saved_, workspace_)};
   }
   /// `backward`, described for a `batch_norm_group`.
   [[nodiscard]] batch_norm_pass plan_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
@@ -246,13 +271,14 @@ public:
 
 private:
   basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options, device_limits const& limits)
-      : comm_{std::move(comm)}, options_{options}, channels_{channels}, saved_{channels}, kept_{channels},
+      : comm_{std::move(comm)}, options_{options}, channels_{channels}, saved_{channels},
         workspace_{channels, syncnorm::size(comm_), limits, workspace_bytes(channels, limits), gathers(2), gathers(7)} {
     detail::memory_cutter sizes;
     cut(sizes);
     memory_ = detail::device_memory{sizes.used()};
     detail::memory_cutter cutter{memory_.data()};
     cut(cutter);
+    (void)kept_of(1);
     fill_with_one(gamma_);
     fill_with_one(running_var_);
     saved_.exchange = options_.norm.exchange; // lest ranks differ where one lacks a forward pass
@@ -293,7 +319,7 @@ private:
   [[nodiscard]] detail::forward_operands<T, P> forward_operands(std::span<tensor_view<T const> const> x,
                                                                 std::span<tensor_view<T> const> y,
                                                                 std::span<batch_norm_epilogue<T> const> epilogues,
-                                                                batch_norm_kept<T>* kept) const {
+                                                                std::span<batch_norm_kept<T>> kept) const {
     bool const by_batch = training_ && !frozen_;
     auto const scope = by_batch                       ? statistics_scope::all_ranks
                        : options_.track_running_stats ? statistics_scope::constant
@@ -301,7 +327,8 @@ private:
     return {x, y, affine(), running(), scope, epilogues, kept};
   }
   void run_forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
-                   std::span<batch_norm_epilogue<T> const> epilogues, batch_norm_kept<T>* kept, cudaStream_t stream) {
+                   std::span<batch_norm_epilogue<T> const> epilogues, std::span<batch_norm_kept<T>> kept,
+                   cudaStream_t stream) {
     detail::forward<Kernels, T, P>(comm_, forward_operands(x, y, epilogues, kept), options_.norm, saved_, workspace_,
                                    stream);
   }
@@ -309,14 +336,20 @@ private:
     bool agreed = workspace_.agreed();
     return pending_passes::begin(comm_, {&pass, 1}, workspace_.pool(), workspace_.passes_report(), agreed, stream);
   }
-  void run_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
-                    batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
-                    batch_norm_backward_options const& options, batch_norm_kept<T>* kept, tensor_view<T> y,
+  void run_backward(detail::backward_operands<T, P> const& in, batch_norm_backward_options const& options,
                     cudaStream_t stream) {
-    detail::backward<Kernels, T, P>(
-        comm_,
-        {{&dy, 1}, {&x, 1}, {&dx, 1}, affine(), {gamma_grad_, beta_grad_}, {&epilogue, 1}, {&dresidual, 1}, kept, y},
-        options, saved_, workspace_, stream);
+    detail::backward<Kernels, T, P>(comm_, in, options, saved_, workspace_, stream);
+  }
+
+  /// What is kept of each of K micro-batches.
+  [[nodiscard]] std::span<batch_norm_kept<T>> kept_of(std::size_t batches) {
+    while (kept_.size() < batches) kept_.emplace_back(channels_);
+    return std::span{kept_}.first(batches);
+  }
+  /// Views of what is written, to be read in this pass.
+  [[nodiscard]] std::span<tensor_view<T const> const> read_only(std::span<tensor_view<T> const> of) {
+    views_.assign(of.begin(), of.end());
+    return views_;
   }
 
   void run_double_backward(syncnorm::detail::double_backward_operands<T, P> const& in,
@@ -338,8 +371,10 @@ private:
   std::int64_t* num_batches_tracked_ = nullptr;
   bool training_ = true, frozen_ = false;
   batch_norm_saved saved_;
-  batch_norm_kept<T> kept_;
   batch_norm_workspace workspace_;
+  std::vector<batch_norm_kept<T>> kept_; // of as many micro-batches as there were, of one at least
+  std::size_t in_place_ = 1;             // of the latest forward pass in place
+  std::vector<tensor_view<T const>> views_;
 };
 
 } // namespace syncnorm::cuda

@@ -60,18 +60,19 @@ class planned_backward final : public planned_pass {
 public:
   planned_backward(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
                    batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
-      : dy_{copy_of(in.dy)}, x_{copy_of(in.x)}, dx_{copy_of(in.dx)}, dresidual_{copy_of(in.dresidual)},
-        epilogues_{copy_of(in.epilogues)}, steps_{{dy_, x_, dx_, in.affine, in.gradients, epilogues_, dresidual_,
-                                                   in.kept, in.y},
-                                                  exchange,
-                                                  saved,
-                                                  workspace,
-                                                  caller} {}
+      : dy_{copy_of(in.dy)}, x_{copy_of(in.x)}, y_{copy_of(in.y)}, dx_{copy_of(in.dx)},
+        dresidual_{copy_of(in.dresidual)}, epilogues_{copy_of(in.epilogues)}, steps_{own_operands(in), exchange, saved,
+                                                                                     workspace, caller} {}
   groupable_pass& steps() override { return steps_; }
 
 private:
+  [[nodiscard]] backward_operands<T, P> own_operands(backward_operands<T, P> in) const {
+    in.dy = dy_, in.x = x_, in.y = y_, in.dx = dx_, in.dresidual = dresidual_, in.epilogues = epilogues_;
+    return in;
+  }
+
   std::vector<tensor_view<T const>> dy_, x_;
-  std::vector<tensor_view<T>> dx_, dresidual_;
+  std::vector<tensor_view<T>> y_, dx_, dresidual_;
   std::vector<batch_norm_epilogue<T>> epilogues_;
   backward_pass<Kernels, T, P> steps_;
 };

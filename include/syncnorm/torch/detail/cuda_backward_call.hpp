@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <exception>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
 #include <syncnorm/torch/detail/backward_call.hpp>
@@ -39,8 +41,9 @@ public:
       : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)}, comm_{comm} {
     if (this->pass_->kept == nullptr || !this->fault_.empty()) return;
     at::AutoGradMode const no_recording{false};
-    try {
-      recover();
+    try { // y stays for whoever else reads it
+      for (std::size_t k = 0; k < this->recovered_.size(); ++k) this->recovered_[k].copy_(this->read_x_[k]);
+      this->x_views_.assign(this->recovered_views_.begin(), this->recovered_views_.end());
     } catch (std::exception const& e) {
       this->fault_ = text_of(e);
     }
@@ -76,22 +79,13 @@ private:
     auto const dx = each_on_device(this->dx_views_), dresidual = each_on_device(this->dresidual_views_);
     auto const epilogues = each_on_device(this->epilogues_);
     affine_gradients<parameter> const gradients{on_device(this->gradients_.gamma), on_device(this->gradients_.beta)};
-    return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual});
-  }
-  /// Makes each x of a pass in place again, of y, which stays for whoever else reads it.
-  void recover() {
-    auto const& kept = *static_cast<std::vector<cuda_kept<element>> const*>(this->pass_->kept.get());
-    for (std::size_t k = 0; k < kept.size(); ++k) {
-      this->recovered_[k].copy_(this->read_x_[k]);
-      this->x_views_[k] = this->recovered_views_[k];
+    auto const y = each_on_device(this->recovered_views_);
+    std::span<cuda::batch_norm_kept<element>> kept;
+    if (this->pass_->kept != nullptr && this->fault_.empty()) {
+      kept = static_cast<cuda_kept<element>*>(this->pass_->kept.get())->of;
+      for (auto& each : kept) each.holds_x = each.like.size() == 0; // not a y that was just copied
     }
-    auto const affine = cuda::detail::values_of(on_device(this->affine_));
-    record().buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
-      for (std::size_t k = 0; k < kept.size(); ++k)
-        if (auto const x = on_device(this->recovered_views_[k]); x.size() > 0)
-          Kernels::template recover<element>(x, on_device(this->epilogues_[k]), affine, record().saved().statistics(),
-                                             kept[k].of->memory(), workspace.limits(), stream);
-    });
+    return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual, kept, y});
   }
   [[nodiscard]] cuda_record& record() const { return static_cast<cuda_record&>(*this->pass_->on_device); }
   [[nodiscard]] bool exchanges() const { return this->pass_->state->exchange_backward; }

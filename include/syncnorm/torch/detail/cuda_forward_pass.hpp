@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -72,7 +73,7 @@ public:
     buffers.template load<Kernels, element>();
     {
       c10::DeviceGuard const there{buffers.device()};
-      keep_rest(current_stream(buffers.device()));
+      watch(current_stream(buffers.device()));
     }
     return with_operands([&](operands const& of) {
       return std::make_unique<cuda_plan>(
@@ -101,7 +102,7 @@ private:
   void compute() override {
     with_operands([&](operands const& of) {
       record_->buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
-        keep_rest(stream);
+        watch(stream);
         cuda::detail::forward<Kernels, element, parameter>(comm_, of, in_.options, record_->saved(), workspace, stream,
                                                            caller());
       });
@@ -111,17 +112,12 @@ private:
   /// f(what the pass reads and writes).
   template <class F>
   decltype(auto) with_operands(F const& f) const {
-    auto const leading = [this](auto of) { // what is kept of the first, the pass keeps and looks after
-      if (kept_ != nullptr) std::swap(of[0], of[lead_]);
-      return of;
-    };
-    auto const x = leading(each_on_device(this->x_views_));
-    auto const y = leading(each_on_device(this->y_views_));
-    auto const epilogues = leading(each_on_device(this->epilogues_));
+    auto const x = each_on_device(this->x_views_);
+    auto const y = each_on_device(this->y_views_);
+    auto const epilogues = each_on_device(this->epilogues_);
     running_statistics<parameter> const running{on_device(this->running_.mean), on_device(this->running_.var),
                                                 counter_.defined() ? counter_.data_ptr<std::int64_t>() : nullptr};
-    return f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues,
-                      kept_ == nullptr ? nullptr : &*(*kept_)[lead_].of});
+    return f(operands{x, y, on_device(this->affine_), running, in_.scope, epilogues, kept()});
   }
 
   [[nodiscard]] batch_norm_caller caller() const { return {fault_, backward_}; }
@@ -129,38 +125,31 @@ private:
   /// Whether the module's counter is of another type.
   [[nodiscard]] bool is_converted() const { return counter_.defined() && !counter_.is_same(in_.num_batches_tracked); }
 
-  /// Keeps what the pass itself does not of micro-batches in place, and watches it until it is done.
-  void keep_rest(cudaStream_t stream) {
-    bool const keeps = kept_ != nullptr && fault_.empty();
-    auto const memory = [&](std::size_t k) { return (*kept_)[k].of->memory(); };
-    auto const has_elements = [&](std::size_t k) { return this->x_views_[k].size() > 0; };
-    watched_.emplace(record_->buffers->room(), keeps && has_elements(lead_) ? memory(lead_).state : nullptr, stream);
-    if (keeps)
-      this->attempt([&] {
-        auto const affine = cuda::detail::values_of(on_device(this->affine_));
-        for (std::size_t k = 0; k < kept_->size(); ++k)
-          if (k != lead_ && has_elements(k))
-            Kernels::template keep<element>(on_device(this->y_views_[k]), affine, this->epilogues_[k].activation,
-                                            memory(k), record_->buffers->workspace().limits(), stream);
-      });
+  /// What a pass in place that is recorded keeps; else nothing.
+  [[nodiscard]] std::span<cuda::batch_norm_kept<element>> kept() const {
+    if (pass_->kept == nullptr) return {};
+    return static_cast<cuda_kept<element>*>(pass_->kept.get())->of;
+  }
+  /// Watches what is kept of the micro-batch by which passes that follow make room, until the pass is done.
+  void watch(cudaStream_t stream) {
+    auto const* const of = cuda::detail::find_tightest(kept(), std::span{std::as_const(this->epilogues_)});
+    bool const keeps = of != nullptr && fault_.empty();
+    watched_.emplace(record_->buffers->room(), keeps ? of->memory().state : nullptr, stream);
   }
 
-  /// Makes room for what a pass in place keeps of each x, where it is recorded. It may turn out too small only where the
-  /// activation has an inverse, and then it is for all such micro-batches. So one of these leads, and the pass asks what became
-  /// of that one.
+  /// Makes room for what a pass in place keeps of each x, where it is recorded.
   void keep(at::Device device) {
-    auto const kept = std::make_shared<std::vector<cuda_kept<element>>>(this->x_views_.size());
+    auto const kept = std::make_shared<cuda_kept<element>>();
     if (this->records()) {
-      auto const recovers = [this](std::size_t k) { return has_inverse<element>(this->epilogues_[k].activation); };
-      auto const suits = [&](std::size_t k) { return this->x_views_[k].size() == 0 ? 0 : recovers(k) ? 2 : 1; };
-      for (std::size_t k = 0; k < kept->size(); ++k)
-        if (suits(k) > suits(lead_)) lead_ = k;
       auto const wait = [this](cudaStream_t stream) { cuda::batch_norm_workspace::wait(comm_, stream); };
-      auto const room = record_->buffers->room().template channels<element>(
-          in_.channels, in_.weight, in_.bias, this->epilogues_[lead_].activation, device, wait);
-      for (std::size_t k = 0; k < kept->size(); ++k)
-        (*kept)[k].allocate(in_.channels, recovers(k) ? room : in_.channels, this->x_views_[k].count(), device);
-      kept_ = kept.get();
+      for (std::size_t k = 0; k < this->x_views_.size(); ++k) {
+        auto const x = on_device(this->x_views_[k]);
+        auto const room = x.size() == 0
+                              ? 0
+                              : record_->buffers->room().template channels<element>(
+                                    in_.channels, in_.weight, in_.bias, this->epilogues_[k].activation, device, wait);
+        kept->allocate(in_.channels, room, x, device);
+      }
     }
     pass_->kept = kept;
   }
@@ -187,8 +176,6 @@ private:
   C const& comm_;
   std::shared_ptr<cuda_record> record_;
   at::Tensor counter_;
-  std::vector<cuda_kept<element>>* kept_ = nullptr; ///< of each x of a pass in place that is recorded
-  std::size_t lead_ = 0;                            ///< the micro-batch of which the pass itself keeps what it has to
   std::optional<kept_room::watch> watched_;
 };
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <cuda_runtime_api.h>
@@ -14,6 +15,7 @@
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/recoverable.hpp>
+#include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
@@ -21,24 +23,18 @@
 
 namespace syncnorm::torch::detail {
 
-/// What a pass in place on a CUDA device keeps of one x, in memory of libtorch's; nothing where it is not recorded.
+/// What a pass in place on a CUDA device keeps of each x, in memory of libtorch's; nothing where it is not recorded.
 template <class T>
 struct cuda_kept {
-  at::Tensor memory;
-  std::optional<cuda::batch_norm_kept<T>> of;
+  std::vector<at::Tensor> memory;
+  std::vector<cuda::batch_norm_kept<T>> of;
 
-  void allocate(std::int64_t channels, std::int64_t room, std::int64_t count, at::Device device) {
-    auto const bytes = static_cast<std::int64_t>(cuda::batch_norm_kept<T>::bytes(channels, room, count));
-    memory = at::empty({bytes}, at::TensorOptions{}.dtype(at::kByte).device(device));
-    of.emplace(channels, room, count, static_cast<std::byte*>(memory.data_ptr()));
+  void allocate(std::int64_t channels, std::int64_t room, tensor_view<T const> const& x, at::Device device) {
+    auto const bytes = static_cast<std::int64_t>(cuda::batch_norm_kept<T>::bytes(channels, room, x.count()));
+    auto const& made = memory.emplace_back(at::empty({bytes}, at::TensorOptions{}.dtype(at::kByte).device(device)));
+    of.emplace_back(channels, room, x, static_cast<std::byte*>(made.data_ptr()));
   }
 };
-
-/// Whether channels are recovered through an activation at all, whatever weight and bias are.
-template <class T>
-[[nodiscard]] bool has_inverse(activation const& of) {
-  return is_recoverable(1, 0, of.negative_slope, recoverable_ratio<T>);
-}
 
 /// For how many channels passes in place of a module make room, since only the device knows weight and bias: for as many as the latest
 /// pass has kept that the host knows of, and some besides. It waits for the stream to read weight and bias before the first pass, and
@@ -50,7 +46,7 @@ public:
   [[nodiscard]] std::int64_t channels(std::int64_t all, at::Tensor const& weight, at::Tensor const& bias,
                                       activation const& of, at::Device device, function_ref<void(cudaStream_t)> wait) {
     auto latest = latest_kept();
-    if (!has_inverse<T>(of)) return all;
+    if (!cuda::has_inverse<T>(of)) return all;
     source const now{address_of(weight), address_of(bias), recoverable_ratio<T>};
     auto needed = read_ == now ? latest.load(std::memory_order_relaxed) : -1;
     if (needed < 0) {

@@ -47,7 +47,7 @@ struct recorded_pass : ::torch::CustomClassHolder {
   std::int64_t channels = 0;                  ///< of the module
   at::ScalarType parameters = at::kFloat;     ///< the type of weight, bias and running statistics
   std::vector<recorded_epilogue> epilogues{}; ///< of each micro-batch
-  std::shared_ptr<void> kept{};               ///< a vector of what is kept of each x of a pass in place, or null
+  std::shared_ptr<void> kept{};               ///< what is kept of each x of a pass in place, or null
   std::shared_ptr<device_passes> device{};    ///< of a pass on a device, or null
   std::shared_ptr<device_record> on_device{}; ///< the same
 
