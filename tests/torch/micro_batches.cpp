@@ -437,6 +437,21 @@ TEST_CASE("micro-batches in evaluation, each by itself, with epilogues and in pl
     CHECK_MESSAGE(contains(text, "writes to memory that another micro-batch reads"), text);
     text = refused({first}, with);
     CHECK_MESSAGE(contains(text, "there are 3 epilogues, expected 1"), text);
+    text = refused({first.slice(0, 0, 1), first.slice(0, 1)});
+    CHECK_MESSAGE(contains(text, "the input is in the storage of another micro-batch"), text);
+
+    // Where nothing is recorded, parts of one tensor that have no element in common are as good as any.
+    torch::NoGradGuard const no_grad;
+    auto const whole = random({2, 6, 4}), apart = whole.clone();
+    auto const halves = [](Tensor const& of) { return std::vector<Tensor>{of.slice(1, 0, 3), of.slice(1, 3)}; };
+    CHECK(syncnorm::torch::forward_batches(norm, halves(whole)).size() == 2);
+    for (auto const& half : halves(apart)) half.copy_(twin->forward(half));
+    CHECK(torch::equal(whole, apart));
+    text = message_of<syncnorm::invalid_argument_error>([&] {
+      syncnorm::torch::forward_batches(norm, {whole.slice(1, 0, 3), whole.slice(1, 2, 5)});
+    });
+    CHECK_MESSAGE(contains(text, "writes to memory that another micro-batch reads"), text);
+    CHECK(torch::equal(whole, apart));
   }
 }
 

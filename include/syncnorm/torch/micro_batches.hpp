@@ -48,7 +48,8 @@ public:
       backward.push_back(backward_of(at::GradMode::is_enabled(), each.requires_grad()));
       faults.push_back(fault_or_thrown([&] {
         auto text = fault.empty() ? find_shared_in_place(each, inputs, "another micro-batch") : fault;
-        return text.empty() && several ? find_view_in_place(each, backward.back()) : text;
+        if (!text.empty()) return text;
+        return several ? find_view_in_place(each, backward.back()) : find_alias_in_place(each, inputs, backward.back());
       }));
     }
     std::vector<std::unique_ptr<forward_pass>> passes;

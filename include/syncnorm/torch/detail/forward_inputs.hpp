@@ -14,8 +14,10 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/ops/detail/shared_in_place.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
+#include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/epilogue.hpp>
 
 namespace syncnorm::torch::detail {
@@ -96,6 +98,25 @@ struct forward_inputs {
   return syncnorm::detail::call_check::text("there are ", given, " epilogues, expected ", batches, " as micro-batches");
 }
 
+/// Whether two tensors have an element in common, or may have: of strides that no views express it is not known.
+[[nodiscard]] inline bool may_overlap(at::Tensor const& a, at::Tensor const& b) {
+  if (!a.defined() || !b.defined() || !a.has_storage() || !b.has_storage() || !a.is_alias_of(b)) return false;
+  auto const status = at::get_overlap_status(a, b);
+  if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
+  if (a.scalar_type() != b.scalar_type() || a.dim() < 2 || a.dim() != b.dim()) return true;
+  // By bytes, of each element the first.
+  auto const order = spatial_order(a);
+  auto const view = [&](at::Tensor const& of) {
+    auto all = view_at(static_cast<std::byte const*>(of.data_ptr()), of, order);
+    if (!all) return all;
+    auto const size = static_cast<std::int64_t>(of.element_size());
+    for (auto* stride : {&all->stride_n, &all->stride_c, &all->stride_s}) *stride *= size;
+    return all;
+  };
+  auto const of_a = view(a), of_b = view(b);
+  return !of_a || !of_b || syncnorm::detail::overlap<std::byte>(*of_a, *of_b);
+}
+
 /// Says whether one of the inputs `of`, which is among `all`, is written to in place while another pass, called `another`, or one
 /// over another micro-batch reads it.
 [[nodiscard]] inline std::string find_shared_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
@@ -103,15 +124,26 @@ struct forward_inputs {
   if (!of.in_place) return {};
   for (auto const& x : of.batches) {
     if (!x.defined()) continue;
-    auto const shared = [&](at::Tensor const& tensor) {
-      return tensor.defined() && tensor.has_storage() && x.has_storage() && tensor.is_alias_of(x) &&
-             at::get_overlap_status(tensor, x) != at::MemOverlapStatus::No;
-    };
     for (auto const& other : all)
       for (std::size_t k = 0; k < other.batches.size(); ++k)
-        if (&other.batches[k] != &x && (shared(other.batches[k]) || shared(other.epilogues[k].residual)))
+        if (&other.batches[k] != &x &&
+            (may_overlap(x, other.batches[k]) || may_overlap(x, other.epilogues[k].residual)))
           return syncnorm::detail::call_check::text("a pass in place writes to memory that ",
                                                     &other == &of ? "another micro-batch" : another, " reads");
+  }
+  return {};
+}
+
+/// Says what keeps libtorch from recording passes in place over `of` and others of `all` one after the other.
+[[nodiscard]] inline std::string find_alias_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
+                                                     backward_pass backward) {
+  if (!of.in_place || backward == backward_pass::impossible) return {};
+  auto const x = of.first();
+  for (auto const& other : all) {
+    auto const u = other.first();
+    if (&other != &of && x.defined() && u.defined() && x.has_storage() && u.has_storage() && x.is_alias_of(u))
+      return "the input is in the storage of another micro-batch, so that libtorch would take it for changed when that "
+             "is written to; take a clone";
   }
   return {};
 }

@@ -23,10 +23,12 @@ namespace syncnorm::torch::detail {
   return order;
 }
 
-/// x `[N, C, …]` as `[N, C, S]`, the spatial dimensions merged in the given order; empty where no stride expresses that.
+/// What is at `data`, laid out as x `[N, C, …]`, as `[N, C, S]`, the spatial dimensions merged in the given order; empty where no
+/// stride expresses that.
 template <class T>
-[[nodiscard]] std::optional<tensor_view<T>> view_of(at::Tensor const& x, std::vector<std::int64_t> const& order) {
-  tensor_view<T> view{elements_of<std::remove_const_t<T>>(x), x.size(0), x.size(1), 1, x.stride(0), x.stride(1), 1};
+[[nodiscard]] std::optional<tensor_view<T>> view_at(T* data, at::Tensor const& x,
+                                                    std::vector<std::int64_t> const& order) {
+  tensor_view<T> view{data, x.size(0), x.size(1), 1, x.stride(0), x.stride(1), 1};
   bool mergeable = true;
   std::for_each(order.rbegin(), order.rend(), [&](std::int64_t d) {
     if (x.size(d) == 1) return;
@@ -38,6 +40,12 @@ template <class T>
   });
   if (!mergeable && x.numel() != 0) return std::nullopt;
   return view;
+}
+
+/// x itself.
+template <class T>
+[[nodiscard]] std::optional<tensor_view<T>> view_of(at::Tensor const& x, std::vector<std::int64_t> const& order) {
+  return view_at<T>(elements_of<std::remove_const_t<T>>(x), x, order);
 }
 
 /// `tensor` with its values in memory, as they are: where they are marked as negated or as zeros, a copy.
