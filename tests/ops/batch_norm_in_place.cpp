@@ -14,6 +14,7 @@
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
+#include <syncnorm/ops/detail/shared_in_place.hpp>
 
 #include <ops/epilogue_cases.hpp>
 #include <support/sanitized.hpp>
@@ -356,4 +357,24 @@ TEST_CASE("x is back after a pass in place, and stays there") {
     }
     CHECK_MESSAGE(what.find("rank 0: y is [4, 3, 9], expected [4, 3, 10]") != std::string::npos, what);
   });
+}
+
+TEST_CASE("views overlap where they have an element in common, backwards, too") {
+  std::vector<double> memory(64);
+  using view = syncnorm::tensor_view<double const>;
+  using syncnorm::detail::overlap;
+  double const* const x = memory.data();
+  view const rows{x, 2, 3, 4, 12, 4, 1}, after{x + 24, 2, 3, 4, 12, 4, 1};
+  view const backwards{x + 23, 2, 3, 4, -12, -4, -1}, after_backwards{x + 47, 2, 3, 4, -12, -4, -1};
+  CHECK(overlap<double>(rows, rows));
+  CHECK(overlap<double>(backwards, backwards));
+  CHECK_FALSE(overlap<double>(rows, after));
+  CHECK_FALSE(overlap<double>(backwards, after_backwards));
+  CHECK_FALSE(overlap<double>(rows, after_backwards));
+  CHECK_FALSE(overlap<double>(after, backwards));
+  CHECK(overlap<double>(rows, backwards));
+  // Even and odd positions, either way.
+  CHECK_FALSE(overlap<double>({x, 2, 3, 2, 12, 4, 2}, {x + 1, 2, 3, 2, 12, 4, 2}));
+  CHECK_FALSE(overlap<double>({x + 22, 2, 3, 2, -12, -4, -2}, {x + 23, 2, 3, 2, -12, -4, -2}));
+  CHECK(overlap<double>({x + 22, 2, 3, 2, -12, -4, -2}, {x + 20, 2, 3, 2, -12, -4, -2}));
 }

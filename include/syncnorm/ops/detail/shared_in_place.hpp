@@ -17,12 +17,18 @@ namespace syncnorm::detail {
 template <class T>
 [[nodiscard]] bool overlap(tensor_view<T const> const& a, tensor_view<T const> const& b) {
   if (a.data == nullptr || b.data == nullptr || a.size() <= 0 || b.size() <= 0) return false;
-  auto const begin = [](auto const& view) { return reinterpret_cast<std::uintptr_t>(view.data); };
-  auto const span = [](auto const& view) {
-    return (view.samples - 1) * view.stride_n + (view.channels - 1) * view.stride_c +
-           (view.spatial - 1) * view.stride_s;
+  // Strides may be negative.
+  auto const reach = [](auto const& view, auto const& farther) {
+    return farther(std::int64_t{0}, (view.samples - 1) * view.stride_n) +
+           farther(std::int64_t{0}, (view.channels - 1) * view.stride_c) +
+           farther(std::int64_t{0}, (view.spatial - 1) * view.stride_s);
   };
-  auto const end = [&](auto const& view) { return reinterpret_cast<std::uintptr_t>(view.data + span(view) + 1); };
+  auto const begin = [&](auto const& view) {
+    return reinterpret_cast<std::uintptr_t>(view.data + reach(view, std::ranges::min));
+  };
+  auto const end = [&](auto const& view) {
+    return reinterpret_cast<std::uintptr_t>(view.data + reach(view, std::ranges::max) + 1);
+  };
   if (begin(a) >= end(b) || begin(b) >= end(a)) return false;
   auto const differ = [](std::int64_t one, std::int64_t other, std::int64_t stride, std::int64_t other_stride) {
     return (one > 1 || other > 1) && stride != other_stride;
@@ -31,7 +37,7 @@ template <class T>
       differ(a.spatial, b.spatial, a.stride_s, b.stride_s))
     return true;
   // b[n, c, s] is a[n + i, c + j, s + k].
-  std::int64_t const distance = b.data - a.data, step = std::max<std::int64_t>(1, a.stride_s);
+  std::int64_t const distance = b.data - a.data, step = a.stride_s == 0 ? 1 : a.stride_s;
   for (std::int64_t i = 1 - b.samples; i < a.samples; ++i)
     for (std::int64_t j = 1 - b.channels; j < a.channels; ++j) {
       std::int64_t const rest = distance - i * a.stride_n - j * a.stride_c, k = rest / step;
