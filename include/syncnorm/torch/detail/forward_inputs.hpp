@@ -98,9 +98,13 @@ struct forward_inputs {
   return syncnorm::detail::call_check::text("there are ", given, " epilogues, expected ", batches, " as micro-batches");
 }
 
+[[nodiscard]] inline bool share_storage(at::Tensor const& a, at::Tensor const& b) {
+  return a.defined() && b.defined() && a.has_storage() && b.has_storage() && a.is_alias_of(b);
+}
+
 /// Whether two tensors have an element in common, or may have: of strides that no views express it is not known.
 [[nodiscard]] inline bool may_overlap(at::Tensor const& a, at::Tensor const& b) {
-  if (!a.defined() || !b.defined() || !a.has_storage() || !b.has_storage() || !a.is_alias_of(b)) return false;
+  if (!share_storage(a, b)) return false;
   auto const status = at::get_overlap_status(a, b);
   if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
   if (a.scalar_type() != b.scalar_type() || a.dim() < 2 || a.dim() != b.dim()) return true;
@@ -122,15 +126,13 @@ struct forward_inputs {
 [[nodiscard]] inline std::string find_shared_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
                                                       std::string_view another) {
   if (!of.in_place) return {};
-  for (auto const& x : of.batches) {
-    if (!x.defined()) continue;
+  for (auto const& x : of.batches)
     for (auto const& other : all)
       for (std::size_t k = 0; k < other.batches.size(); ++k)
         if (&other.batches[k] != &x &&
             (may_overlap(x, other.batches[k]) || may_overlap(x, other.epilogues[k].residual)))
           return syncnorm::detail::call_check::text("a pass in place writes to memory that ",
                                                     &other == &of ? "another micro-batch" : another, " reads");
-  }
   return {};
 }
 
@@ -138,13 +140,10 @@ struct forward_inputs {
 [[nodiscard]] inline std::string find_alias_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
                                                      backward_pass backward) {
   if (!of.in_place || backward == backward_pass::impossible) return {};
-  auto const x = of.first();
-  for (auto const& other : all) {
-    auto const u = other.first();
-    if (&other != &of && x.defined() && u.defined() && x.has_storage() && u.has_storage() && x.is_alias_of(u))
+  for (auto const& other : all)
+    if (&other != &of && share_storage(of.first(), other.first()))
       return "the input is in the storage of another micro-batch, so that libtorch would take it for changed when that "
              "is written to; take a clone";
-  }
   return {};
 }
 
