@@ -23,6 +23,6 @@ namespace syncnorm::host::detail {
 
 /// What two blocks of channels may take of it together and still be found there: less than all, since what else is read and
 /// where pages lie takes some.
-[[nodiscard]] inline std::int64_t room_for_blocks() { return second_level_bytes() / 8 * 5; }
+[[nodiscard]] inline std::int64_t room_for_blocks(std::int64_t cache = second_level_bytes()) { return cache / 8 * 5; }
 
 } // namespace syncnorm::host::detail

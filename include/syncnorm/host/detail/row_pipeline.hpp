@@ -47,14 +47,12 @@ struct pipeline_reading {
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
-  /// `block`: the extents of what is mapped at a time; `room`: what two blocks may take of the cache, in bytes.
+  /// `block`: the extents of what is mapped at a time; `cache`: bytes of the second-level cache.
   row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
-               std::int64_t room = room_for_blocks())
-      : parts_{parts}, samples_{block.samples}, map_fetches_{reading.map_fetches}, lead_{std::max<std::int64_t>(
-                                                                                       1, parts.pieces)} {
+               std::int64_t cache = second_level_bytes())
+      : parts_{parts}, samples_{block.samples}, map_fetches_{reading.map_fetches}, lead_{parts.pieces} {
     // Of several tensors it is no gain: memory takes longer to read than to write.
-    std::int64_t const bytes = block.size() * static_cast<std::int64_t>(sizeof(T));
-    if (reading.summed == 1) lead_ = pieces_of_lead(lead_, bytes, room);
+    if (reading.summed == 1) limit_lead(block.size() * static_cast<std::int64_t>(sizeof(T)), cache);
   }
 
   /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps the `mapped` channels before these by `map`, no more.
@@ -96,11 +94,12 @@ public:
   }
 
 private:
-  /// How many pieces of a block of `bytes` may be summed until the block before, of the same size, has to be mapped: all where
-  /// both fit, or where not even one does, which is read from memory again in any case.
-  static std::int64_t pieces_of_lead(std::int64_t pieces, std::int64_t bytes, std::int64_t room) {
-    if (2 * bytes <= room || bytes > room / 5 * 8) return pieces;
-    return std::max<std::int64_t>(1, pieces * std::max<std::int64_t>(0, room - bytes) / bytes);
+  /// Has a block of `bytes` mapped before more of the next one is read than fits beside it; not where both fit, nor where not even
+  /// one does, which is read from memory again in any case.
+  void limit_lead(std::int64_t bytes, std::int64_t cache) {
+    std::int64_t const room = room_for_blocks(cache);
+    if (2 * bytes > room && bytes <= cache)
+      lead_ = std::max<std::int64_t>(1, lead_ * std::max<std::int64_t>(0, room - bytes) / bytes);
   }
 
   /// Short pieces the map fetches too late.
@@ -127,7 +126,7 @@ private:
   Parts parts_;
   std::int64_t samples_;
   bool map_fetches_;
-  std::int64_t lead_;
+  std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
 
 /// Whether `map_and_sum_rows` can take `out` and, after it, `next_channels` more channels.
@@ -152,18 +151,18 @@ void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, In
 }
 
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
-/// `make_map(first, length, table)` while the next block is summed. `x` and `parts` are those of all, `reading` and `room` as of
+/// `make_map(first, length, table)` while the next block is summed. `x` and `parts` are those of all, `reading` and `cache` as of
 /// the pipeline. Each thread takes several blocks in a row.
 template <class T, class Parts, class MakeRows, class MakeMap>
 void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor_view<T const> const& x,
                          Parts const& parts, pipeline_reading const& reading, MakeRows const& make_rows,
                          std::span<double> a, std::span<double> b,
                          function_ref<void(std::int64_t, std::int64_t)> finish, MakeMap const& make_map,
-                         std::int64_t room = room_for_blocks()) {
+                         std::int64_t cache = second_level_bytes()) {
   using A = accumulate_t<T>;
   using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
-  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, room};
+  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, cache};
   for_each_run(exec, blocks, 2, [&](std::int64_t begin, std::int64_t end) {
     scratch_lease<A> table{map_type::table_size(x.channel_range(0, blocks.size(blocks.count - 1)))};
     std::optional<map_type> map;
