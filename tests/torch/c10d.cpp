@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdint>
 #include <functional>
 #include <latch>
@@ -79,7 +80,7 @@ void check_model(c10d_communicator const& comm, Tensor const& x, Tensor const& d
 
 } // namespace
 
-// First, because it forks: no other thread may run then.
+// First, because they fork: no other thread may run then.
 TEST_CASE("over processes: the contract, the grid, and a model as one process trains it") {
   torch::manual_seed(31);
   auto const x = torch::randn({14, 2, 5, 5}), dy = torch::randn({14, 3, 3, 3});
@@ -95,6 +96,29 @@ TEST_CASE("over processes: the contract, the grid, and a model as one process tr
       if (size == 3) check_power_norm_layouts(comm);
       syncnorm::barrier(comm);
     }));
+  }
+}
+
+TEST_CASE("over processes: a peer that dies is an error of the others, and no signal that ends them") {
+  for (bool const handled : {false, true}) {
+    test_support::temporary_directory const directory;
+    auto const outcomes = test_support::run_processes(3, 120s, [&](int rank) {
+      std::signal(SIGPIPE, handled ? [](int) {} : SIG_DFL);
+      auto const store = c10::make_intrusive<c10d::FileStore>(directory.path() + "/store", 3);
+      c10d_communicator const comm{make_group(store, rank, 3)};
+      struct sigaction action {};
+      REQUIRE(sigaction(SIGPIPE, nullptr, &action) == 0);
+      CHECK((action.sa_handler == SIG_IGN) != handled); // a handler of the program's own stays
+      std::vector<float> data(1 << 20, 1);
+      syncnorm::barrier(comm);
+      if (rank == 1) std::raise(SIGKILL);
+      auto const collectives = [&] {
+        for (;;) syncnorm::allreduce(comm, std::span<float const>{data}, std::span{data});
+      };
+      CHECK_THROWS_AS(collectives(), syncnorm::communicator_error);
+    });
+    CHECK(outcomes[1].signal == SIGKILL);
+    test_support::check_passed({outcomes[0], outcomes[2]});
   }
 }
 

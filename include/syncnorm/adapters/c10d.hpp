@@ -17,6 +17,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <syncnorm/adapters/detail/broken_pipe.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/timeout.hpp>
 
@@ -156,7 +157,8 @@ private:
 ///
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter
-/// one of the group's own wins.
+/// one of the group's own wins. A process whose SIGPIPE has the default action ignores it from here on, because a backend's
+/// writing to a dead peer would otherwise end the process.
 class c10d_communicator {
 public:
   /// Throws invalid_argument_error where `group` is null or timeout ≤ 0.
@@ -167,6 +169,7 @@ public:
     if (timeout.count() <= 0)
       throw invalid_argument_error{"c10d_communicator: timeout " + std::to_string(timeout.count()) +
                                    " ms, expected more than 0"};
+    if (group->getSize() > 1) detail::ignore_broken_pipes();
     state_->group = std::move(group);
     state_->timeout = detail::within_a_year(timeout);
   }

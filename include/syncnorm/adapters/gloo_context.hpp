@@ -29,6 +29,7 @@
 #include <gloo/transport/tcp/device.h>
 
 #include <syncnorm/adapters/detail/batch_threads.hpp>
+#include <syncnorm/adapters/detail/broken_pipe.hpp>
 #include <syncnorm/adapters/detail/gloo_mesh.hpp>
 #include <syncnorm/adapters/detail/gloo_stores.hpp>
 #include <syncnorm/adapters/gloo.hpp>
@@ -191,6 +192,7 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
   if (options.timeout <= std::chrono::milliseconds::zero())
     throw invalid_argument_error{"make_gloo_context: the timeout is not positive"};
   auto const timeout = detail::within_a_year(options.timeout);
+  if (size > 1) detail::ignore_broken_pipes();
   auto const mesh = [&] {
     try {
       return std::make_shared<detail::gloo_mesh>(rank, size, size > 1 ? detail::make_gloo_device(options) : nullptr,

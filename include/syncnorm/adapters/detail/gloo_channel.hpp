@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -20,6 +19,7 @@
 
 #include <gloo/context.h>
 
+#include <syncnorm/adapters/detail/broken_pipe.hpp>
 #include <syncnorm/adapters/detail/collective_header.hpp>
 #include <syncnorm/adapters/detail/gloo_slot.hpp>
 #include <syncnorm/adapters/gloo_error.hpp>
@@ -48,10 +48,7 @@ public:
   gloo_channel(std::shared_ptr<gloo::Context> context, std::chrono::milliseconds timeout, std::uint32_t tag)
       : context_{std::move(context)}, timeout_{within_a_year(timeout)}, tag_{tag} {
     if (size() == 1) return;
-    // A peer's death must be an error of the collective, not a signal that ends this process.
-    struct sigaction action {};
-    if (sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL)
-      static_cast<void>(std::signal(SIGPIPE, SIG_IGN));
+    ignore_broken_pipes();
     guarded([&] {
       for_each_peer([&](int r) {
         if (!context_->getPair(r)) throw gloo_error{"the context has no connection to rank " + std::to_string(r)};
