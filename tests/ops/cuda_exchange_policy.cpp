@@ -1,8 +1,10 @@
 #include "ops/cuda_support.hpp"
 
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <future>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +22,25 @@ using syncnorm::exchange_policy;
 using test::layer_over;
 
 namespace {
+
+/// NCCL, whose allreduces of `late` values wait for `go` in the stream.
+struct late_allreduces {
+  test::nccl_communicator const* comm;
+  std::size_t late;
+  std::shared_future<void> go;
+
+  [[nodiscard]] int rank() const { return comm->rank(); }
+  [[nodiscard]] int size() const { return comm->size(); }
+  template <syncnorm::wire_type T>
+  void allgather(std::span<T const> in, std::span<T> out, CUstream_st* stream) const {
+    comm->allgather(in, out, stream);
+  }
+  template <syncnorm::reducible_type T>
+  void allreduce(std::span<T const> in, std::span<T> out, syncnorm::reduce_op op, CUstream_st* stream) const {
+    if (in.size() == late) fake_cuda::enqueue(stream, [wait = go] { wait.wait(); });
+    comm->allreduce(in, out, op, stream);
+  }
+};
 
 /// Of device memory, without any: for what ranks choose.
 struct priced_stream_communicator {
@@ -143,6 +164,36 @@ TEST_CASE("a pass on a device that reduces is three launches, and has no room fo
     };
     auto const reduced = step(exchange_policy::reduce), gathered = step(exchange_policy::gather);
     CHECK(gathered - reduced > 3 * 2 * 3 * 64 * sizeof(double));
+  });
+  test::check_no_violations();
+}
+
+TEST_CASE("what is wrong with a pass on a device that reduces is said once, also where the host hears of it between "
+          "the kernels") {
+  test::over_nccl(2, [](auto const& nccl) {
+    for (bool const too_few : {false, true}) {
+      std::promise<void> go;
+      late_allreduces const comm{&nccl, 3,
+                                 go.get_future().share()}; // those of m2, between the two kernels of a forward pass
+      layer_over<late_allreduces> layer{comm, 3, {.norm = {.exchange = exchange_policy::reduce}}};
+      test::stream const on;
+      layer_cases::device_tensor<float> x{test::layout::nc, too_few ? comm.rank() : 2, 3, 1};
+      auto wrong = x.view;
+      if (!too_few && comm.rank() == 1) wrong.data = nullptr;
+      layer.prepare(on);
+      auto const deadline = std::chrono::steady_clock::now() + std::chrono::minutes{1};
+      std::string said;
+      auto const hear = [&](auto const& f) {
+        if (said.empty()) said = test::thrown<syncnorm::invalid_argument_error>(f);
+      };
+      hear([&] { layer.forward(wrong, x.view, on); });
+      while (said.empty() && std::chrono::steady_clock::now() < deadline) hear([&] { layer.check(); });
+      CHECK(said == (too_few ? "batch_norm forward: training needs more than 1 value per channel over all ranks, got 1"
+                             : "batch_norm forward: rank 1: x is null, its extents are [2, 3, 1]"));
+      go.set_value();
+      on.wait();
+      CHECK_NOTHROW(layer.check());
+    }
   });
   test::check_no_violations();
 }

@@ -26,17 +26,18 @@ using layer_over = syncnorm::cuda::basic_batch_norm<float, C, float, simt_kernel
 using staged_threads = syncnorm::staged<syncnorm::thread_communicator>;
 using syncnorm::nccl_communicator;
 
-/// f(comm) on a thread for each of `size` ranks.
+/// f(comm) on a thread for each of `size` ranks. Where one throws, all are aborted, lest the others wait for it.
 inline void over_nccl(int size, std::function<void(nccl_communicator const&)> const& f) {
+  std::vector<nccl_communicator> ranks;
+  for (auto* const comm : fake_nccl::make_group(size)) ranks.push_back(nccl_communicator::adopt(comm));
   std::vector<std::jthread> threads;
-  for (auto* const comm : fake_nccl::make_group(size))
-    threads.emplace_back([&f, comm] {
-      auto const rank = nccl_communicator::adopt(comm);
+  for (auto const& rank : ranks)
+    threads.emplace_back([&] {
       try {
         f(rank);
       } catch (std::exception const& e) {
-        FAIL_CHECK(std::string{e.what()});
-        rank.abort();
+        FAIL_CHECK("rank " << rank.rank() << ": " << std::string{e.what()});
+        for (auto const& each : ranks) each.abort();
       }
     });
 }
