@@ -1,6 +1,7 @@
 #include "cuda/fake_runtime.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -8,9 +9,26 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <thread>
 #include <utility>
 #include <vector>
+
+namespace {
+
+/// Where SYNCNORM_TEST_JITTER is a number of microseconds, lets a thread wait now and then, up to as long: streams and hosts then
+/// get ahead of each other as they never do on an idle machine.
+void jitter() {
+  static char const* const longest = std::getenv("SYNCNORM_TEST_JITTER");
+  if (longest == nullptr) return;
+  thread_local std::minstd_rand draw{std::random_device{}()};
+  auto const kind = draw() % 200;
+  if (kind == 0)
+    std::this_thread::sleep_for(std::chrono::microseconds{draw() % (std::strtoul(longest, nullptr, 10) + 1)});
+  if (kind < 60) std::this_thread::yield();
+}
+
+} // namespace
 
 struct CUgraph_st {
   std::vector<std::function<std::function<void()>()>> work;
@@ -66,6 +84,7 @@ private:
       auto const work = std::move(queue.front());
       queue.pop_front();
       lock.unlock();
+      jitter();
       work();
       lock.lock();
       ++done;
@@ -181,6 +200,7 @@ cudaError_t release(char const* function, void* pointer) {
 namespace fake_cuda {
 
 cudaError_t enter(char const* function) {
+  jitter();
   auto& all = state();
   std::lock_guard const lock{all.mutex};
   ++all.calls[function];
