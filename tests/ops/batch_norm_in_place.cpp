@@ -237,6 +237,7 @@ TEST_CASE("micro-batches in place may differ in their activations, and be of any
       CHECK(layer.kept(0).channels().size() == 1);
       CHECK(layer.kept(1).channels().size() == 4);
       CHECK(layer.kept(2).channels().size() == 1);
+      CHECK_THROWS_AS((void)layer.kept(3), syncnorm::invalid_argument_error);
       for (int i = 0; i < 2; ++i) { // the second time from x, which is back
         layer.backward_in_place(parts(over), parts(cdy), parts(over_dx), {}, epilogues);
         double worst = 0;

@@ -266,6 +266,7 @@ TEST_CASE("micro-batches in place on a device all stay where there is too little
     layer.reserve_in_place(m.over, m.with, 1, m.on);
     CHECK(layer.kept(tight).room() == 1);
     CHECK(layer.kept(1 - tight).room() == 3);
+    CHECK_THROWS_AS((void)layer.kept(2), syncnorm::invalid_argument_error);
     if (syncnorm::rank(comm) == spoiled) layer_cases::put(layer.gamma(), {0, 1, 0});
     for (bool const recovers : {false, true}) { // the other one
       m.with[1 - tight].activation.negative_slope = recovers ? 0.5 : 0;

@@ -122,8 +122,12 @@ public:
                                       {gamma_grad_, beta_grad_}, options, workspace_, {.fault = fault}, epilogues,
                                       dresidual);
   }
-  /// What the latest `forward_in_place` has kept of x, or of micro-batch `k`.
-  [[nodiscard]] batch_norm_kept<T> const& kept(std::size_t k = 0) const noexcept { return kept_[k]; }
+  /// What the latest `forward_in_place` of more than `k` micro-batches has kept of the one of this number. Throws
+  /// invalid_argument_error where there was none.
+  [[nodiscard]] batch_norm_kept<T> const& kept(std::size_t k = 0) const {
+    if (k >= kept_.size()) throw invalid_argument_error{"kept: there was no micro-batch " + std::to_string(k)};
+    return kept_[k];
+  }
 
   /// `backward` of the K micro-batches of the latest forward pass. No dx: not needed.
   void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,

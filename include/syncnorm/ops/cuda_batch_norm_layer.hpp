@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -137,8 +138,12 @@ public:
     for (std::size_t k = 0; k < x.size(); ++k)
       kept[k].reserve(x[k].count(), affine(), detail::of_batch(epilogues, k).activation, spare, stream);
   }
-  /// What the latest `forward_in_place` has kept of x, or of micro-batch `k`.
-  [[nodiscard]] batch_norm_kept<T> const& kept(std::size_t k = 0) const noexcept { return kept_[k]; }
+  /// What the latest `forward_in_place` of more than `k` micro-batches has kept of the one of this number. Throws
+  /// invalid_argument_error where there was none.
+  [[nodiscard]] batch_norm_kept<T> const& kept(std::size_t k = 0) const {
+    if (k >= kept_.size()) throw invalid_argument_error{"kept: there was no micro-batch " + std::to_string(k)};
+    return kept_[k];
+  }
 
   /// `forward` and `backward` of K micro-batches by one statistic, with one exchange, as on the host: `[N_k, C, S_k]` for each
   /// k < K, in which ranks may differ, K included. Epilogues: none, or one for each. No dx or dresidual: not needed.
