@@ -1,8 +1,10 @@
 #include "ops/cuda_support.hpp"
 
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -40,20 +42,25 @@ struct step_memory {
   }
 };
 
-/// NCCL, which delivers nothing where `silent`.
+/// What a communicator may fail to deliver: anything, what it sums up, or, of the moments of 3 channels, the means or m2 alone.
+enum class silence : std::uint8_t { all, sums, means, m2 };
+
+/// NCCL, which delivers nothing where `silent`, or only `less` than that.
 struct falling_silent {
   test::nccl_communicator const* comm;
   bool const* silent;
+  silence less = silence::all;
 
   [[nodiscard]] int rank() const { return comm->rank(); }
   [[nodiscard]] int size() const { return comm->size(); }
   template <syncnorm::wire_type T>
   void allgather(std::span<T const> in, std::span<T> out, CUstream_st* stream) const {
-    if (!*silent) comm->allgather(in, out, stream);
+    if (!*silent || less != silence::all) comm->allgather(in, out, stream);
   }
   template <syncnorm::reducible_type T>
   void allreduce(std::span<T const> in, std::span<T> out, syncnorm::reduce_op op, CUstream_st* stream) const {
-    if (!*silent) comm->allreduce(in, out, op, stream);
+    bool const delivers = less == silence::means ? in.size() % (3 + 2) != 0 : less == silence::m2 && in.size() != 3 + 1;
+    if (!*silent || delivers) comm->allreduce(in, out, op, stream);
   }
 };
 
@@ -366,11 +373,66 @@ TEST_CASE("an exchange on a device that delivers nothing is an error, and nothin
   test::check_no_violations();
 }
 
+TEST_CASE("sums on a device that do not come are an error, though headers do, and nothing is written by them") {
+  std::string const message =
+      "exchange: sums have not come from all ranks: the communicator was aborted, or does not deliver";
+  for (auto const less : {silence::sums, silence::means, silence::m2})
+    for (bool const in_two_phases : {false, true})
+      test::over_nccl(2, [&](auto const& nccl) {
+        CAPTURE(in_two_phases);
+        bool silent = false;
+        falling_silent const comm{&nccl, &silent, less};
+        layer_over<falling_silent> layer{comm, 3, {.norm = {.exchange = syncnorm::exchange_policy::reduce}}};
+        test::stream const on;
+        step_memory good, bad;
+        auto const forward = [&](step_memory& step) {
+          if (!in_two_phases) return step.forward(layer, on);
+          layer.begin_forward(step.x.view, step.y.view, {}, on).finish(on);
+        };
+        auto const backward = [&](step_memory& step) {
+          if (!in_two_phases) return step.backward(layer, on);
+          layer.begin_backward(step.x.view, step.dy.view, step.dx.view, {}, {}, {}, on).finish(on);
+        };
+        auto const said = [&](auto const& pass) {
+          return test::thrown<syncnorm::communicator_error>([&] {
+            pass(bad);
+            layer.synchronize(on);
+          });
+        };
+        for (int step = 0; step < 2; ++step) { // the second time, too, though sums of a pass before are there
+          forward(good), backward(good);
+          layer.synchronize(on);
+          auto const before = state_of(layer);
+          auto const y = bad.y.get(), dx = bad.dx.get();
+          silent = true;
+          CHECK(said(forward) == message);
+          layer.synchronize(on); // said once
+          CHECK(state_of(layer) == before);
+          CHECK(bad.y.get() == y);
+          silent = false;
+          forward(good);
+          layer.synchronize(on);
+          if (less != silence::sums) continue;
+          auto const between = state_of(layer);
+          silent = true;
+          CHECK(said(backward) == message);
+          layer.synchronize(on);
+          CHECK(state_of(layer) == between);
+          CHECK(bad.dx.get() == dx);
+          silent = false;
+        }
+      });
+  test::check_no_violations();
+}
+
 TEST_CASE("a group's exchange that delivers nothing leaves every layer as it was") {
-  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
-    test::over_nccl(2, [&](auto const& nccl) {
+  using enum syncnorm::exchange_policy;
+  for (auto const& [policy, less] :
+       {std::pair{gather, silence::all}, std::pair{reduce, silence::all}, std::pair{reduce, silence::sums},
+        std::pair{reduce, silence::means}, std::pair{reduce, silence::m2}})
+    test::over_nccl(2, [&, policy = policy, less = less](auto const& nccl) {
       bool silent = false;
-      falling_silent const comm{&nccl, &silent};
+      falling_silent const comm{&nccl, &silent, less};
       layer_over<falling_silent> a{comm, 3, {.norm = {.exchange = policy}}}, b{comm, 3, {.norm = {.exchange = policy}}};
       syncnorm::cuda::batch_norm_group<falling_silent> group{comm};
       test::stream const on;
@@ -386,7 +448,8 @@ TEST_CASE("a group's exchange that delivers nothing leaves every layer as it was
       of_a.y.put(std::vector<long double>(30, -5), 0);
       auto const y = of_a.y.get();
       silent = true;
-      CHECK(test::thrown<syncnorm::communicator_error>(forward).find("nothing has come from rank 0") !=
+      CHECK(test::thrown<syncnorm::communicator_error>(forward).find(
+                less == silence::all ? "nothing has come from rank 0" : "sums have not come from all ranks") !=
             std::string::npos);
       CHECK(state_of(a) == state);
       CHECK(state_of(b) == state_of_b);

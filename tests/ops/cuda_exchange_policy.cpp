@@ -173,8 +173,8 @@ TEST_CASE("what is wrong with a pass on a device that reduces is said once, also
   test::over_nccl(2, [](auto const& nccl) {
     for (bool const too_few : {false, true}) {
       std::promise<void> go;
-      late_allreduces const comm{&nccl, 3,
-                                 go.get_future().share()}; // those of m2, between the two kernels of a forward pass
+      // Those of m2, between the two kernels of a forward pass: of 3 channels, and of what has come.
+      late_allreduces const comm{&nccl, 3 + 1, go.get_future().share()};
       layer_over<late_allreduces> layer{comm, 3, {.norm = {.exchange = exchange_policy::reduce}}};
       test::stream const on;
       layer_cases::device_tensor<float> x{test::layout::nc, too_few ? comm.rank() : 2, 3, 1};

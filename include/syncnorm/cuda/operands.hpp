@@ -96,11 +96,12 @@ struct second_order {
          sizeof(double) * static_cast<std::size_t>(values) * static_cast<std::size_t>(channels > 0 ? channels : 0);
 }
 
-/// Where the headers of all ranks are to come, `stride` bytes from rank to rank.
-struct awaited_headers {
+/// Where the headers of all ranks are to come, `stride` bytes from rank to rank, and the sums of their values.
+struct awaited_packets {
   std::byte* data = nullptr; ///< the layer's header of rank 0
   int ranks = 0;
   std::size_t stride = 0;
+  double* arrivals = nullptr; ///< `reduced_packets::arrivals`; null: none, or it is not there that they come
 };
 
 /// Where the packet of a layer is made, in device memory, aligned to 8 bytes: its header, and its values `values_at` bytes
@@ -111,7 +112,8 @@ struct packet_place {
   std::byte const* before = nullptr;        ///< a packet without gaps of the micro-batches before, which is added
   std::int64_t const* kept_state = nullptr; ///< of `kept_channels`: where it is −1, the packet gets a fault
   double* weighted = nullptr;               ///< `[C + 1]`, of moments: count·mean, and the count; null: not needed
-  awaited_headers awaited{};                ///< these get a fault, which those that come in their place write over
+  double* arrival = nullptr;                ///< gets 1, to be summed with the values; null: not needed
+  awaited_packets awaited{};                ///< get a fault and 0, which what comes in their place writes over
 
   constexpr packet_place() = default;
   SYNCNORM_HOST_DEVICE constexpr packet_place(std::byte* at) : data{at} {}
@@ -124,6 +126,8 @@ struct gathered_packets {
   int ranks = 1;
   std::size_t stride = 0; ///< bytes from rank to rank; 0: packets of this layer alone, without gaps
   std::size_t values_at = sizeof(syncnorm::detail::packet_header);
+  double const* arrivals = nullptr; ///< of a sum: of how many ranks, which should be `summed`; null: it is none
+  int summed = 0;
 };
 
 /// The headers of all layers of a group as an allgather leaves them, `stride` bytes from rank to rank.
@@ -140,6 +144,7 @@ struct reduced_packets {
   gathered_packets headers{};       ///< of all ranks, alone
   packet_place own{}, merged{};     ///< this rank's packet, and that of all ranks
   double const* weighted = nullptr; ///< of moments: `packet_place::weighted`, summed; null: the merged values are there
+  double const* arrivals = nullptr; ///< `packet_place::arrival`, summed; null: not known
   std::int64_t channels = 0;
 };
 
@@ -154,6 +159,7 @@ enum class pass_fault : std::uint32_t {
   disagreement, ///< a header has a fault, or headers disagree: `require_agreement` says which
   one_value,    ///< training with one value per channel over all ranks
   no_room,      ///< in place by constant statistics, more channels are to be kept than there is room for
+  lost,         ///< sums have not come from all ranks
 };
 
 /// Where a pass that failed leaves word: the first fault stays until the host resets it. Both in device memory or mapped

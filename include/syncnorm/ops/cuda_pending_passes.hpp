@@ -134,8 +134,8 @@ public:
       auto& steps = passes_[l].steps();
       if (buffers_ != nullptr && steps.collective())
         steps.apply(reduces ? buffers_->packets.merged(l) : buffers_->packets.gathered(l),
-                    buffers_->packets.place(l, reduces, false), together ? fault_report{} : report_->on_device(),
-                    stream);
+                    buffers_->packets.place(l, reduces, false),
+                    together && !reduces ? fault_report{} : report_->on_device(), stream);
       else if (steps.fault().empty())
         steps.run_alone(stream);
     }

@@ -14,9 +14,9 @@ struct accept_arguments {
   fault_report report;
 };
 
-/// Makes the packet of all ranks out of sums: the first block its header, with a fault where one has a fault, they disagree or have
-/// too few values, of which it leaves word, and nobody else; the others, of moments, the mean of all ranks, and this rank's part
-/// of m2 about it, which is added up next and loses nothing however far the mean is from 0.
+/// Makes the packet of all ranks out of sums: the first block its header, with a fault where one has a fault, they disagree, have
+/// too few values or are not all among the sums, of which it leaves word, and nobody else; the others, of moments, the mean of all
+/// ranks, and this rank's part of m2 about it, which is added up next and loses nothing however far the mean is from 0.
 template <class Hw>
 SYNCNORM_DEVICE void accept_kernel(Hw const& hw, accept_arguments const& a) {
   auto const& of = a.of;
@@ -24,14 +24,17 @@ SYNCNORM_DEVICE void accept_kernel(Hw const& hw, accept_arguments const& a) {
   if (hw.block() == 0) {
     incoming_packets const all{of.headers, 0};
     bool const disagree = hw.barrier_or(all.disagree(hw));
-    bool const wrong = disagree || count == 1;
-    if (wrong) all.tell(hw, a.report, disagree ? pass_fault::disagreement : pass_fault::one_value);
+    bool const lost = of.arrivals != nullptr && hw.load(of.arrivals) != static_cast<double>(of.headers.ranks);
+    bool const wrong = disagree || lost || count == 1;
+    if (wrong)
+      all.tell(hw, a.report, disagree ? pass_fault::disagreement : lost ? pass_fault::lost : pass_fault::one_value);
     for (int i = hw.thread(); i < header_words; i += hw.threads()) {
       std::uint64_t word = all.word(hw, 0, i);
       if (i == count_word) word = wrong ? 0 : static_cast<std::uint64_t>(count);
-      if (i == fault_word) word = wrong ? 1 : 0;
+      if (i == fault_word) word = wrong ? std::uint64_t{told_word} : 0;
       hw.store(reinterpret_cast<std::uint64_t*>(of.merged.data) + i, word);
     }
+    if (of.weighted != nullptr && of.merged.arrival != nullptr && hw.thread() == 0) hw.store(of.merged.arrival, 1.0);
     return;
   }
   std::int64_t const c = static_cast<std::int64_t>(hw.block() - 1) * hw.threads() + hw.thread();

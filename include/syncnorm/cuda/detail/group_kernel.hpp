@@ -14,8 +14,8 @@ struct group_arguments {
   fault_report report;
 };
 
-/// Where ranks disagree on a layer, or one has a fault or too few values, leaves word, and gives the packet of every layer a
-/// fault, so that no layer's second kernel writes anything. By one block.
+/// Where ranks disagree on a layer, or one has a fault or too few values, or its sums have not come, leaves word, and gives the packet
+/// of every layer a fault, so that no layer's second kernel writes anything. By one block.
 template <class Hw>
 SYNCNORM_DEVICE void group_kernel(Hw const& hw, group_arguments const& a) {
   auto const& all = a.headers;
@@ -23,16 +23,20 @@ SYNCNORM_DEVICE void group_kernel(Hw const& hw, group_arguments const& a) {
     return incoming_packets{{all.data + static_cast<std::size_t>(layer) * sizeof(packet_header), all.ranks, all.stride},
                             0};
   };
-  bool disagree = false, too_few = false;
+  auto const fault_of = [&](int layer) {
+    return reinterpret_cast<std::uint64_t*>(all.faults) + layer * header_words + fault_word;
+  };
+  bool disagree = false, too_few = false, lost = false;
   for (int layer = 0; layer < all.layers; ++layer) {
     auto const packets = of_layer(layer);
     disagree |= packets.disagree(hw);
     std::int64_t count = 0;
     for (int rank = 0; rank < all.ranks; ++rank) count += packets.count(hw, rank);
     too_few |= a.forward && count == 1;
+    lost |= hw.load(fault_of(layer)) == told_word;
   }
   disagree = hw.barrier_or(disagree);
-  if (!disagree && !too_few) return; // too_few is the same in all threads
+  if (!disagree && !too_few && !lost) return; // these are the same in all threads
   auto* const state = reinterpret_cast<std::uint32_t*>(a.report.fault);
   bool const told = hw.barrier_or(hw.thread() == 0 && hw.load(state) != 0);
   auto* const to = reinterpret_cast<std::uint64_t*>(a.report.headers);
@@ -44,9 +48,11 @@ SYNCNORM_DEVICE void group_kernel(Hw const& hw, group_arguments const& a) {
   hw.fence_system();
   hw.barrier();
   if (hw.thread() == 0 && !told)
-    hw.store(state, static_cast<std::uint32_t>(disagree ? pass_fault::disagreement : pass_fault::one_value));
+    hw.store(state, static_cast<std::uint32_t>(disagree  ? pass_fault::disagreement
+                                               : too_few ? pass_fault::one_value
+                                                         : pass_fault::lost));
   for (int layer = hw.thread(); layer < all.layers; layer += hw.threads())
-    hw.store(reinterpret_cast<std::uint64_t*>(all.faults) + layer * header_words + fault_word, std::uint64_t{1});
+    hw.store(fault_of(layer), std::uint64_t{told_word});
 }
 
 } // namespace syncnorm::cuda::detail

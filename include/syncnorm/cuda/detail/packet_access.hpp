@@ -21,6 +21,8 @@ static_assert(offsetof(packet_header, backward) == 8 * (count_word + 1));
 static_assert(offsetof(packet_header, fault) % sizeof(std::uint64_t) == 0);
 
 inline constexpr auto absent_word = std::bit_cast<std::uint64_t>(syncnorm::detail::absent);
+/// The fault of a header that a kernel has made or changed: word of what is wrong was left, or will be before this one is looked at.
+inline constexpr std::uint64_t told_word = 1;
 
 /// A header as words, which is how kernels take, write and compare it.
 struct header_image {
@@ -40,7 +42,7 @@ struct outgoing_packet {
   return reinterpret_cast<double*>(packet.data + packet.values_at);
 }
 
-/// Writes the header, by one thread; with `count` in it where `counts`. The headers that are awaited get a fault.
+/// Writes the header, by one thread; with `count` in it where `counts`. What is awaited gets a fault.
 template <class Hw>
 SYNCNORM_DEVICE void write_header(Hw const& hw, outgoing_packet const& packet, double count, bool counts) {
   auto* const words = reinterpret_cast<std::uint64_t*>(packet.to.data);
@@ -56,13 +58,16 @@ SYNCNORM_DEVICE void write_header(Hw const& hw, outgoing_packet const& packet, d
     hw.store(reinterpret_cast<std::uint64_t*>(awaited.data + static_cast<std::size_t>(rank) * awaited.stride) +
                  fault_word,
              std::uint64_t{absent_word});
+  if (packet.to.arrival != nullptr) hw.store(packet.to.arrival, 1.0);
+  if (awaited.arrivals != nullptr) hw.store(awaited.arrivals, 0.0);
 }
 
 /// The packets of all ranks as a kernel reads them; of several, `stride` is not 0.
 class incoming_packets {
 public:
   SYNCNORM_DEVICE incoming_packets(gathered_packets const& from, std::int64_t channels)
-      : data_{from.data}, bytes_{from.stride}, values_at_{from.values_at}, channels_{channels}, ranks_{from.ranks} {}
+      : data_{from.data}, bytes_{from.stride}, values_at_{from.values_at}, channels_{channels}, ranks_{from.ranks},
+        arrivals_{from.arrivals}, summed_{from.summed} {}
 
   [[nodiscard]] SYNCNORM_DEVICE int ranks() const { return ranks_; }
   template <class Hw>
@@ -88,7 +93,7 @@ public:
   [[nodiscard]] SYNCNORM_DEVICE view_of_headers look(Hw const& hw) const {
     view_of_headers seen;
     if (ranks_ == 1) { // which agrees with itself
-      if (hw.thread() == 0) seen.wrong = (word(hw, 0, fault_word) & 0xffu) != 0;
+      if (hw.thread() == 0) seen.wrong = (word(hw, 0, fault_word) & 0xffu) != 0 || lost(hw);
       return seen;
     }
     for (int i = hw.thread(); i < ranks_ * agreed_words; i += hw.threads())
@@ -113,14 +118,24 @@ public:
     return disagree(hw, look(hw));
   }
 
-  /// Leaves word, by one block, all threads of it.
+  /// Whether this is a sum that is not of all ranks.
+  template <class Hw>
+  [[nodiscard]] SYNCNORM_DEVICE bool lost(Hw const& hw) const {
+    return arrivals_ != nullptr && hw.load(arrivals_) != static_cast<double>(summed_);
+  }
+
+  /// Leaves word, by one block, all threads of it; of a sum only where it has not come, as of all else there was word before.
   template <class Hw>
   SYNCNORM_DEVICE void tell(Hw const& hw, fault_report const& report, pass_fault fault) const {
     auto* const state = reinterpret_cast<std::uint32_t*>(report.fault);
     if (state == nullptr || hw.barrier_or(hw.thread() == 0 && hw.load(state) != 0)) return;
-    if (report.headers != nullptr && data_ != nullptr)
+    if (arrivals_ != nullptr) {
+      if (word(hw, 0, fault_word) == told_word || !lost(hw)) return;
+      fault = pass_fault::lost;
+    } else if (report.headers != nullptr && data_ != nullptr) {
       for (int i = hw.thread(); i < ranks_ * header_words; i += hw.threads())
         hw.store(reinterpret_cast<std::uint64_t*>(report.headers) + i, word(hw, i / header_words, i % header_words));
+    }
     hw.fence_system();
     hw.barrier();
     if (hw.thread() == 0) hw.store(state, static_cast<std::uint32_t>(fault));
@@ -135,6 +150,8 @@ private:
   std::size_t bytes_, values_at_;
   std::int64_t channels_;
   int ranks_;
+  double const* arrivals_;
+  int summed_;
 };
 
 } // namespace syncnorm::cuda::detail

@@ -19,7 +19,7 @@
 namespace syncnorm::cuda::detail {
 
 /// What the passes of one or several layers exchange together, `values` numbers a channel, in device memory: of each rank the headers
-/// of all layers, and then their values.
+/// of all layers, and then their values, each layer's with a 1 behind them, which in sums is the number of ranks.
 class pass_packets {
 public:
   pass_packets() = default;
@@ -29,8 +29,8 @@ public:
         bytes_{header_bytes * channels.size()} {
     for (std::size_t l = 0; l < channels.size(); ++l) {
       layers_.push_back({channels[l] > 0 ? channels[l] : 0, bytes_ - l * header_bytes, weights_});
-      bytes_ += packet_bytes(channels[l], values) - header_bytes;
-      weights_ += static_cast<std::size_t>(layers_[l].channels) + 1;
+      bytes_ += packet_bytes(channels[l], values) - header_bytes + sizeof(double);
+      weights_ += static_cast<std::size_t>(layers_[l].channels) + 2;
     }
     memory_cutter sizes;
     cut(sizes);
@@ -50,7 +50,12 @@ public:
     auto at = place_in(own_, layer);
     at.awaited = {(reduce ? headers_ : all_) + layer * header_bytes, static_cast<int>(ranks_),
                   reduce ? header_bytes * layers() : bytes_};
-    if (reduce && moments) at.weighted = weighted_ + layers_[layer].weighted_at;
+    if (reduce && moments) {
+      at.weighted = weighted_ + layers_[layer].weighted_at;
+      at.arrival = at.weighted + layers_[layer].channels + 1;
+    } else if (reduce) {
+      at.awaited.arrivals = place_in(merged_, layer).arrival;
+    }
     return at;
   }
   /// Of micro-batches of a layer, 0 or 1.
@@ -69,16 +74,24 @@ public:
   [[nodiscard]] std::span<double> merged_values() const { return values_in(merged_); }
   [[nodiscard]] std::span<double> weighted() const { return {weighted_, weights_}; }
   [[nodiscard]] std::span<double> merged_m2(std::size_t layer) const {
-    auto const at = place_in(merged_, layer);
     auto const channels = static_cast<std::size_t>(layers_[layer].channels);
-    return {reinterpret_cast<double*>(at.data + at.values_at) + channels, channels};
+    return {place_in(merged_, layer).arrival - channels, channels + 1};
   }
-  [[nodiscard]] gathered_packets merged(std::size_t layer) const { return own_packet(place_in(merged_, layer)); }
+  [[nodiscard]] gathered_packets merged(std::size_t layer) const {
+    auto const at = place_in(merged_, layer);
+    auto all = own_packet(at);
+    all.arrivals = at.arrival;
+    all.summed = static_cast<int>(ranks_);
+    return all;
+  }
   [[nodiscard]] reduced_packets reduced(std::size_t layer, bool moments) const {
+    auto const merged = place_in(merged_, layer);
+    auto const* const weighted = moments ? weighted_ + layers_[layer].weighted_at : nullptr;
     return {{headers_ + layer * header_bytes, static_cast<int>(ranks_), header_bytes * layers()},
             place_in(own_, layer),
-            place_in(merged_, layer),
-            moments ? weighted_ + layers_[layer].weighted_at : nullptr,
+            merged,
+            weighted,
+            moments ? weighted + layers_[layer].channels + 1 : merged.arrival,
             layers_[layer].channels};
   }
 
@@ -108,6 +121,8 @@ private:
   [[nodiscard]] packet_place place_in(std::byte* packets, std::size_t layer) const {
     packet_place at{packets + layer * header_bytes};
     at.values_at = layers_[layer].values_at;
+    at.arrival = reinterpret_cast<double*>(at.data + at.values_at) +
+                 static_cast<std::ptrdiff_t>(values_) * layers_[layer].channels;
     return at;
   }
   [[nodiscard]] std::span<double> values_in(std::byte* packets) const {

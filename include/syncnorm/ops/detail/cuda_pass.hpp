@@ -154,9 +154,7 @@ void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
     auto const own = packets.place(0, reduces, pass.rule() == merge_rule::moments);
     pass.local(header, own, stream);
     exchange(comm, pass, packets, policy, workspace.report(), stream);
-    // Twice told, it would come up twice where the host hears of it in between.
-    pass.apply(reduces ? packets.merged(0) : packets.gathered(0), own, reduces ? fault_report{} : workspace.report(),
-               stream);
+    pass.apply(reduces ? packets.merged(0) : packets.gathered(0), own, workspace.report(), stream);
   }
   workspace.raise();
 }

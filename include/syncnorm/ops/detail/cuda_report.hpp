@@ -42,6 +42,10 @@ public:
     word.store(0, std::memory_order_release);
     if (fault == pass_fault::no_room)
       throw invalid_argument_error{"batch_norm inference: more channels to keep than room"};
+    if (fault == pass_fault::lost)
+      throw communicator_error{"exchange",
+                               "sums have not come from all ranks: the communicator was aborted, or does not "
+                               "deliver"};
     require_arrival(headers);
     // A pass of this rank alone leaves one header.
     if (headers.size() > 1 && headers[1].pass[0] == '\0') headers.resize(1);
