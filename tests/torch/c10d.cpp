@@ -154,6 +154,32 @@ TEST_CASE("a late peer is a timeout, after which the communicator is unusable an
   });
 }
 
+TEST_CASE("operations in flight behind one that has failed are not waited for") {
+  std::latch given_up{1};
+  run_group(2, [&](group_ptr const& group) {
+    std::vector<float> data(5, 1), out(5, 7);
+    constexpr int in_flight = 4;
+    if (group->getRank() == 0) {
+      c10d_communicator const hasty{group, 200ms};
+      std::vector<syncnorm::c10d_work> works;
+      for (int i = 0; i < in_flight; ++i)
+        works.push_back(syncnorm::allreduce_async(hasty, std::span<float const>{data}, std::span{out}));
+      CHECK_THROWS_AS(works[0].wait(), syncnorm::timeout_error);
+      // Each by itself would time out.
+      for (auto const& text : {message_of<syncnorm::communicator_error>([&] { works[1].wait(); }),
+                               message_of<syncnorm::communicator_error>([&] { works[2].test(); })})
+        CHECK_MESSAGE(contains(text, "an earlier collective"), text);
+      works.clear();
+      CHECK(out == std::vector<float>(5, 7));
+      given_up.count_down();
+    } else {
+      given_up.wait();
+      c10d_communicator const patient{group};
+      for (int i = 0; i < in_flight; ++i) syncnorm::allreduce(patient, std::span<float const>{data}, std::span{out});
+    }
+  });
+}
+
 TEST_CASE("the group's own timeout and a lost peer are errors of syncnorm") {
   run_group(
       2,

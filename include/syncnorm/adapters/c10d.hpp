@@ -81,7 +81,8 @@ struct c10d_state {
 
 } // namespace detail
 
-/// An operation in flight in a process group. Its timeout counts from the first call of `test` or `wait`.
+/// An operation in flight in a process group. Its timeout counts from the first call of `test` or `wait`. Where an earlier one has
+/// failed, nobody waits for it any more.
 class c10d_work {
 public:
   c10d_work() = default;
@@ -103,7 +104,7 @@ public:
   /// Whether the operation has completed. Throws what failed, a timeout too.
   bool test() {
     if (!work_) return true;
-    if (!work_->isCompleted() && remaining().count() > 0) return false;
+    if (!work_->isCompleted() && !state_->failed && remaining().count() > 0) return false;
     wait();
     return true;
   }
@@ -113,6 +114,7 @@ public:
     if (!work_) return;
     // Released first, so that this handle is done whether or not the wait throws.
     auto const work = std::exchange(work_, {});
+    if (!work->isCompleted()) state_->require_usable(operation_);
     try {
       // To the backend 0 means no timeout at all.
       bool const completed = work->wait(std::max(remaining(), std::chrono::milliseconds{1}));
@@ -157,8 +159,9 @@ private:
 ///
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter
-/// one of the group's own wins. A process whose SIGPIPE has the default action ignores it from here on, because a backend's
-/// writing to a dead peer would otherwise end the process.
+/// one of the group's own wins, and for a longer one Gloo's group, when it is destroyed, waits for what has timed out here.
+/// A process whose SIGPIPE has the default action ignores it from here on, because a backend's writing to a dead peer
+/// would otherwise end the process.
 class c10d_communicator {
 public:
   /// Throws invalid_argument_error where `group` is null or timeout ≤ 0.
