@@ -63,13 +63,6 @@ struct plain_norm {
   plain_norm* operator->() { return this; }
 };
 
-Tensor sum_of_ranks(thread_communicator const& comm, Tensor const& of_rank) {
-  auto sum = of_rank.detach().clone().contiguous();
-  std::span const values{sum.data_ptr<double>(), static_cast<std::size_t>(sum.numel())};
-  syncnorm::allreduce(comm, std::span<double const>{values}, values);
-  return sum;
-}
-
 } // namespace
 
 TEST_CASE("a gradient penalty across ranks is that of one process on the whole batch") {

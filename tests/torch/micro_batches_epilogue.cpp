@@ -123,13 +123,6 @@ struct own_batches {
   }
 };
 
-Tensor summed(thread_communicator const& comm, Tensor const& of_rank) {
-  auto all = of_rank.to(torch::kDouble).contiguous().clone();
-  std::span const values{all.data_ptr<double>(), static_cast<std::size_t>(all.numel())};
-  syncnorm::allreduce(comm, std::span<double const>{values}, values);
-  return all;
-}
-
 } // namespace
 
 TEST_CASE("micro-batches, each with an epilogue of its own, apart and in place, are their concatenation") {
@@ -178,8 +171,8 @@ TEST_CASE("micro-batches, each with an epilogue of its own, apart and in place, 
               if (own.residuals[k].defined()) check(own.residuals[k].grad(), whole.gradients[1]);
             }
             auto const scale = static_cast<double>(whole.x.size(0) * 4); // what sums are of
-            CHECK(error_of(summed(comm, norm->weight.grad()), whole.gradients[2], scale) <= tolerance);
-            CHECK(error_of(summed(comm, norm->bias.grad()), whole.gradients[3], scale) <= tolerance);
+            CHECK(error_of(sum_of_ranks(comm, norm->weight.grad()), whole.gradients[2], scale) <= tolerance);
+            CHECK(error_of(sum_of_ranks(comm, norm->bias.grad()), whole.gradients[3], scale) <= tolerance);
             CHECK(error_of(norm->running_mean, whole.running_mean, 1) <= tolerance);
             CHECK(error_of(norm->running_var, whole.running_var, 1) <= tolerance);
             CHECK(norm->num_batches_tracked.item<double>() == 1);
@@ -214,8 +207,8 @@ TEST_CASE("a gradient penalty over micro-batches with epilogues is that of their
       check(own.leaves[k].grad(), whole.of_penalty[0]);
       if (own.residuals[k].defined()) check(own.residuals[k].grad(), whole.of_penalty[1]);
     }
-    CHECK(error_of(summed(comm, norm->weight.grad()), whole.of_penalty[2]) <= 1e-11);
-    CHECK(error_of(summed(comm, norm->bias.grad()), whole.of_penalty[3]) <= 1e-11);
+    CHECK(error_of(sum_of_ranks(comm, norm->weight.grad()), whole.of_penalty[2]) <= 1e-11);
+    CHECK(error_of(sum_of_ranks(comm, norm->bias.grad()), whole.of_penalty[3]) <= 1e-11);
 
     norm->set_in_place();
     auto const penalty = penalty_of(own.inputs());

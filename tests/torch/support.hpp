@@ -1,8 +1,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,6 +20,8 @@
 #undef CHECK_GT
 #include <doctest/doctest.h>
 
+#include <syncnorm/comm/collectives.hpp>
+#include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/torch/compiled_passes.hpp>
 #include <syncnorm/torch/sync_batch_norm.hpp>
 
@@ -84,6 +88,14 @@ inline Tensor random(std::vector<std::int64_t> const& shape) { return torch::ran
 inline Tensor inference_copy(Tensor const& tensor) {
   c10::InferenceMode const inference;
   return tensor.clone();
+}
+
+/// Σ over the ranks, in double. Collective.
+inline Tensor sum_of_ranks(syncnorm::thread_communicator const& comm, Tensor const& of_rank) {
+  auto sum = of_rank.detach().to(torch::kDouble).contiguous().clone();
+  std::span const values{sum.data_ptr<double>(), static_cast<std::size_t>(sum.numel())};
+  syncnorm::allreduce(comm, std::span<double const>{values}, values);
+  return sum;
 }
 
 /// A tensor with a forward gradient, as long as this lives.
