@@ -80,7 +80,7 @@ struct pipeline_case {
         [&](std::int64_t first, std::int64_t length) {
           for (std::int64_t c = first; c < first + length; ++c) ++finished[static_cast<std::size_t>(c)];
         },
-        host::detail::map_of_channels<T>(std::array{x}, y, how,
+        host::detail::map_of_channels<T>(host::detail::linear_op<1>{}, {x}, {y}, nullptr, how,
                                          [&](std::int64_t first, std::int64_t length) {
                                            return host::detail::normalize_terms<A>{
                                                channels_of(std::span<double const>{r.mean}, first, length),
@@ -102,7 +102,7 @@ struct pipeline_case {
                                                 r.mean.data() + first, host::detail::layout::rows};
         },
         r.sum_dy, r.sum_dy_xmu, [](std::int64_t, std::int64_t) {},
-        host::detail::map_of_channels<T>(std::array{dy, x}, dx, how,
+        host::detail::map_of_channels<T>(host::detail::linear_op<2>{}, {dy, x}, {dx}, nullptr, how,
                                          [&](std::int64_t first, std::int64_t length) {
                                            return host::detail::backward_elemt_terms<A>{
                                                channels_of(std::span<double const>{r.mean}, first, length),

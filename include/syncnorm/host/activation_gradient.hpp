@@ -7,8 +7,8 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_values.hpp>
-#include <syncnorm/host/detail/epilogue_map.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
+#include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
@@ -27,15 +27,14 @@ void activation_gradient(executor_ref exec, std::type_identity_t<tensor_view<T c
                          std::span<double const> inv_std, affine_values const& params,
                          prepared_epilogue<T> const& epilogue) {
   using A = accumulate_t<T>;
-  auto const make = [&]<bool Residual>(std::bool_constant<Residual>) {
-    return detail::epilogue_gradient_op<A, Residual>{mean, inv_std, params.gamma,     params.beta, {},
-                                                     {},   0,       epilogue.slope(), A{0},        true};
-  };
+  detail::epilogue_gradient_terms<A> const terms{mean, inv_std, params.gamma, params.beta, {}, {}, 0, true};
   if (epilogue.has_residual())
-    detail::map_epilogue<T>(exec, make(std::true_type{}), {dy, x, epilogue.residual()}, {dv, detail::nowhere<T>(x)},
-                            epilogue.written(), stores::automatic);
+    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, true>{epilogue.slope(), A{0}}, terms,
+                            {dy, x, epilogue.residual()}, {dv, detail::nowhere<T>(x)}, epilogue.written(),
+                            stores::automatic);
   else
-    detail::map_epilogue<T>(exec, make(std::false_type{}), {dy, x}, {dv}, epilogue.written(), stores::automatic);
+    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, false>{epilogue.slope(), A{0}}, terms, {dy, x}, {dv},
+                            epilogue.written(), stores::automatic);
 }
 
 } // namespace syncnorm::host

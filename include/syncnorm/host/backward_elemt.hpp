@@ -11,6 +11,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
+#include <syncnorm/host/detail/linear_op.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -21,7 +22,7 @@ namespace detail {
 
 template <class A>
 struct backward_elemt_terms {
-  static constexpr std::size_t inputs = 2, coefficients = 4;
+  static constexpr std::size_t coefficients = 4;
 
   std::span<double const> mean, inv_std;
   channel_values gamma;
@@ -55,7 +56,7 @@ void backward_elemt(executor_ref exec, std::type_identity_t<tensor_view<T const>
                     std::span<double const> sum_dy_xmu, std::int64_t count, stores how = stores::automatic,
                     next_block fetch = {}) {
   detail::backward_elemt_terms<accumulate_t<T>> const terms{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
-  detail::map_channels<T>(exec, terms, {dy, x}, dx, how, fetch);
+  detail::map_elements<T>(exec, detail::linear_op<2>{}, terms, {dy, x}, {dx}, nullptr, how, fetch);
 }
 
 } // namespace syncnorm::host

@@ -51,7 +51,7 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
         detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
         count};
   };
-  auto const map = detail::map_of_channels<T>(std::array{dy, x}, dx, how, terms);
+  auto const map = detail::map_of_channels<T>(detail::linear_op<2>{}, {dy, x}, {dx}, nullptr, how, terms);
   detail::channel_blocks const blocks{x.channels, block};
   if (!detail::suits_row_pipeline<detail::gradient_rows<T>>(blocks, std::array{dy, x}, std::array{dx}))
     return detail::reduce_and_map<T>(exec, blocks, x, 2, reduce, map);

@@ -22,7 +22,7 @@ namespace detail {
 /// The last of `Inputs` tensors is centred, the others are not.
 template <class A, std::size_t Inputs>
 struct combine_terms {
-  static constexpr std::size_t inputs = Inputs, coefficients = Inputs + 2;
+  static constexpr std::size_t coefficients = Inputs + 2;
 
   std::span<combination const> channels;
   std::array<double combination::*, Inputs> scales;
@@ -70,7 +70,7 @@ void combine(executor_ref exec, std::type_identity_t<tensor_view<T const>> a,
     std::array<tensor_view<T const>, Inputs> used;
     std::copy_n(in.begin(), Inputs, used.begin());
     std::copy_n(scales.begin(), Inputs, terms_of.scales.begin());
-    detail::map_channels<T>(exec, terms_of, used, out, how);
+    detail::map_elements<T>(exec, detail::linear_op<Inputs>{}, terms_of, used, {out}, nullptr, how);
   };
   if (terms == 3) return run(std::integral_constant<std::size_t, 3>{});
   if (terms == 2) return run(std::integral_constant<std::size_t, 2>{});

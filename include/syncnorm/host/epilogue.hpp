@@ -11,8 +11,8 @@
 #include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/epilogue_kernel.hpp>
-#include <syncnorm/host/detail/epilogue_map.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
+#include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/reduce.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
@@ -92,13 +92,13 @@ void normalize(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, 
     return;
   }
   using A = accumulate_t<T>;
-  if (epilogue.has_residual()) {
-    detail::epilogue_op<A, true> const op{mean, inv_std, params.gamma, params.beta, epilogue.slope()};
-    detail::map_epilogue<T>(exec, op, {x, epilogue.residual()}, {y}, epilogue.written(), how);
-  } else {
-    detail::epilogue_op<A, false> const op{mean, inv_std, params.gamma, params.beta, epilogue.slope()};
-    detail::map_epilogue<T>(exec, op, {x}, {y}, epilogue.written(), how);
-  }
+  detail::normalize_terms<A> const terms{mean, inv_std, params.gamma, params.beta};
+  if (epilogue.has_residual())
+    detail::map_elements<T>(exec, detail::epilogue_op<A, true>{epilogue.slope()}, terms, {x, epilogue.residual()}, {y},
+                            epilogue.written(), how);
+  else
+    detail::map_elements<T>(exec, detail::epilogue_op<A, false>{epilogue.slope()}, terms, {x}, {y}, epilogue.written(),
+                            how);
 }
 
 /// The sums of the backward pass, over the N·S elements of each channel:
@@ -152,15 +152,14 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
   using A = accumulate_t<T>;
   A const uncounted = epilogue.written() == nullptr ? A{1} : A{0};
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
+  detail::epilogue_gradient_terms<A> const terms{mean, inv_std, params.gamma, params.beta, sum_dy, sum_dy_xmu, count};
   if (epilogue.has_residual()) {
     if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-    detail::epilogue_gradient_op<A, true> const op{mean,       inv_std, params.gamma,     params.beta, sum_dy,
-                                                   sum_dy_xmu, count,   epilogue.slope(), uncounted};
-    detail::map_epilogue<T>(exec, op, {dy, x, epilogue.residual()}, {dx, dresidual}, epilogue.counted(), how);
+    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, true>{epilogue.slope(), uncounted}, terms,
+                            {dy, x, epilogue.residual()}, {dx, dresidual}, epilogue.counted(), how);
   } else {
-    detail::epilogue_gradient_op<A, false> const op{mean,       inv_std, params.gamma,     params.beta, sum_dy,
-                                                    sum_dy_xmu, count,   epilogue.slope(), uncounted};
-    detail::map_epilogue<T>(exec, op, {dy, x}, {dx}, epilogue.counted(), how);
+    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, false>{epilogue.slope(), uncounted}, terms, {dy, x},
+                            {dx}, epilogue.counted(), how);
   }
 }
 

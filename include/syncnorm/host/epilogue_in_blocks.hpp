@@ -14,8 +14,8 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
-#include <syncnorm/host/detail/epilogue_map.hpp>
 #include <syncnorm/host/detail/epilogue_rows.hpp>
+#include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/masked_moment_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
@@ -65,13 +65,13 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
   };
   detail::channel_blocks const blocks{x.channels, block};
   auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in) {
-    auto const map = detail::epilogue_of_channels<T>(
-        in, std::array{y}, epilogue.written(), how, [&](std::int64_t first, std::int64_t length) {
+    using A = accumulate_t<T>;
+    auto const map = detail::map_of_channels<T>(
+        detail::epilogue_op<A, Residual>{epilogue.slope()}, in, {y}, epilogue.written(), how,
+        [&](std::int64_t first, std::int64_t length) {
           auto const of_block = params.from(first);
-          using A = accumulate_t<T>;
-          return detail::epilogue_op<A, Residual>{detail::channels_of(std::span<double const>{mean}, first, length),
-                                                  detail::channels_of(inv_std, first, length), of_block.gamma,
-                                                  of_block.beta, epilogue.slope()};
+          return detail::normalize_terms<A>{detail::channels_of(std::span<double const>{mean}, first, length),
+                                            detail::channels_of(inv_std, first, length), of_block.gamma, of_block.beta};
         });
     auto const in_rows = [&]<class Rows>(std::type_identity<Rows>, auto const& parts) {
       auto const rows = [&](std::int64_t first, std::int64_t length) {
@@ -135,19 +135,18 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
   };
   detail::channel_blocks const blocks{x.channels, block};
   auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in, auto const& out) {
+    detail::epilogue_gradient_op<A, Residual> const op{epilogue.slope(), epilogue.written() == nullptr ? A{1} : A{0}};
     auto const map =
-        detail::epilogue_of_channels<T>(in, out, epilogue.counted(), how, [&](std::int64_t first, std::int64_t length) {
+        detail::map_of_channels<T>(op, in, out, epilogue.counted(), how, [&](std::int64_t first, std::int64_t length) {
           auto const part = of(first, length);
-          return detail::epilogue_gradient_op<A, Residual>{
+          return detail::epilogue_gradient_terms<A>{
               part.mean,
               part.inv_std,
               part.gamma,
               part.beta,
               detail::channels_of(std::span<double const>{sum_dy}, first, length),
               detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
-              count,
-              part.slope,
-              epilogue.written() == nullptr ? A{1} : A{0}};
+              count};
         });
     if (!detail::suits_row_pipeline<detail::epilogue_rows<T>>(blocks, in, out))
       return detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);

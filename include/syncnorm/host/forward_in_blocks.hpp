@@ -49,7 +49,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
                                                     detail::channels_of(inv_std, first, length),
                                                     params.gamma.from(first), params.beta.from(first)};
   };
-  auto const map = detail::map_of_channels<T>(std::array{x}, y, how, terms);
+  auto const map = detail::map_of_channels<T>(detail::linear_op<1>{}, {x}, {y}, nullptr, how, terms);
   detail::channel_blocks const blocks{x.channels, block};
   if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, std::array{x}, std::array{y}))
     return detail::reduce_and_map<T>(exec, blocks, x, 1, reduce, map);

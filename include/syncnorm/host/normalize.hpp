@@ -11,6 +11,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
+#include <syncnorm/host/detail/linear_op.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -21,7 +22,7 @@ namespace detail {
 
 template <class A>
 struct normalize_terms {
-  static constexpr std::size_t inputs = 1, coefficients = 3;
+  static constexpr std::size_t coefficients = 3;
 
   std::span<double const> mean, inv_std;
   channel_values gamma, beta;
@@ -45,7 +46,7 @@ void normalize(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, 
                std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
                stores how = stores::automatic, next_block fetch = {}) {
   detail::normalize_terms<accumulate_t<T>> const terms{mean, inv_std, params.gamma, params.beta};
-  detail::map_channels<T>(exec, terms, {x}, y, how, fetch);
+  detail::map_elements<T>(exec, detail::linear_op<1>{}, terms, {x}, {y}, nullptr, how, fetch);
 }
 
 } // namespace syncnorm::host

@@ -10,7 +10,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_values.hpp>
-#include <syncnorm/host/detail/epilogue_map.hpp>
+#include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
 
@@ -18,14 +18,13 @@ namespace syncnorm::host {
 
 namespace detail {
 
-/// x = (f⁻¹(y) − residual − shift)/scale + center, of `epilogue_op`.
-template <class A, bool Residual>
-struct recover_op {
-  static constexpr std::size_t inputs = Residual ? 2 : 1, outputs = 1, coefficients = 3;
+/// The coefficients of `recover_op`.
+template <class A>
+struct recover_terms {
+  static constexpr std::size_t coefficients = 3;
 
   std::span<double const> mean, inv_std;
   channel_values gamma, beta;
-  A inverse_slope;
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const c = static_cast<std::size_t>(channel);
@@ -33,6 +32,15 @@ struct recover_op {
     double const scale = inv_std[c] * gamma[c];
     return {k.shift, scale == 0 ? A{0} : static_cast<A>(1 / scale), k.center};
   }
+};
+
+/// x = (f⁻¹(y) − residual − shift)/scale + center, of `epilogue_op`.
+template <class A, bool Residual>
+struct recover_op {
+  static constexpr std::size_t inputs = Residual ? 2 : 1, outputs = 1, coefficients = 3;
+  static constexpr bool takes_mask = false;
+
+  A inverse_slope;
 
   template <class V, class Lanes>
   std::array<V, outputs> apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k,
@@ -57,13 +65,12 @@ void recover_input(executor_ref exec, std::type_identity_t<tensor_view<T const>>
                    std::type_identity_t<prepared_epilogue<T>> const& epilogue) {
   using A = accumulate_t<T>;
   A const inverse = A{1} / epilogue.slope();
-  if (epilogue.has_residual()) {
-    detail::recover_op<A, true> const op{mean, inv_std, params.gamma, params.beta, inverse};
-    detail::map_epilogue<T>(exec, op, {y, epilogue.residual()}, {x}, nullptr, stores::automatic);
-  } else {
-    detail::recover_op<A, false> const op{mean, inv_std, params.gamma, params.beta, inverse};
-    detail::map_epilogue<T>(exec, op, {y}, {x}, nullptr, stores::automatic);
-  }
+  detail::recover_terms<A> const terms{mean, inv_std, params.gamma, params.beta};
+  if (epilogue.has_residual())
+    detail::map_elements<T>(exec, detail::recover_op<A, true>{inverse}, terms, {y, epilogue.residual()}, {x}, nullptr,
+                            stores::automatic);
+  else
+    detail::map_elements<T>(exec, detail::recover_op<A, false>{inverse}, terms, {y}, {x}, nullptr, stores::automatic);
 }
 
 } // namespace syncnorm::host

@@ -7,6 +7,7 @@
 
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/host/channel_values.hpp>
+#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -15,54 +16,44 @@ namespace syncnorm::host::detail {
 template <class V, class A>
 [[nodiscard, gnu::always_inline]] inline V activate(V const& v, A slope) {
   V const zero{};
-  V const factor = slope - zero;
-  return v < zero ? (factor != zero ? v * factor : zero) : v;
+  if (slope == 0) return v < zero ? zero : v;
+  return v < zero ? v * (slope - zero) : v;
 }
 
 /// dy·f′(v), where f′(0) is the slope. 0 takes every dy to 0, as it does v.
 template <class V, class A>
 [[nodiscard, gnu::always_inline]] inline V activation_gradient(V const& v, V const& dy, A slope) {
   V const zero{};
-  V const factor = slope - zero;
-  return v > zero ? dy : (factor != zero ? dy * factor : zero);
+  if (slope == 0) return v > zero ? dy : zero;
+  return v > zero ? dy : dy * (slope - zero);
 }
 
-/// y = f((x − center)·scale + shift + residual), or 0 where positions do not count.
+/// y = f((x − center)·scale + shift + residual), or 0 where positions do not count. The coefficients are `normalize_terms`.
 template <class A, bool Residual>
 struct epilogue_op {
   static constexpr std::size_t inputs = Residual ? 2 : 1, outputs = 1, coefficients = 3;
+  static constexpr bool takes_mask = true;
 
-  std::span<double const> mean, inv_std;
-  channel_values gamma, beta;
   A slope;
-
-  std::array<A, coefficients> operator()(std::int64_t channel) const {
-    auto const c = static_cast<std::size_t>(channel);
-    auto const k = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma[c], beta[c]);
-    return {k.center, k.scale, k.shift};
-  }
 
   template <class V, class Lanes>
   [[gnu::always_inline]] std::array<V, outputs>
   apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k, Lanes const& counted) const {
-    V v = multiply_add<V>(in[0] - k[0], k[1], k[2]);
+    V v = multiply_add<V>(in[0] - k[1], k[0], k[2]);
     if constexpr (Residual) v += in[1];
-    return {counted ? activate(v, slope) : V{}};
+    return {where(counted, activate(v, slope), V{})};
   }
 };
 
-/// dv = dy·f′(v), where v is what the forward pass activated, and dx = dv·dy_scale + (x − center)·x_scale + shift, of
-/// which the positions that do not count have the first term alone. Outputs dx, and dv as the gradient of a residual.
-template <class A, bool Residual>
-struct epilogue_gradient_op {
-  static constexpr std::size_t inputs = Residual ? 3 : 2, outputs = Residual ? 2 : 1, coefficients = 6;
+/// The coefficients of `epilogue_gradient_op`.
+template <class A>
+struct epilogue_gradient_terms {
+  static constexpr std::size_t coefficients = 6;
 
   std::span<double const> mean, inv_std;
   channel_values gamma, beta;
   std::span<double const> sum_dy, sum_dy_xmu;
   std::int64_t count;
-  A slope;
-  A uncounted;               ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
   bool of_activated = false; ///< dx = dv
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
@@ -74,6 +65,17 @@ struct epilogue_gradient_op {
                                                  constant ? 0.0 : sum_dy_xmu[c], count);
     return {k.dy_scale, k.center, k.x_scale, k.shift, v.scale, v.shift};
   }
+};
+
+/// dv = dy·f′(v), where v is what the forward pass activated, and dx = dv·dy_scale + (x − center)·x_scale + shift, of
+/// which the positions that do not count have the first term alone. Outputs dx, and dv as the gradient of a residual.
+template <class A, bool Residual>
+struct epilogue_gradient_op {
+  static constexpr std::size_t inputs = Residual ? 3 : 2, outputs = Residual ? 2 : 1, coefficients = 6;
+  static constexpr bool takes_mask = true;
+
+  A slope;
+  A uncounted; ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
 
   template <class V, class Lanes>
   [[gnu::always_inline]] std::array<V, outputs>
@@ -84,8 +86,8 @@ struct epilogue_gradient_op {
     if constexpr (Residual) v += in[2];
     V dv = activation_gradient(v, in[0], slope);
     V const left_out = (uncounted - zero) > zero ? dv : zero;
-    dv = counted ? dv : left_out;
-    V const dx = multiply_add<V>(dv, k[0], counted ? multiply_add(d, k[2], k[3]) : zero);
+    dv = where(counted, dv, left_out);
+    V const dx = multiply_add<V>(dv, k[0], where(counted, multiply_add<V>(d, k[2], k[3]), zero));
     if constexpr (Residual) {
       return {dx, dv};
     } else {

@@ -55,15 +55,17 @@ template <class A, int Lanes>
   }
 }
 
-/// All lanes, as these.
-template <class A, int Lanes>
-[[nodiscard, gnu::always_inline]] inline auto all_lanes() {
-  if constexpr (Lanes == 1) {
-    return true;
-  } else {
-    vector_t<A, Lanes> const zero{};
-    return zero == zero; // NOLINT(misc-redundant-expression)
-  }
+/// All lanes count.
+struct every_lane {};
+
+/// `a` in the lanes that count, and `b` in the others.
+template <class V>
+[[nodiscard, gnu::always_inline]] inline V where(every_lane, V const& a, V const&) {
+  return a;
+}
+template <class V, class Lanes>
+[[nodiscard, gnu::always_inline]] inline V where(Lanes const& counted, V const& a, V const& b) {
+  return counted ? a : b;
 }
 
 /// The same of the two vectors that `load_pair` makes of elements of type `T`.

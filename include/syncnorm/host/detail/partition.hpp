@@ -223,16 +223,22 @@ template <class T>
 template <class A>
 inline constexpr std::int64_t chunk_channels = 4096 / static_cast<std::int64_t>(sizeof(A));
 
+/// Of at most `fit` channels, at least one, whose rows of `spatial` elements follow each other without a gap, as many as make up
+/// whole lines of the cache, if they are enough. A line that is read or written in two parts takes longer than two lines.
+template <class T>
+[[nodiscard]] constexpr std::int64_t in_whole_lines(std::int64_t fit, std::int64_t spatial) {
+  constexpr std::uint64_t line = 64;
+  auto const most = static_cast<std::uint64_t>(std::max<std::int64_t>(1, fit));
+  std::uint64_t const whole_lines = line / std::gcd(line, static_cast<std::uint64_t>(spatial) * sizeof(T));
+  std::uint64_t const step = std::min(whole_lines, std::bit_floor(most));
+  return static_cast<std::int64_t>(most / step * step);
+}
+
 /// Channels of rows of `spatial` elements to take together, position by position: as many as have values that fit the
-/// first-level cache, and of these as many as make up whole lines of the cache, if they are enough. A line that is read or
-/// written in two parts takes longer than two lines.
+/// first-level cache, in whole lines.
 template <class T>
 [[nodiscard]] constexpr std::int64_t channels_of_table(std::int64_t spatial) {
-  constexpr std::uint64_t line = 64;
-  auto const fit = static_cast<std::uint64_t>(std::max<std::int64_t>(1, chunk_channels<accumulate_t<T>> / spatial));
-  std::uint64_t const whole_lines = line / std::gcd(line, static_cast<std::uint64_t>(spatial) * sizeof(T));
-  std::uint64_t const step = std::min(whole_lines, std::bit_floor(fit));
-  return static_cast<std::int64_t>(fit / step * step);
+  return in_whole_lines<T>(chunk_channels<accumulate_t<T>> / spatial, spatial);
 }
 
 } // namespace syncnorm::host::detail

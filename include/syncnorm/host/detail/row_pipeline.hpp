@@ -13,6 +13,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/cache_size.hpp>
+#include <syncnorm/host/detail/linear_op.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
@@ -43,7 +44,7 @@ struct pipeline_reading {
 /// memory is read and written and the cache is read at the same time. The map takes samples in the opposite order: what was
 /// read last is the likeliest to be in the cache still. Where two blocks do not fit, the map takes several pieces in a turn, so
 /// that the block before is done with when as much of the next as fits beside it has been read. `Rows` has what `moment_rows`
-/// has, `Map` is a `linear_map` or an `epilogue_map`, `Parts` are the groups of pieces, masked ones perhaps.
+/// has, `Map` is an `elementwise_map`, `Parts` are the groups of pieces, masked ones perhaps.
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
@@ -137,13 +138,13 @@ template <class Rows, class T, std::size_t Inputs>
          suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
 }
 
-/// `out` by a `linear_map`, and meanwhile the sums `a`, `b` by `rows` of the `length` channels after those of `out`.
+/// `out` by a `linear_op`, and meanwhile the sums `a`, `b` by `rows` of the `length` channels after those of `out`.
 template <class T, class Rows, class Terms, std::size_t Inputs>
 void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, Inputs> const& in,
                       tensor_view<T> const& out, stores how, Rows rows, std::int64_t length, double* a, double* b) {
-  using map_type = linear_map<T, Inputs>;
+  using map_type = elementwise_map<T, linear_op<Inputs>>;
   scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
-  map_type const map{terms_of, in, out, how, table.data()};
+  map_type const map{{}, terms_of, in, {out}, nullptr, how, table.data()};
   row_pipeline<T, Rows, map_type, groups> const pipeline{in[0], groups{out}, {Inputs, Inputs > 1}};
   pipeline(rows, length, a, b, &map, out.channels);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// Numbers that so many coefficients of a channel take for tensors like `x`.
+template <class A, class T>
+[[nodiscard]] constexpr std::int64_t coefficient_table_size(tensor_view<T> const& x, std::size_t coefficients) {
+  return static_cast<std::int64_t>(coefficients) * (x.channels * (table_folds(x) ? x.spatial : 1) + chunk_channels<A>);
+}
+
+/// Positions that a run takes where few channels follow each other without a gap to the next position.
+template <class A, class T>
+[[nodiscard]] constexpr std::int64_t positions_of_run(tensor_view<T> const& x) {
+  return std::clamp<std::int64_t>(chunk_channels<A> / std::max<std::int64_t>(1, x.channels), 1,
+                                  std::max<std::int64_t>(1, x.spatial));
+}
+
+/// Coefficient j of lane i at table[j·period + i]. Those of a channel, `terms(channel)`, stand for `fold` lanes, and those of
+/// all `lanes` are repeated up to `period`.
+template <std::size_t Coefficients, class A, class Terms>
+void fill_coefficients(A* table, Terms const& terms, std::int64_t lanes, std::int64_t fold, std::int64_t period) {
+  constexpr int L = native_lanes<A>;
+  if (fold == 1) {
+    for (std::int64_t c = 0; c < lanes; ++c) {
+      auto const values = terms(c);
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < Coefficients; ++j) table[static_cast<std::int64_t>(j) * period + c] = values[j];
+    }
+  } else {
+    for (std::int64_t c = 0, lane = 0; lane < lanes; ++c, lane += fold) {
+      auto const values = terms(c);
+      for (std::size_t j = 0; j < Coefficients; ++j) {
+        A* const of = table + static_cast<std::int64_t>(j) * period;
+        // A vector may go on into the lanes of the next channels, which come later.
+        for (std::int64_t i = lane; i < lane + fold; i += L) {
+          if (i + L <= lanes)
+            store<L>(of + i, splat<A, L>(values[j]));
+          else
+            std::fill_n(of + i, lane + fold - i, values[j]);
+        }
+      }
+    }
+  }
+  for (std::size_t j = 0; j < Coefficients; ++j) {
+    A* const of = table + static_cast<std::int64_t>(j) * period;
+    for (std::int64_t i = lanes; i < period; i *= 2) std::copy_n(of, std::min(i, period - i), of + i);
+  }
+}
+
+} // namespace syncnorm::host::detail

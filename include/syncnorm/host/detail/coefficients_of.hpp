@@ -1,0 +1,95 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+// What an elementwise_map multiplies vector `i` of a run of elements by, get(i), and which of its lanes count, counted(i).
+namespace syncnorm::host::detail {
+
+/// Of one channel, at consecutive positions.
+template <class T, std::size_t Count, bool Masked>
+struct channel_coefficients {
+  using A = accumulate_t<T>;
+  static constexpr int L = native_lanes<A>;
+  std::array<vector_t<A, L>, Count> values;
+  std::uint8_t const* mask;
+
+  /// Coefficient j at table[j·step]. `of`: the mask at the first element.
+  [[gnu::always_inline]] channel_coefficients(A const* table, std::int64_t step, std::uint8_t const* of) : mask{of} {
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < Count; ++j) values[j] = splat<A, L>(table[static_cast<std::int64_t>(j) * step]);
+  }
+  [[gnu::always_inline]] auto const& get(std::int64_t) const { return values; }
+  [[gnu::always_inline]] auto counted(std::int64_t i) const {
+    if constexpr (Masked)
+      return counted_lanes<A, L>(mask + i);
+    else
+      return every_lane{};
+  }
+  /// Of the vectors of `load_pair`.
+  [[gnu::always_inline]] auto counted_of_pair(std::int64_t i) const {
+    if constexpr (Masked)
+      return counted_pair<T, L>(mask + i);
+    else
+      return std::array<every_lane, 2>{};
+  }
+  /// Of the first `count` lanes; the mask may end there.
+  [[nodiscard]] auto first_counted(std::int64_t count) const {
+    if constexpr (Masked) {
+      std::array<std::uint8_t, static_cast<std::size_t>(L)> bytes{};
+      std::copy_n(mask, count, bytes.data());
+      return counted_lanes<A, L>(bytes.data());
+    } else {
+      return every_lane{};
+    }
+  }
+};
+
+/// Of consecutive channels, at one position or where all count.
+template <class T, std::size_t Count, bool Masked>
+struct lane_coefficients {
+  using A = accumulate_t<T>;
+  static constexpr int L = native_lanes<A>;
+  A const* table; ///< coefficient j of lane i at j·step + i
+  std::int64_t step;
+  A counts; ///< 1 or 0
+
+  [[gnu::always_inline]] auto get(std::int64_t i) const {
+    std::array<vector_t<A, L>, Count> v;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < Count; ++j) v[j] = load<L>(table + static_cast<std::int64_t>(j) * step + i);
+    return v;
+  }
+  [[gnu::always_inline]] auto counted(std::int64_t) const {
+    if constexpr (Masked)
+      return splat<A, L>(counts) > vector_t<A, L>{};
+    else
+      return every_lane{};
+  }
+  [[nodiscard]] auto first_counted(std::int64_t) const { return counted(0); }
+};
+
+/// Of one channel before element 0, and of the next from there on.
+template <class T, std::size_t Count>
+struct seam_coefficients {
+  using A = accumulate_t<T>;
+  static constexpr int L = native_lanes<A>;
+  channel_coefficients<T, Count, false> const& before;
+  channel_coefficients<T, Count, false> const& after;
+
+  [[gnu::always_inline]] auto get(std::int64_t i) const {
+    std::array<vector_t<A, L>, Count> v;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < Count; ++j) v[j] = first_lanes<A, L>(before.values[j], after.values[j], -i);
+    return v;
+  }
+  [[gnu::always_inline]] every_lane counted(std::int64_t) const { return {}; }
+};
+
+} // namespace syncnorm::host::detail
