@@ -1,4 +1,4 @@
-// power_norm on one rank, in the warm-up and after it, with and without groups, beside batch_norm and the floor of its bytes.
+// power_norm on one rank, in the warm-up and after it, with and without groups, beside the floor of its bytes.
 
 #include <array>
 #include <cstdint>
@@ -46,11 +46,7 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
           if (op == "backward") layer->backward(x, dy, out);
         };
       };
-      auto const self = [](int) { return syncnorm::self_communicator{}; };
-      std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps},
-                                               {"batch_norm",
-                                                [=] { return bench::syncnorm_step<float>(key, data, self, exec); },
-                                                steps, bench::settling_steps}};
+      std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps}};
       bench::add_floors<float>(contenders, key, bench::traffic_of(key), bench::tensors_of<float>(data));
       return contenders;
     };

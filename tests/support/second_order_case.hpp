@@ -41,7 +41,6 @@ struct second_order_case {
     for (std::int64_t i = 0; masks && i < samples() * spatial; ++i) mask.push_back(i % 4 != 1 && i % 7 != 2);
     if (slope != 1) oracle().for_each_near_kink(0.02L, [&](std::size_t i) { dy[i] = 0; });
   }
-  [[nodiscard]] bool has_epilogue() const { return slope != 1 || has_residual || !mask.empty(); }
 
   [[nodiscard]] std::int64_t samples() const { return std::accumulate(shares.begin(), shares.end(), std::int64_t{0}); }
   [[nodiscard]] std::int64_t first_of(std::size_t rank) const {

@@ -9,7 +9,6 @@
 
 #include "support.hpp"
 
-#include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/torch/batch_norm_group.hpp>
 #include <syncnorm/torch/micro_batches.hpp>
@@ -27,19 +26,6 @@ namespace {
 
 /// Samples of each rank.
 std::vector<std::vector<std::int64_t>> const spreads{{5}, {3, 2}, {4, 0, 1}};
-
-Tensor share_of(Tensor const& whole, std::vector<std::int64_t> const& spread, int rank) {
-  std::int64_t first = 0;
-  for (int r = 0; r < rank; ++r) first += spread[static_cast<std::size_t>(r)];
-  return whole.slice(0, first, first + spread[static_cast<std::size_t>(rank)]);
-}
-
-Tensor sum_over(thread_communicator const& comm, Tensor const& of_rank) {
-  auto all = of_rank.to(torch::kDouble).contiguous().clone();
-  std::span const values{all.data_ptr<double>(), static_cast<std::size_t>(all.numel())};
-  syncnorm::allreduce(comm, std::span<double const>{values}, values);
-  return all;
-}
 
 /// Batch norms of one step over a whole batch: the inputs, gradients of the outputs, and what libtorch makes of them.
 struct whole_step {
@@ -85,8 +71,8 @@ TEST_CASE("two phases and groups are torch::nn::BatchNorm over the whole batch")
           std::vector<Tensor> x, dy, y;
           for (std::size_t l = 0; l < channels.size(); ++l) {
             norms.push_back(make_norm(BatchNormOptions{channels[l]}, comm, type));
-            x.push_back(share_of(whole.x[l].detach().to(type), spread, comm.rank()).clone().requires_grad_());
-            dy.push_back(share_of(whole.dy[l], spread, comm.rank()));
+            x.push_back(part_of(whole.x[l].detach().to(type), spread, comm.rank()).requires_grad_());
+            dy.push_back(part_of(whole.dy[l], spread, comm.rank()));
           }
           if (grouped) {
             y = group_forward({{norms[0], x[0]}, {norms[1], x[1]}, {norms[2], x[2]}});
@@ -102,11 +88,11 @@ TEST_CASE("two phases and groups are torch::nn::BatchNorm over the whole batch")
           }
           torch::autograd::backward(y, dy);
           for (std::size_t l = 0; l < channels.size(); ++l) {
-            auto const own = [&](Tensor const& of) { return share_of(of, spread, comm.rank()); };
+            auto const own = [&](Tensor const& of) { return part_of(of, spread, comm.rank()); };
             CHECK(error_of(y[l], own(whole.y[l]), scale_of(whole.y[l])) <= tolerance);
             CHECK(error_of(x[l].grad(), own(whole.x[l].grad()), scale_of(whole.x[l].grad())) <= tolerance);
-            CHECK(error_of(sum_over(comm, norms[l]->weight.grad()), whole.norms[l]->weight.grad()) <= tolerance);
-            CHECK(error_of(sum_over(comm, norms[l]->bias.grad()), whole.norms[l]->bias.grad()) <= tolerance);
+            CHECK(error_of(sum_of_ranks(comm, norms[l]->weight.grad()), whole.norms[l]->weight.grad()) <= tolerance);
+            CHECK(error_of(sum_of_ranks(comm, norms[l]->bias.grad()), whole.norms[l]->bias.grad()) <= tolerance);
             CHECK(error_of(norms[l]->running_mean, whole.norms[l]->running_mean) <= tolerance);
             CHECK(error_of(norms[l]->running_var, whole.norms[l]->running_var) <= tolerance);
             CHECK(norms[l]->num_batches_tracked.item<std::int64_t>() == 1);

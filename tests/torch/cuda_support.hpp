@@ -131,11 +131,4 @@ inline void check_no_violations() {
   for (auto const& what : fake_cuda::noted()) FAIL_CHECK(what);
 }
 
-/// This rank's part of a batch.
-inline Tensor part_of(Tensor const& whole, std::vector<std::int64_t> const& shares, int rank) {
-  std::int64_t first = 0;
-  for (int r = 0; r < rank; ++r) first += shares[static_cast<std::size_t>(r)];
-  return whole.slice(0, first, first + shares[static_cast<std::size_t>(rank)]).clone();
-}
-
 } // namespace test::on_cuda

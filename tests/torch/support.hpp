@@ -90,6 +90,13 @@ inline Tensor inference_copy(Tensor const& tensor) {
   return tensor.clone();
 }
 
+/// This rank's part of a batch.
+inline Tensor part_of(Tensor const& whole, std::vector<std::int64_t> const& shares, int rank) {
+  std::int64_t first = 0;
+  for (int r = 0; r < rank; ++r) first += shares[static_cast<std::size_t>(r)];
+  return whole.slice(0, first, first + shares[static_cast<std::size_t>(rank)]).clone();
+}
+
 /// Σ over the ranks, in double. Collective.
 inline Tensor sum_of_ranks(syncnorm::thread_communicator const& comm, Tensor const& of_rank) {
   auto sum = of_rank.detach().to(torch::kDouble).contiguous().clone();

@@ -144,18 +144,6 @@ inline void run_alone(std::span<batch_norm_pass const> passes) {
   }
 }
 
-/// Describes `batch_norm_forward_batches`.
-template <class T, class P = accumulate_t<T>>
-[[nodiscard]] batch_norm_pass
-plan_batch_norm_forward(host::executor_ref exec, std::int64_t channels, std::span<tensor_view<T const> const> x,
-                        std::span<tensor_view<T> const> y, affine_parameters<P> affine, running_statistics<P> running,
-                        batch_norm_options const& options, batch_norm_saved& saved,
-                        batch_norm_caller const& caller = {}, std::span<batch_norm_epilogue<T> const> epilogues = {}) {
-  detail::forward_operands<T, P> const operands{x, y, affine, running, statistics_scope::all_ranks, epilogues};
-  return batch_norm_pass{
-      std::make_unique<detail::planned_forward<T, P>>(exec, channels, operands, options, saved, caller)};
-}
-
 /// Describes `batch_norm_backward_batches`.
 template <class T, class P = accumulate_t<T>>
 [[nodiscard]] batch_norm_pass

@@ -35,8 +35,8 @@ struct exchange_part {
   }
 };
 
-/// Into how many parts a pass cuts its exchange. Every rank says in its header how many
-/// channels it would have in a part; the next exchange takes the most that any said, so that all cut alike.
+/// How many channels a pass exchanges at a time. Every rank says in its header how many it would; the next exchange takes the most that
+/// any said, so that all cut alike.
 struct exchange_plan {
   std::int64_t part_channels = std::numeric_limits<std::int64_t>::max();
 };

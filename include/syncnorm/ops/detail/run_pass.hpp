@@ -62,8 +62,7 @@ void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace
   for (auto const& part : exchange.parts()) steps.commit(part.channels, part.first, part.second);
 }
 
-/// Runs the steps of one layer's pass to the end. Collective unless there is one rank,
-/// or the pass is of this rank alone.
+/// Runs the steps of one layer's pass to the end. Collective unless there is one rank, or the pass is of this rank alone.
 template <communicator C>
 void run_pass(C const& comm, pass_steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
               part_choice const& parts) {

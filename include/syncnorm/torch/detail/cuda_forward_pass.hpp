@@ -33,8 +33,7 @@
 
 namespace syncnorm::torch::detail {
 
-/// A forward pass of a module on a CUDA device by the kernels of `Kernels`, of elements of libtorch's type `T` and parameters
-/// of type `P`.
+/// A forward pass of a module on a CUDA device by the kernels of `Kernels`, of elements `T` and parameters `P` as on the CPU.
 template <class Kernels, communicator C, class T, class P>
 class cuda_forward_pass final : public prepared_forward_pass<T, P> {
   using base = prepared_forward_pass<T, P>;
