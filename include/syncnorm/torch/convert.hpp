@@ -32,10 +32,6 @@ bool visit_batch_norm(::torch::nn::Module const& module, F const& f) {
   return visit_batch_norm(module, [](auto const&, int) {});
 }
 
-[[nodiscard]] inline bool is_sync_batch_norm(::torch::nn::Module const& module) {
-  return module.as<SyncBatchNormImpl>() != nullptr;
-}
-
 [[nodiscard]] inline replacement make_synchronized(::torch::nn::Module const& module, any_communicator const& comm) {
   std::shared_ptr<SyncBatchNormImpl> made;
   visit_batch_norm(module, [&](auto const& norm, int dimension) {
@@ -82,19 +78,14 @@ inline std::shared_ptr<::torch::nn::Module> convert_sync_batchnorm(std::shared_p
                                                                    any_communicator const& comm) {
   if (module == nullptr) throw invalid_argument_error{"convert_sync_batchnorm: the module is null"};
   if (detail::is_batch_norm(*module)) return detail::make_synchronized(*module, comm).module;
-  detail::module_replacer replacer{*module, detail::is_batch_norm};
-  if (!replacer.fixed_paths().empty()) {
-    std::string paths;
-    for (auto const& path : replacer.fixed_paths()) paths += (paths.empty() ? "" : ", ") + path;
-    throw invalid_argument_error{
-        "convert_sync_batchnorm: cannot replace " + paths +
-        ": members that hold a batch norm by its type. Hold them in a torch::nn::Sequential, or "
-        "declare them as syncnorm::torch::SyncBatchNorm, which is local until converted"};
-  }
-  replacer.replace([&](::torch::nn::Module& norm) { return detail::make_synchronized(norm, comm); });
-  module->apply([&](::torch::nn::Module& each) {
-    if (auto* norm = each.as<SyncBatchNormImpl>()) norm->set_communicator(comm);
-  });
+  detail::synchronize_below<SyncBatchNormImpl>(
+      module, detail::is_batch_norm, comm,
+      [&](::torch::nn::Module& norm) { return detail::make_synchronized(norm, comm); },
+      [](std::string const& paths) {
+        return "convert_sync_batchnorm: cannot replace " + paths +
+               ": members that hold a batch norm by its type. Hold them in a torch::nn::Sequential, or declare them as "
+               "syncnorm::torch::SyncBatchNorm, which is local until converted";
+      });
   return module;
 }
 
@@ -120,9 +111,7 @@ Holder convert_sync_batchnorm(Holder const& module, any_communicator const& comm
 inline std::shared_ptr<::torch::nn::Module> revert_sync_batchnorm(std::shared_ptr<::torch::nn::Module> const& module) {
   if (module == nullptr) throw invalid_argument_error{"revert_sync_batchnorm: the module is null"};
   if (auto const* norm = module->as<SyncBatchNormImpl>()) return detail::make_local(*norm).module;
-  detail::module_replacer replacer{*module, detail::is_sync_batch_norm};
-  replacer.replace([](::torch::nn::Module& norm) { return detail::make_local(*norm.as<SyncBatchNormImpl>()); });
-  for (auto const& fixed : replacer.fixed()) fixed->as<SyncBatchNormImpl>()->set_communicator(self_communicator{});
+  detail::make_local_below<SyncBatchNormImpl>(module, detail::make_local);
   return module;
 }
 

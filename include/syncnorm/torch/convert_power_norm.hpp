@@ -20,11 +20,6 @@ template <class To, class From, class... Arguments>
   return make_replacement(made);
 }
 
-template <class Impl>
-[[nodiscard]] bool is_a(::torch::nn::Module const& module) {
-  return module.as<Impl>() != nullptr;
-}
-
 } // namespace detail
 
 /// Puts a SyncPowerNorm over `comm` in the place of every PowerNorm in `module`, and gives `comm` to every SyncPowerNorm
@@ -37,21 +32,16 @@ inline std::shared_ptr<::torch::nn::Module> convert_sync_powernorm(std::shared_p
                                                                    any_communicator const& comm) {
   if (module == nullptr) throw invalid_argument_error{"convert_sync_powernorm: the module is null"};
   if (auto* norm = module->as<PowerNormImpl>()) return detail::make_power_norm<SyncPowerNormImpl>(*norm, comm).module;
-  detail::module_replacer replacer{*module, detail::is_a<PowerNormImpl>};
-  if (!replacer.fixed_paths().empty()) {
-    std::string paths;
-    for (auto const& path : replacer.fixed_paths()) paths += (paths.empty() ? "" : ", ") + path;
-    throw invalid_argument_error{
-        "convert_sync_powernorm: cannot replace " + paths +
-        ": members that hold a power norm by its type. Hold them in a torch::nn::Sequential, or declare them as "
-        "syncnorm::torch::SyncPowerNorm, which is local until converted"};
-  }
-  replacer.replace([&](::torch::nn::Module& norm) {
-    return detail::make_power_norm<SyncPowerNormImpl>(*norm.as<PowerNormImpl>(), comm);
-  });
-  module->apply([&](::torch::nn::Module& each) {
-    if (auto* norm = each.as<SyncPowerNormImpl>()) norm->set_communicator(comm);
-  });
+  detail::synchronize_below<SyncPowerNormImpl>(
+      module, detail::is_a<PowerNormImpl>, comm,
+      [&](::torch::nn::Module& norm) {
+        return detail::make_power_norm<SyncPowerNormImpl>(*norm.as<PowerNormImpl>(), comm);
+      },
+      [](std::string const& paths) {
+        return "convert_sync_powernorm: cannot replace " + paths +
+               ": members that hold a power norm by its type. Hold them in a torch::nn::Sequential, or declare them as "
+               "syncnorm::torch::SyncPowerNorm, which is local until converted";
+      });
   return module;
 }
 
@@ -73,10 +63,8 @@ Holder convert_sync_powernorm(Holder const& module, any_communicator const& comm
 inline std::shared_ptr<::torch::nn::Module> revert_sync_powernorm(std::shared_ptr<::torch::nn::Module> const& module) {
   if (module == nullptr) throw invalid_argument_error{"revert_sync_powernorm: the module is null"};
   if (auto* norm = module->as<SyncPowerNormImpl>()) return detail::make_power_norm<PowerNormImpl>(*norm).module;
-  detail::module_replacer replacer{*module, detail::is_a<SyncPowerNormImpl>};
-  replacer.replace(
-      [](::torch::nn::Module& norm) { return detail::make_power_norm<PowerNormImpl>(*norm.as<SyncPowerNormImpl>()); });
-  for (auto const& fixed : replacer.fixed()) fixed->as<SyncPowerNormImpl>()->set_communicator(self_communicator{});
+  detail::make_local_below<SyncPowerNormImpl>(
+      module, [](SyncPowerNormImpl& norm) { return detail::make_power_norm<PowerNormImpl>(norm); });
   return module;
 }
 

@@ -88,22 +88,29 @@ void require_backward_agreement(std::span<packet_header const> ranks, Pass const
                        " needs one, rank " + std::to_string(lacks) + " records no gradients"};
 }
 
-/// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree. `layer` names the layer
-/// among several.
-inline void require_agreement(std::span<packet_header const> ranks, std::string const& layer = {}) {
-  auto const pass = [&] { return get_text(ranks.front().pass) + layer; };
+/// Throws where a rank reported a fault, of the pass that `pass()` names. Returns what throws where two ranks disagree on a field,
+/// given the field and its name.
+template <class Header, class Pass>
+[[nodiscard]] auto agreement_of(std::span<Header const> ranks, Pass const& pass) {
   std::string faults;
   for (std::size_t r = 0; r < ranks.size(); ++r)
     if (ranks[r].fault[0] != '\0')
       faults += (faults.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + get_text(ranks[r].fault);
   if (!faults.empty()) throw invalid_argument_error{pass() + ": " + faults};
 
-  for_each_agreed_field([&](auto packet_header::*field, char const* name) {
+  return [=](auto Header::*field, char const* name) {
     for (std::size_t r = 1; r < ranks.size(); ++r)
       if (ranks[r].*field != ranks[0].*field)
         throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
                              ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
-  });
+  };
+}
+
+/// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree. `layer` names the layer
+/// among several.
+inline void require_agreement(std::span<packet_header const> ranks, std::string const& layer = {}) {
+  auto const pass = [&] { return get_text(ranks.front().pass) + layer; };
+  for_each_agreed_field(agreement_of(ranks, pass));
   require_backward_agreement(ranks, pass);
 }
 

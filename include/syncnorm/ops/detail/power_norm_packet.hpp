@@ -60,19 +60,7 @@ void run_or_report(C const& comm, power_norm_header& own, Local const& local) {
 
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.
 inline void require_agreement(std::span<power_norm_header const> ranks) {
-  auto const pass = [&] { return get_text(ranks.front().pass); };
-  std::string faults;
-  for (std::size_t r = 0; r < ranks.size(); ++r)
-    if (ranks[r].fault[0] != '\0')
-      faults += (faults.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + get_text(ranks[r].fault);
-  if (!faults.empty()) throw invalid_argument_error{pass() + ": " + faults};
-
-  auto const require_same = [&](auto power_norm_header::*field, char const* name) {
-    for (std::size_t r = 1; r < ranks.size(); ++r)
-      if (ranks[r].*field != ranks[0].*field)
-        throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
-                             ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
-  };
+  auto const require_same = agreement_of(ranks, [&] { return get_text(ranks.front().pass); });
   require_same(&power_norm_header::pass, "the operation");
   require_same(&power_norm_header::element, "the element type");
   require_same(&power_norm_header::channels, "the number of channels");

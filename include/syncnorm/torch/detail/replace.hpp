@@ -16,6 +16,8 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
 
+#include <syncnorm/comm/any.hpp>
+#include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/error.hpp>
 
 namespace syncnorm::torch::detail {
@@ -132,5 +134,33 @@ private:
   std::vector<std::string> fixed_paths_;
   std::vector<module_ptr> fixed_;
 };
+
+template <class Impl>
+[[nodiscard]] bool is_a(::torch::nn::Module const& module) {
+  return module.as<Impl>() != nullptr;
+}
+
+/// Puts `make(module)` in the place of each module below `root` that is `wanted`, and gives `comm` to every `Sync` there is then.
+/// Where one has no such place, throws `cannot(its path and those of the others)`.
+template <class Sync, class Make, class Cannot>
+void synchronize_below(module_ptr const& root, module_replacer::predicate const& wanted, any_communicator const& comm,
+                       Make const& make, Cannot const& cannot) {
+  module_replacer replacer{*root, wanted};
+  std::string paths;
+  for (auto const& path : replacer.fixed_paths()) paths += (paths.empty() ? "" : ", ") + path;
+  if (!paths.empty()) throw invalid_argument_error{cannot(paths)};
+  replacer.replace(make);
+  root->apply([&](::torch::nn::Module& each) {
+    if (auto* const norm = each.as<Sync>()) norm->set_communicator(comm);
+  });
+}
+
+/// Puts `make(module)` in the place of each `Sync` below `root`; one that has no such place becomes local instead.
+template <class Sync, class Make>
+void make_local_below(module_ptr const& root, Make const& make) {
+  module_replacer replacer{*root, is_a<Sync>};
+  replacer.replace([&](::torch::nn::Module& module) { return make(*module.as<Sync>()); });
+  for (auto const& fixed : replacer.fixed()) fixed->as<Sync>()->set_communicator(self_communicator{});
+}
 
 } // namespace syncnorm::torch::detail
