@@ -14,6 +14,7 @@
 #include <syncnorm/host/group_scaling.hpp>
 #include <syncnorm/torch/detail/power_norm_check.hpp>
 #include <syncnorm/torch/detail/power_norm_function.hpp>
+#include <syncnorm/torch/detail/refuse_differentiation.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/executor.hpp>
 
@@ -53,7 +54,8 @@ public:
       });
     }
     tensors all{dx, {}, {}};
-    refuse_differentiation("syncnorm::torch::GroupScaling1D", all, {gradients.at(0), x});
+    refuse_differentiation("syncnorm::torch::GroupScaling1D: its gradients cannot be differentiated (double backward)",
+                           all, {gradients.at(0), x});
     return all;
   }
 

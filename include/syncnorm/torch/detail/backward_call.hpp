@@ -22,6 +22,7 @@
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
+#include <syncnorm/torch/detail/refuse_differentiation.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/element.hpp>
 #include <syncnorm/torch/epilogue.hpp>
@@ -102,7 +103,9 @@ public:
     if (pass_->kept != nullptr) {
       auto inputs = dy_;
       of_.append_to(inputs);
-      once_differentiable::refuse("the gradients of a pass in place (double backward)", gradients, inputs);
+      refuse_differentiation(
+          "syncnorm::torch::SyncBatchNorm: the gradients of a pass in place (double backward) cannot be differentiated",
+          gradients, inputs);
     } else {
       batch_norm_backward_function::record(gradients, dy_, of_.x, of_.weight, {pass_, of_.bias, of_.residuals});
     }

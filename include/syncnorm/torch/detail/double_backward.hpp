@@ -1,10 +1,8 @@
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <iterator>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,10 +13,10 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 
-#include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_double_backward.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
+#include <syncnorm/torch/detail/refuse_differentiation.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/element.hpp>
 #include <syncnorm/torch/epilogue.hpp>
@@ -34,35 +32,6 @@ struct backward_results {
   std::vector<at::Tensor> residuals;
   std::vector<std::int64_t> present{};
   ::torch::autograd::variable_list defined{};
-};
-
-/// Gives tensors that refuse to be differentiated.
-class once_differentiable : public ::torch::autograd::Function<once_differentiable> {
-public:
-  using tensors = ::torch::autograd::variable_list;
-
-  /// `inputs` are what the tensors depend on, and `what` they are, in plural.
-  static tensors forward(::torch::autograd::AutogradContext* recorded, at::TensorList /*inputs*/,
-                         std::string const& what, tensors* gradients) {
-    recorded->saved_data["what"] = what;
-    return *gradients;
-  }
-  static tensors backward(::torch::autograd::AutogradContext* recorded, tensors const&) {
-    throw error{"syncnorm::torch::SyncBatchNorm: " + recorded->saved_data["what"].toStringRef() +
-                " cannot be differentiated"};
-  }
-
-  /// Makes the defined ones of `results` such tensors.
-  static void refuse(std::string const& what, tensors& results, tensors const& inputs) {
-    tensors defined, sources;
-    std::ranges::copy_if(results, std::back_inserter(defined), &at::Tensor::defined);
-    std::ranges::copy_if(inputs, std::back_inserter(sources), &at::Tensor::defined);
-    if (defined.empty()) return;
-    auto const refusing = apply(at::TensorList{sources}, what, &defined);
-    auto next = refusing.begin();
-    for (auto& result : results)
-      if (result.defined()) result = *next++;
-  }
 };
 
 /// What a double backward pass over K inputs reads and writes.
@@ -122,10 +91,10 @@ public:
     auto results = pass->device == nullptr
                        ? run_on_cpu(*recorded, *pass, gradients, saved, std::move(fault))
                        : pass->device->double_backward(*recorded, *pass, gradients, saved, std::move(fault));
-    if (at::GradMode::is_enabled()) {
-      saved.insert(saved.end(), gradients.begin(), gradients.end());
-      once_differentiable::refuse("the gradients of its gradients (third derivatives)", results, saved);
-    }
+    saved.insert(saved.end(), gradients.begin(), gradients.end());
+    refuse_differentiation(
+        "syncnorm::torch::SyncBatchNorm: the gradients of its gradients (third derivatives) cannot be differentiated",
+        results, saved);
     return results;
   }
 

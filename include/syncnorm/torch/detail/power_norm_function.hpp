@@ -1,9 +1,7 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <exception>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <span>
@@ -14,12 +12,12 @@
 #include <torch/types.h>
 
 #include <syncnorm/comm/any.hpp>
-#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/ops/power_norm_backward.hpp>
 #include <syncnorm/ops/power_norm_state.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/function.hpp>
+#include <syncnorm/torch/detail/refuse_differentiation.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/executor.hpp>
 
@@ -84,36 +82,6 @@ struct recorded_power_norm : ::torch::CustomClassHolder {
   bool is_double = false;
 };
 
-/// Gives gradients that refuse to be differentiated again.
-class refuses_differentiation : public ::torch::autograd::Function<refuses_differentiation> {
-public:
-  /// `inputs` are what the gradients depend on.
-  static ::torch::autograd::variable_list forward(::torch::autograd::AutogradContext* recorded,
-                                                  at::TensorList /*inputs*/, std::string const& what,
-                                                  ::torch::autograd::variable_list* gradients) {
-    recorded->saved_data["what"] = what;
-    return *gradients;
-  }
-  static ::torch::autograd::variable_list backward(::torch::autograd::AutogradContext* recorded,
-                                                   ::torch::autograd::variable_list const&) {
-    throw error{recorded->saved_data["what"].toStringRef() +
-                ": its gradients cannot be differentiated (double backward)"};
-  }
-};
-
-/// Makes the gradients refuse to be differentiated, where somebody may try.
-inline void refuse_differentiation(std::string const& what, ::torch::autograd::variable_list& gradients,
-                                   ::torch::autograd::variable_list const& inputs) {
-  if (!at::GradMode::is_enabled()) return;
-  ::torch::autograd::variable_list defined, sources;
-  std::ranges::copy_if(gradients, std::back_inserter(defined), &at::Tensor::defined);
-  std::ranges::copy_if(inputs, std::back_inserter(sources), &at::Tensor::defined);
-  auto const refusing = refuses_differentiation::apply(at::TensorList{sources}, what, &defined);
-  auto next = refusing.begin();
-  for (auto& gradient : gradients)
-    if (gradient.defined()) gradient = *next++;
-}
-
 /// Records a forward pass that has been computed already, and runs its backward pass.
 class power_norm_function : public ::torch::autograd::Function<power_norm_function> {
 public:
@@ -146,7 +114,8 @@ public:
     }
     auto gradients = pass->is_double ? run<double>(*recorded, *pass, x, weight, dy.at(0), std::move(fault))
                                      : run<float>(*recorded, *pass, x, weight, dy.at(0), std::move(fault));
-    refuse_differentiation("syncnorm::torch::PowerNorm", gradients, {dy.at(0), x, weight});
+    refuse_differentiation("syncnorm::torch::PowerNorm: its gradients cannot be differentiated (double backward)",
+                           gradients, {dy.at(0), x, weight});
     return gradients;
   }
 
