@@ -30,7 +30,7 @@ namespace detail {
 }
 
 [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr float from_binary16(std::uint16_t bits) {
-  std::uint32_t const sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  std::uint32_t const sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
   std::uint32_t all = 0;
   if (magnitude > 0x7c00u) {
     all = magnitude << 13 | 0x7fc00000u;

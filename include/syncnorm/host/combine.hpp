@@ -10,6 +10,7 @@
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/linear_op.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/executor.hpp>

@@ -105,12 +105,12 @@ private:
   void channels(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center,
                 std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
     using vector = vector_t<A, L>;
-    lane_slots<L> const slots{x.channels};
+    lane_slots<L> const places{x.channels};
     std::array<A, most> firsts, seconds;
     std::array<double, most> first, second;
-    std::fill_n(first.data(), slots.size(), 0.0);
-    std::fill_n(second.data(), slots.size(), 0.0);
-    auto const used = static_cast<std::size_t>(slots.size());
+    std::fill_n(first.data(), places.size(), 0.0);
+    std::fill_n(second.data(), places.size(), 0.0);
+    auto const used = static_cast<std::size_t>(places.size());
     std::int64_t const ahead = positions_ahead<T>(2 * x.channels);
     parts_.for_each_run(group, longest_column, [&](groups::piece const& now) {
       std::int64_t const length = now.length, dy_step = dy.stride_s, x_step = x.stride_s;
@@ -120,7 +120,7 @@ private:
       std::fill_n(seconds.data(), used, A{0});
       std::int64_t s = 0;
       for (; s + 4 <= length; s += 4) {
-        slots.for_each([&](std::int64_t slot, std::int64_t c) {
+        places.for_each([&](std::int64_t slot, std::int64_t c) {
           T const* const g = dy_row + s * dy_step + c;
           T const* const from = x_row + s * x_step + c;
           auto const i = static_cast<std::size_t>(slot);
@@ -140,7 +140,7 @@ private:
         });
       }
       for (; s < length; ++s) {
-        slots.for_each([&](std::int64_t slot, std::int64_t c) {
+        places.for_each([&](std::int64_t slot, std::int64_t c) {
           auto const i = static_cast<std::size_t>(slot);
           vector const g = load<L>(dy_row + s * dy_step + c);
           vector const d = load<L>(x_row + s * x_step + c) - load<L>(&center[static_cast<std::size_t>(c)]);
@@ -151,7 +151,7 @@ private:
       for (std::size_t i = 0; i < used; ++i) first[i] += static_cast<double>(firsts[i]);
       for (std::size_t i = 0; i < used; ++i) second[i] += static_cast<double>(seconds[i]);
     });
-    finish_slots(slots, first, second, sum_dy, sum_dy_xmu);
+    finish_slots(places, first, second, sum_dy, sum_dy_xmu);
   }
 
   /// Short pieces, as in (N, C): the sums of some rows at a time go into double.
@@ -159,17 +159,17 @@ private:
   void elements(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center,
                 std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
     using vector = vector_t<A, L>;
-    lane_slots<L> const slots{x.channels};
+    lane_slots<L> const places{x.channels};
     std::array<double, most> first, second;
-    std::fill_n(first.data(), slots.size(), 0.0);
-    std::fill_n(second.data(), slots.size(), 0.0);
+    std::fill_n(first.data(), places.size(), 0.0);
+    std::fill_n(second.data(), places.size(), 0.0);
     std::array<T const*, rows_at_once> dy_rows, x_rows;
     std::size_t waiting = 0;
     bool const fetch = level_to_fetch(x_) == 2;
     std::int64_t const ahead = positions_ahead<T>(2 * x.channels, rows_at_once);
     std::int64_t const dy_ahead = ahead * dy.stride_n, x_ahead = ahead * x.stride_n;
     auto const flush = [&] {
-      slots.for_each([&](std::int64_t slot, std::int64_t c) {
+      places.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot);
         vector const m = load<L>(&center[static_cast<std::size_t>(c)]);
         vector a{}, b{};
@@ -195,13 +195,13 @@ private:
       }
     });
     flush();
-    finish_slots(slots, first, second, sum_dy, sum_dy_xmu);
+    finish_slots(places, first, second, sum_dy, sum_dy_xmu);
   }
 
   template <int L>
-  static void finish_slots(lane_slots<L> const& slots, std::array<double, most> const& first,
+  static void finish_slots(lane_slots<L> const& places, std::array<double, most> const& first,
                            std::array<double, most> const& second, double* sum_dy, double* sum_dy_xmu) {
-    slots.for_each([&](std::int64_t slot, std::int64_t c) {
+    places.for_each([&](std::int64_t slot, std::int64_t c) {
       std::copy_n(first.data() + slot, L, sum_dy + c);
       std::copy_n(second.data() + slot, L, sum_dy_xmu + c);
     });

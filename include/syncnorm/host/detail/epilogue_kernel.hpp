@@ -103,10 +103,10 @@ private:
   template <int L>
   void elements(part const& of, std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
     using vector = vector_t<A, L>;
-    lane_slots<L> const slots{of.x.channels};
+    lane_slots<L> const places{of.x.channels};
     std::array<double, most> first, second;
-    std::fill_n(first.data(), slots.size(), 0.0);
-    std::fill_n(second.data(), slots.size(), 0.0);
+    std::fill_n(first.data(), places.size(), 0.0);
+    std::fill_n(second.data(), places.size(), 0.0);
     struct position {
       T const *dy, *x, *residual;
     };
@@ -116,7 +116,7 @@ private:
     auto const flush = [&] {
       bool const residual = has_residual_;
       auto const slope = of_.slope;
-      slots.for_each([&](std::int64_t slot, std::int64_t c) {
+      places.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot), from = static_cast<std::size_t>(c);
         vector const center = load<L>(&of.center[from]), scale = load<L>(&of.scale[from]);
         vector const shift = load<L>(&of.shift[from]);
@@ -149,7 +149,7 @@ private:
       }
     });
     flush();
-    slots.for_each([&](std::int64_t slot, std::int64_t c) {
+    places.for_each([&](std::int64_t slot, std::int64_t c) {
       std::copy_n(first.data() + slot, L, sum_dy + c);
       std::copy_n(second.data() + slot, L, sum_dy_xmu + c);
     });

@@ -67,11 +67,11 @@ private:
   template <int L>
   void elements(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     using vector = vector_t<A, L>;
-    lane_slots<L> const slots{x.channels};
+    lane_slots<L> const places{x.channels};
     std::array<A, most> pivots;
     std::array<double, most> first, second;
-    std::fill_n(first.data(), slots.size(), 0.0);
-    std::fill_n(second.data(), slots.size(), 0.0);
+    std::fill_n(first.data(), places.size(), 0.0);
+    std::fill_n(second.data(), places.size(), 0.0);
     std::array<T const*, static_cast<std::size_t>(rows_at_once)> from;
     std::size_t waiting = 0;
     bool begun = false;
@@ -79,7 +79,7 @@ private:
     auto const flush = [&] {
       if (waiting == 0) return;
       if (!begun) {
-        slots.for_each([&](std::int64_t slot, std::int64_t c) {
+        places.for_each([&](std::int64_t slot, std::int64_t c) {
           vector const base = load<L>(from[0] + c);
           vector sum{};
           for (std::size_t r = 1; r < waiting; ++r) sum += load<L>(from[r] + c) - base;
@@ -88,7 +88,7 @@ private:
         });
         begun = true;
       }
-      slots.for_each([&](std::int64_t slot, std::int64_t c) {
+      places.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot);
         vector const p = load<L>(&pivots[i]);
         vector a{}, b{};
@@ -114,7 +114,7 @@ private:
     });
     flush();
     double const inverse = 1 / static_cast<double>(parts_.elements(group));
-    slots.for_each([&](std::int64_t slot, std::int64_t c) {
+    places.for_each([&](std::int64_t slot, std::int64_t c) {
       for (std::int64_t lane = 0; lane < L; ++lane) {
         auto const i = static_cast<std::size_t>(slot + lane);
         finish_moments(static_cast<double>(pivots[i]), first[i], second[i], inverse, mean[c + lane], m2[c + lane]);

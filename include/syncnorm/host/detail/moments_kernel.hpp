@@ -100,7 +100,7 @@ private:
   template <int L>
   void channels(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     using vector = vector_t<A, L>;
-    lane_slots<L> const slots{x.channels};
+    lane_slots<L> const places{x.channels};
     std::array<A, most> pivots, firsts, seconds;
     std::array<double, most> pivot, first, second;
     bool begun = false;
@@ -108,7 +108,7 @@ private:
     parts_.for_each_run(group, longest_column, [&](groups::piece const& now) {
       std::int64_t const length = now.length, pilot = std::min(length, shortest), step = x.stride_s;
       T const* const row = &x(now.sample, 0, now.begin);
-      slots.for_each([&](std::int64_t slot, std::int64_t c) {
+      places.for_each([&](std::int64_t slot, std::int64_t c) {
         vector const base = load<L>(row + c);
         vector sum{};
         for (std::int64_t s = 1; s < pilot; ++s) sum += load<L>(row + c + s * step) - base;
@@ -118,7 +118,7 @@ private:
       });
       std::int64_t s = 0;
       for (; s + 4 <= length; s += 4) {
-        slots.for_each([&](std::int64_t slot, std::int64_t c) {
+        places.for_each([&](std::int64_t slot, std::int64_t c) {
           T const* const from = row + s * step + c;
           auto const i = static_cast<std::size_t>(slot);
           if constexpr (L > 1)
@@ -133,7 +133,7 @@ private:
         });
       }
       for (; s < length; ++s) {
-        slots.for_each([&](std::int64_t slot, std::int64_t c) {
+        places.for_each([&](std::int64_t slot, std::int64_t c) {
           auto const i = static_cast<std::size_t>(slot);
           vector const d = load<L>(row + s * step + c) - load<L>(&pivots[i]);
           store<L>(&firsts[i], load<L>(&firsts[i]) + d);
@@ -141,7 +141,7 @@ private:
         });
       }
       double const n = static_cast<double>(length);
-      auto const used = static_cast<std::size_t>(slots.size());
+      auto const used = static_cast<std::size_t>(places.size());
       if (!begun) {
         for (std::size_t i = 0; i < used; ++i) {
           pivot[i] = static_cast<double>(pivots[i]) + static_cast<double>(firsts[i]) / n;
@@ -155,25 +155,25 @@ private:
         second[i] += multiply_add(t, multiply_add(n, t, 2 * sum), static_cast<double>(seconds[i]));
       }
     });
-    finish_slots(slots, group, pivot, first, second, mean, m2);
+    finish_slots(places, group, pivot, first, second, mean, m2);
   }
 
   /// Short pieces, as in (N, C): the sums of some rows at a time go into double.
   template <int L>
   void elements(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     using vector = vector_t<A, L>;
-    lane_slots<L> const slots{x.channels};
+    lane_slots<L> const places{x.channels};
     std::array<A, most> pivots;
     std::array<double, most> pivot, first, second;
-    std::fill_n(first.data(), slots.size(), 0.0);
-    std::fill_n(second.data(), slots.size(), 0.0);
+    std::fill_n(first.data(), places.size(), 0.0);
+    std::fill_n(second.data(), places.size(), 0.0);
     std::array<T const*, static_cast<std::size_t>(shortest)> rows;
     std::size_t waiting = 0;
     bool begun = false;
     auto const flush = [&] {
       if (waiting == 0) return;
       if (!begun) {
-        slots.for_each([&](std::int64_t slot, std::int64_t c) {
+        places.for_each([&](std::int64_t slot, std::int64_t c) {
           vector const base = load<L>(rows[0] + c);
           vector sum{};
           for (std::size_t r = 1; r < waiting; ++r) sum += load<L>(rows[r] + c) - base;
@@ -182,7 +182,7 @@ private:
         });
         begun = true;
       }
-      slots.for_each([&](std::int64_t slot, std::int64_t c) {
+      places.for_each([&](std::int64_t slot, std::int64_t c) {
         auto const i = static_cast<std::size_t>(slot);
         vector const p = load<L>(&pivots[i]);
         vector a{}, b{};
@@ -203,16 +203,16 @@ private:
       }
     });
     flush();
-    std::copy_n(pivots.data(), slots.size(), pivot.data());
-    finish_slots(slots, group, pivot, first, second, mean, m2);
+    std::copy_n(pivots.data(), places.size(), pivot.data());
+    finish_slots(places, group, pivot, first, second, mean, m2);
   }
 
   template <int L>
-  void finish_slots(lane_slots<L> const& slots, std::int64_t group, std::array<double, most> const& pivot,
+  void finish_slots(lane_slots<L> const& places, std::int64_t group, std::array<double, most> const& pivot,
                     std::array<double, most> const& first, std::array<double, most> const& second, double* mean,
                     double* m2) const {
     double const inverse = 1 / static_cast<double>(parts_.elements(group));
-    slots.for_each([&](std::int64_t slot, std::int64_t c) {
+    places.for_each([&](std::int64_t slot, std::int64_t c) {
       for (std::int64_t lane = 0; lane < L; ++lane) {
         auto const i = static_cast<std::size_t>(slot + lane);
         finish_moments(pivot[i], first[i], second[i], inverse, mean[c + lane], m2[c + lane]);

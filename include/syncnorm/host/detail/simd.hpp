@@ -36,7 +36,7 @@ template <int Lanes, class T>
   } else if constexpr (std::is_same_v<A, T>) {
     std::memcpy(&v, from, sizeof v);
   } else {
-    std::array<A, Lanes> values;
+    std::array<A, static_cast<std::size_t>(Lanes)> values;
     for (int i = 0; i < Lanes; ++i) values[static_cast<std::size_t>(i)] = static_cast<A>(from[i]);
     std::memcpy(&v, values.data(), sizeof v);
   }
@@ -163,9 +163,9 @@ template <bool Stream, int Lanes, class T>
 }
 
 /// The lanes of `a` and then those of `b`, in registers.
-template <class Vector, std::size_t... I>
-[[nodiscard, gnu::always_inline]] inline auto join(Vector const& a, Vector const& b, std::index_sequence<I...>) {
-  return __builtin_shufflevector(a, b, I...);
+template <class Vector, std::size_t... Lane>
+[[nodiscard, gnu::always_inline]] inline auto join(Vector const& a, Vector const& b, std::index_sequence<Lane...>) {
+  return __builtin_shufflevector(a, b, Lane...);
 }
 
 /// The bits of two vectors one after the other.
@@ -178,7 +178,8 @@ requires packs<T>
     return narrow_two_bfloat16<Lanes>(v0, v1);
   else
 #endif
-    return join(pack<T, Lanes>(v0), pack<T, Lanes>(v1), std::make_index_sequence<2 * Lanes>{});
+    return join(pack<T, Lanes>(v0), pack<T, Lanes>(v1),
+                std::make_index_sequence<static_cast<std::size_t>(2 * Lanes)>{});
 }
 
 /// Two vectors one after the other: as one, where they fill a register together. Aligned to that.
@@ -302,9 +303,9 @@ template <std::int64_t Elements, class T>
     prefetch<Elements, 2>(base, first);
 }
 
-template <int First, class Vector, std::size_t... I>
-[[nodiscard, gnu::always_inline]] inline auto pick_lanes(Vector const& v, std::index_sequence<I...>) {
-  return __builtin_shufflevector(v, v, (First + static_cast<int>(I))...);
+template <int First, class Vector, std::size_t... Lane>
+[[nodiscard, gnu::always_inline]] inline auto pick_lanes(Vector const& v, std::index_sequence<Lane...>) {
+  return __builtin_shufflevector(v, v, (First + static_cast<int>(Lane))...);
 }
 
 /// Lanes [First, First + Count) of `v`, in registers.
@@ -313,7 +314,7 @@ template <int First, int Count, class Vector>
   if constexpr (Count == 1)
     return v[First];
   else
-    return pick_lanes<First>(v, std::make_index_sequence<Count>{});
+    return pick_lanes<First>(v, std::make_index_sequence<static_cast<std::size_t>(Count)>{});
 }
 
 /// The sum of all lanes, pairwise.

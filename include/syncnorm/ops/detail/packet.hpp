@@ -50,8 +50,8 @@ void report_what_throws(Header& header, Local const& local) {
   std::snprintf(text.data(), text.size(), "%.17g", value);
   return text.data();
 }
-template <std::integral I>
-[[nodiscard]] std::string to_text(I value) {
+template <std::integral Integer>
+[[nodiscard]] std::string to_text(Integer value) {
   return std::to_string(value);
 }
 template <std::size_t N>
