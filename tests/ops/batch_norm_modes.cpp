@@ -1,8 +1,12 @@
 #include <doctest/doctest.h>
 
+#include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <syncnorm/comm/collectives.hpp>
@@ -273,6 +277,41 @@ TEST_CASE("evaluation has a backward pass, by constant statistics") {
     CHECK(gamma_grad[c] == doctest::Approx(sum_xmu).epsilon(1e-12));
     CHECK(beta_grad[c] == doctest::Approx(sum).epsilon(1e-12));
   }
+}
+
+TEST_CASE("where statistics are constant, dx is what dy is, whatever x is") {
+  constexpr float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  for (auto const& [n, c, s] : {std::array<std::int64_t, 3>{2, 3, 5}, {3, 40, 20}, {64, 64, 300}})
+    for (bool const rows : {true, false})
+      for (auto const& kind : {syncnorm::activation::identity(), syncnorm::activation::relu()})
+        for (bool const masked : {false, true})
+          for (bool const with_residual : {false, true}) {
+            auto const size = static_cast<std::size_t>(n * c * s);
+            std::vector<float> x(size), y(size), dy(size), dx(size), residual(size, 0.5F), dresidual(size);
+            std::vector<std::uint8_t> mask(static_cast<std::size_t>(n * s), 1);
+            mask[1] = 0;
+            for (std::size_t i = 0; i < size; ++i) {
+              x[i] = i % 3 == 0 ? 1.0F : i % 3 == 1 ? nan : inf;
+              dy[i] = i % 3 == 0 ? 2.0F : 0.0F;
+            }
+            auto const view = [&](auto& values) {
+              return rows ? syncnorm::nchw(values.data(), n, c, s) : syncnorm::nhwc(values.data(), n, c, s);
+            };
+            syncnorm::batch_norm_epilogue<float> epilogue{.activation = kind};
+            if (with_residual) epilogue.residual = view(std::as_const(residual));
+            if (masked) epilogue.mask = syncnorm::mask_of(std::as_const(mask).data(), n, s);
+            syncnorm::batch_norm<float> layer{syncnorm::self_communicator{}, c};
+            layer.eval();
+            layer.forward(view(x), view(y), epilogue);
+            layer.backward(view(x), view(dy), view(dx), epilogue,
+                           with_residual ? view(dresidual) : decltype(view(dx)){});
+            std::size_t wrong = 0;
+            for (std::size_t i = 0; i < size; ++i) {
+              wrong += !(std::abs(dx[i] - dy[i] / std::sqrt(1 + 1e-5F)) < 1e-6F);
+              if (with_residual) wrong += dresidual[i] != dy[i];
+            }
+            CHECK(wrong == 0);
+          }
 }
 
 TEST_CASE("y may be x, and dx may be dy") {

@@ -29,12 +29,12 @@ void activation_gradient(executor_ref exec, std::type_identity_t<tensor_view<T c
   using A = accumulate_t<T>;
   detail::epilogue_gradient_terms<A> const terms{mean, inv_std, params.gamma, params.beta, {}, {}, 0, true};
   if (epilogue.has_residual())
-    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, true>{epilogue.slope(), A{0}}, terms,
+    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, true, true>{epilogue.slope(), A{0}}, terms,
                             {dy, x, epilogue.residual()}, {dv, detail::nowhere<T>(x)}, epilogue.written(),
                             stores::automatic);
   else
-    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, false>{epilogue.slope(), A{0}}, terms, {dy, x}, {dv},
-                            epilogue.written(), stores::automatic);
+    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, false, true>{epilogue.slope(), A{0}}, terms, {dy, x},
+                            {dv}, epilogue.written(), stores::automatic);
 }
 
 } // namespace syncnorm::host

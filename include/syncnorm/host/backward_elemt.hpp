@@ -31,10 +31,22 @@ struct backward_elemt_terms {
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const c = static_cast<std::size_t>(channel);
-    bool const constant = count == 0;
-    auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], gamma[c], constant ? 0.0 : sum_dy[c],
-                                                 constant ? 0.0 : sum_dy_xmu[c], count);
+    auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], gamma[c], sum_dy[c], sum_dy_xmu[c], count);
     return {k.dy_scale, k.x_scale, k.center, k.shift};
+  }
+};
+
+/// The same of constant statistics, which dx depends on x neither by nor through.
+template <class A>
+struct constant_gradient_terms {
+  static constexpr std::size_t coefficients = 3;
+
+  std::span<double const> inv_std;
+  channel_values gamma;
+
+  std::array<A, coefficients> operator()(std::int64_t channel) const {
+    auto const c = static_cast<std::size_t>(channel);
+    return {make_backward_coefficients<A>(0, inv_std[c], gamma[c], 0, 0, 0).dy_scale, 0, 0};
   }
 };
 
@@ -45,7 +57,7 @@ struct backward_elemt_terms {
 ///     dx = gamma·inv_std·(dy − sum_dy/count − (x − mean)·inv_std²·sum_dy_xmu/count)
 ///
 /// where sums and count are those over all ranks. count = 0 stands for constant statistics, as in eval mode:
-/// dx = gamma·inv_std·dy, and the sums may be empty. An empty gamma stands for 1.
+/// dx = gamma·inv_std·dy, whatever x is, and the sums may be empty. An empty gamma stands for 1.
 ///
 /// Shapes: dy, x and dx `[N, C, S]`, the rest `[C]`. Local. dx may be dy or x. `how` and `fetch`: see `normalize`.
 template <class T>
@@ -55,6 +67,10 @@ void backward_elemt(executor_ref exec, std::type_identity_t<tensor_view<T const>
                     std::span<double const> inv_std, channel_values const& gamma, std::span<double const> sum_dy,
                     std::span<double const> sum_dy_xmu, std::int64_t count, stores how = stores::automatic,
                     next_block fetch = {}) {
+  if (count == 0) {
+    detail::constant_gradient_terms<accumulate_t<T>> const terms{inv_std, gamma};
+    return detail::map_elements<T>(exec, detail::linear_op<1>{}, terms, {dy}, {dx}, nullptr, how, fetch);
+  }
   detail::backward_elemt_terms<accumulate_t<T>> const terms{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
   detail::map_elements<T>(exec, detail::linear_op<2>{}, terms, {dy, x}, {dx}, nullptr, how, fetch);
 }

@@ -14,6 +14,7 @@
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
+#include <syncnorm/host/detail/linear_op.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -42,6 +43,16 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                     detail::channels_of(mean, first, length), detail::channels_of(sum_dy, first, length),
                     detail::channels_of(sum_dy_xmu, first, length));
   };
+  detail::channel_blocks const blocks{x.channels, block};
+  if (count == 0) {
+    auto const terms = [&](std::int64_t first, std::int64_t length) {
+      return detail::constant_gradient_terms<accumulate_t<T>>{detail::channels_of(inv_std, first, length),
+                                                              gamma.from(first)};
+    };
+    return detail::reduce_and_map<T>(
+        exec, blocks, x, 2, reduce,
+        detail::map_of_channels<T>(detail::linear_op<1>{}, {dy}, {dx}, nullptr, how, terms));
+  }
   auto const terms = [&](std::int64_t first, std::int64_t length) {
     return detail::backward_elemt_terms<accumulate_t<T>>{
         detail::channels_of(mean, first, length),
@@ -52,7 +63,6 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
         count};
   };
   auto const map = detail::map_of_channels<T>(detail::linear_op<2>{}, {dy, x}, {dx}, nullptr, how, terms);
-  detail::channel_blocks const blocks{x.channels, block};
   if (!detail::suits_row_pipeline<detail::gradient_rows<T>>(blocks, std::array{dy, x}, std::array{dx}))
     return detail::reduce_and_map<T>(exec, blocks, x, 2, reduce, map);
   auto const rows = [&](std::int64_t first, std::int64_t length) {

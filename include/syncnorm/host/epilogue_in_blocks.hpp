@@ -134,8 +134,10 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                                detail::channels_of(sum_dy_xmu, first, length));
   };
   detail::channel_blocks const blocks{x.channels, block};
-  auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in, auto const& out) {
-    detail::epilogue_gradient_op<A, Residual> const op{epilogue.slope(), epilogue.written() == nullptr ? A{1} : A{0}};
+  auto const run = [&]<bool Residual, bool Constant>(std::bool_constant<Residual>, std::bool_constant<Constant>,
+                                                     auto const& in, auto const& out) {
+    detail::epilogue_gradient_op<A, Residual, Constant> const op{epilogue.slope(),
+                                                                 epilogue.written() == nullptr ? A{1} : A{0}};
     auto const map =
         detail::map_of_channels<T>(op, in, out, epilogue.counted(), how, [&](std::int64_t first, std::int64_t length) {
           auto const part = of(first, length);
@@ -148,22 +150,27 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
               detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
               count};
         });
-    if (!detail::suits_row_pipeline<detail::epilogue_rows<T>>(blocks, in, out))
+    if (Constant || !detail::suits_row_pipeline<detail::epilogue_rows<T>>(blocks, in, out))
       return detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
-    auto const rows = [&](std::int64_t first, std::int64_t length) {
-      return detail::epilogue_rows<T>{of(first, length), 0, length};
-    };
-    auto const finish = [](std::int64_t, std::int64_t) {};
-    detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {in.size(), true}, rows, sum_dy, sum_dy_xmu,
-                                   finish, map);
+    if constexpr (!Constant) {
+      auto const rows = [&](std::int64_t first, std::int64_t length) {
+        return detail::epilogue_rows<T>{of(first, length), 0, length};
+      };
+      auto const finish = [](std::int64_t, std::int64_t) {};
+      detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {in.size(), true}, rows, sum_dy, sum_dy_xmu,
+                                     finish, map);
+    }
   };
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-  if (residual)
-    run(std::true_type{}, std::array<tensor_view<T const>, 3>{dy, x, epilogue.residual()},
-        std::array<tensor_view<T>, 2>{dx, dresidual});
-  else
-    run(std::false_type{}, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});
+  auto const with = [&](auto constant) {
+    if (residual)
+      run(std::true_type{}, constant, std::array<tensor_view<T const>, 3>{dy, x, epilogue.residual()},
+          std::array<tensor_view<T>, 2>{dx, dresidual});
+    else
+      run(std::false_type{}, constant, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});
+  };
+  count == 0 ? with(std::true_type{}) : with(std::false_type{});
 }
 
 } // namespace syncnorm::host

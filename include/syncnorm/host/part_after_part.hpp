@@ -56,7 +56,7 @@ void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_vi
                                std::type_identity_t<tensor_view<T const>> next_x, std::span<double const> next_mean,
                                std::span<double> next_sum_dy, std::span<double> next_sum_dy_xmu) {
   using rows = detail::gradient_rows<T>;
-  if (!detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels)) {
+  if (count == 0 || !detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels)) {
     backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how,
                    next_block::of(x, 2, x.channels));
     backward_reduce(exec, next_dy, next_x, next_mean, next_sum_dy, next_sum_dy_xmu);

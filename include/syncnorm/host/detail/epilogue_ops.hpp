@@ -68,8 +68,9 @@ struct epilogue_gradient_terms {
 };
 
 /// dv = dy·f′(v), where v is what the forward pass activated, and dx = dv·dy_scale + (x − center)·x_scale + shift, of
-/// which the positions that do not count have the first term alone. Outputs dx, and dv as the gradient of a residual.
-template <class A, bool Residual>
+/// which the positions that do not count have the first term alone, and all have where statistics are `Constant`, whatever x is.
+/// Outputs dx, and dv as the gradient of a residual.
+template <class A, bool Residual, bool Constant>
 struct epilogue_gradient_op {
   static constexpr std::size_t inputs = Residual ? 3 : 2, outputs = Residual ? 2 : 1, coefficients = 6;
   static constexpr bool takes_mask = true;
@@ -87,7 +88,8 @@ struct epilogue_gradient_op {
     V dv = activation_gradient(v, in[0], slope);
     V const left_out = (uncounted - zero) > zero ? dv : zero;
     dv = where(counted, dv, left_out);
-    V const dx = multiply_add<V>(dv, k[0], where(counted, multiply_add<V>(d, k[2], k[3]), zero));
+    V const of_x = Constant ? zero : where(counted, multiply_add<V>(d, k[2], k[3]), zero);
+    V const dx = multiply_add<V>(dv, k[0], of_x);
     if constexpr (Residual) {
       return {dx, dv};
     } else {
