@@ -189,10 +189,12 @@ public:
   /// Returns when the operation has completed; throws as `test`.
   void wait(mpi_slot& slot) {
     using namespace std::chrono_literals;
-    // A peer that is ready answers while this spins. Then others may need the core, and then the wait is a long one.
-    for (int i = 0; i < 256; ++i)
+    // A peer that is ready answers while this spins. Then others may need the core, and then the wait is a long one. MPI may
+    // yield in each look, which on a core that others use takes milliseconds.
+    auto const started = clock::now();
+    for (int i = 0; i < 256 && clock::now() - started < 2ms; ++i)
       if (requests_completed(slot)) return complete(slot);
-    for (auto const started = clock::now(); !test(slot);) {
+    while (!test(slot)) {
       if (clock::now() - started < 2ms)
         std::this_thread::yield();
       else
