@@ -17,6 +17,7 @@
 
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
 #include <syncnorm/ops/power_norm.hpp>
 
 #include <comm/broken.hpp>
@@ -417,6 +418,63 @@ TEST_CASE("a backward pass needs a forward pass, on every rank") {
           watched.layer.synchronize();
         },
         {"rank 1: there was no forward pass"});
+  });
+}
+
+TEST_CASE("a backward pass by what a layer of other channels has left is an error on every rank") {
+  for (std::int64_t const others : {2, 64})
+    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+      watched_layer watched{comm, 4}, other{comm, others};
+      step_inputs in{4}, more{others};
+      in.forward(watched.layer), in.backward(watched.layer);
+      more.forward(other.layer);
+      in.forward(watched.layer);
+      auto const before = watched.state();
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] {
+            auto const saved = comm.rank() == 0 ? watched.layer.saved() : other.layer.saved();
+            watched.layer.backward(saved, in.x_view, in.dy_view, in.dx_view);
+            watched.layer.synchronize();
+          },
+          {"rank 1: the forward pass had " + std::to_string(others) + " channels, expected 4"});
+      CHECK(watched.state() == before);
+      in.backward(watched.layer);
+      watched.layer.synchronize();
+    });
+}
+
+TEST_CASE("a rank in a batch norm and one in a power norm are told so, whose messages are of one size") {
+  constexpr std::int64_t channels = 6; // 256 + 2·8·6 = 304 + 8·6
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    watched_layer watched{comm, channels, {.recursion = syncnorm::power_norm_recursion::corrected}};
+    syncnorm::batch_norm<float, syncnorm::thread_communicator> layer{comm, channels};
+    step_inputs in{channels};
+    in.forward(watched.layer), layer.forward(in.x_view, in.y_view);
+    watched.layer.synchronize();
+    test::check_throws<syncnorm::mismatch_error>(
+        [&] {
+          comm.rank() == 0 ? layer.forward(in.x_view, in.y_view)
+                           : (in.forward(watched.layer), watched.layer.synchronize());
+        },
+        {"the operation", "rank 0 has batch_norm forward", "rank 1 has power_norm forward"});
+  });
+}
+
+TEST_CASE("backward passes by constant statistics may be in several threads at once") {
+  step_inputs in{4};
+  std::vector<float> phi(4, 2), ema(4, 1);
+  std::int64_t iters = 9;
+  syncnorm::self_communicator const self;
+  syncnorm::power_norm_workspace<syncnorm::self_communicator, float> workspace{4};
+  syncnorm::power_norm_saved saved;
+  syncnorm::power_norm_state<float> const state{phi, ema, &iters};
+  syncnorm::power_norm_inference<float, float>(syncnorm::host::serial_executor{}, in.x_view, in.y_view, {}, phi, {},
+                                               saved);
+  syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const&) {
+    step_inputs own{4};
+    syncnorm::power_norm_backward<float const, float>(syncnorm::host::serial_executor{}, self, own.dy_view, own.x_view,
+                                                      own.dx_view, {}, state, {}, saved, {}, workspace);
+    CHECK(own.dx[0] == doctest::Approx(own.dy[0] / std::sqrt(2 + 1e-5)));
   });
 }
 

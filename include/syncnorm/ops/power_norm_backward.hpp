@@ -45,10 +45,11 @@ void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
                          power_norm_workspace<C, P>& workspace, power_norm_caller const& caller = {}) {
   using T = std::remove_const_t<X>;
   static constexpr std::string_view name = "power_norm backward";
-  workspace.finish_forward();
+  // Passes by constant statistics, which may be in several threads at once, wait for nothing.
+  bool const constant = saved.pass != nullptr && saved.pass->constant;
+  if (!constant) workspace.finish_forward();
   // What failed, failed on every rank, and none of them exchanges anything now.
   if (saved.pass != nullptr && saved.pass->error != nullptr) std::rethrow_exception(saved.pass->error);
-  bool const constant = saved.pass != nullptr && saved.pass->constant;
   if (!constant) workspace.finish_backward();
   std::int64_t const channels = workspace.channels();
   bool const wants_dx = dx.data != nullptr || dx.samples != 0 || dx.channels != 0 || dx.spatial != 0;
@@ -57,11 +58,15 @@ void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
   check.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
   check.require(saved.pass != nullptr && saved.pass->complete, [] { return "there was no forward pass"; });
   check.tensor(x, "x", channels);
-  if (!check.failed())
+  if (!check.failed()) {
+    check.require(saved.pass->inv_z.size() == static_cast<std::size_t>(channels), [&] {
+      return check.text("the forward pass had ", saved.pass->inv_z.size(), " channels, expected ", channels);
+    });
     check.require(x.samples == saved.pass->samples && x.spatial == saved.pass->spatial, [&] {
       return check.text("x has ", x.samples, " samples of ", x.spatial, ", in the forward pass ", saved.pass->samples,
                         " of ", saved.pass->spatial);
     });
+  }
   check.same_extents(dy, "dy", x);
   if (wants_dx) check.output(dx, "dx", x);
   check.channel_values(affine.gamma, "gamma", channels);
@@ -71,7 +76,6 @@ void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
   detail::check_state(check, state, channels);
   if (constant || size(comm) == 1) detail::throw_fault(name, check);
 
-  // Passes by constant statistics may be in several threads at once.
   std::optional<detail::power_norm_factors> own_factors;
   detail::power_norm_factors& factors = constant ? own_factors.emplace() : workspace.factors();
   bool const corrected = options.recursion == power_norm_recursion::corrected;
