@@ -315,6 +315,28 @@ TEST_CASE("a rank without a forward pass is an error on every rank, without a wo
     });
 }
 
+TEST_CASE("a backward pass of another batch than the forward pass had on one rank is an error on every rank") {
+  for (std::int64_t const channels : {3, 200})
+    syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
+      layer_of_floats layer{comm, channels};
+      step_inputs in{channels};
+      layer.forward(in.x_view, in.y_view);
+      auto const part = [&](auto const& view) { return comm.rank() == 1 ? view.sample_range(0, 2) : view; };
+      std::string const what = "x has 10 values per channel, in the forward pass 20";
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] { layer.backward(part(in.x_view), part(in.dy_view), part(in.dx_view)); },
+          {"batch_norm backward: rank 1: ", what});
+      CHECK(std::ranges::all_of(layer.beta_grad(), [](float sum) { return sum == 0; }));
+      layer.backward(in.x_view, in.dy_view, in.dx_view);
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] {
+            layer.double_backward({.dx = part(in.dy_view)}, part(in.x_view), part(in.dy_view), part(in.y_view),
+                                  part(in.dx_view));
+          },
+          {"2nd backward: rank 1: ", what});
+    });
+}
+
 TEST_CASE("a communicator that breaks its contract gives an error, not wrong statistics") {
   using contract::broken;
   using enum syncnorm::exchange_policy;

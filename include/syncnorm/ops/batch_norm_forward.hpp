@@ -99,6 +99,7 @@ void check_inference(call_check& check, inference_operands<T, P> const& in) {
 template <class T, class P>
 void infer(host::executor_ref exec, inference_operands<T, P> const& in, batch_norm_saved& saved) {
   saved.scope = statistics_scope::constant;
+  saved.own_count = -1;
   saved.count = 0;
   saved.mean.resize(in.mean.size());
   saved.inv_std.resize(in.var.size());

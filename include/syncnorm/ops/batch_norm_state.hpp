@@ -64,6 +64,7 @@ struct batch_norm_second_order_batches {
 struct batch_norm_saved {
   statistics_scope scope = statistics_scope::all_ranks;
   std::int64_t count = 0;            ///< elements of a channel over the scope; 0 where the statistics are constant
+  std::int64_t own_count = -1;       ///< N·S of this rank's x, that of all micro-batches; −1: of any x
   std::vector<double> mean, inv_std; ///< `[C]`, inv_std = 1/√(var + eps); the same bits on every rank
   exchange_policy exchange = exchange_policy::automatic; ///< of the forward pass, and hence of the backward pass
   bool backward_needed = false; ///< some rank needs a backward pass, which every rank then has to join

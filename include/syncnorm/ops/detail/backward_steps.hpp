@@ -71,6 +71,7 @@ public:
       check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
       if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
     }
+    if (!check_.failed()) check_.own_count(count_of(in_.x), saved.own_count);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
     check_.require(in_.dresidual.empty() || in_.dresidual.size() == batches, [&] {
       return check_.text("there are ", in_.dresidual.size(), " micro-batches of dresidual, expected ", batches,
@@ -98,9 +99,7 @@ public:
   [[nodiscard]] bool collective() const override { return exchanges_; }
 
   [[nodiscard]] packet_header header() const override {
-    std::int64_t count = 0;
-    for (auto const& x : in_.x) count += x.count();
-    auto own = make_header<T>(name, channels_, count, check_);
+    auto own = make_header<T>(name, channels_, count_of(in_.x), check_);
     own.backward = static_cast<std::int32_t>(backward_);
     return own;
   }

@@ -80,6 +80,12 @@ public:
     require(mask.data != nullptr || x.count() == 0, [&] { return text(mask_name, " is null"); });
   }
 
+  /// x, or the x of all micro-batches, as in the forward pass. `expected`: −1 where it may be any.
+  void own_count(std::int64_t count, std::int64_t expected) {
+    require(expected < 0 || count == expected,
+            [&] { return text("x has ", count, " values per channel, in the forward pass ", expected); });
+  }
+
   void eps(double value) {
     require(std::isfinite(value) && value >= 0, [&] { return text("eps is ", value, ", expected a number >= 0"); });
   }

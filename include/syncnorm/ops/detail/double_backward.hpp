@@ -60,6 +60,7 @@ public:
     as_many(in_.to_dy.size(), "the gradient to dy");
     as_many(in_.to_x.size(), "the gradient to x");
     for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
+    if (!check_.failed()) check_.own_count(count_of(in_.x), saved.own_count);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
     for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
       check_.require(!given(in_.v[k]) || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
@@ -82,9 +83,7 @@ public:
     auto& packets = workspace.double_packets;
     if (workspace.exchange.agreed()) packets.agree();
     packets.prepare(size(comm));
-    std::int64_t count = 0;
-    for (auto const& x : in_.x) count += x.count();
-    packets.header(0) = make_header<T>(name, channels_, count, check_);
+    packets.header(0) = make_header<T>(name, channels_, count_of(in_.x), check_);
     report_what_throws(packets.header(0), [&] {
       if (!check_.failed()) local();
     });
