@@ -92,20 +92,17 @@ void require_backward_agreement(std::span<packet_header const> ranks, Pass const
 /// given the field and its name.
 template <class Header, class Pass>
 [[nodiscard]] auto agreement_of(std::span<Header const> ranks, Pass const& pass) {
-  auto const require_same = [=](auto Header::*field, char const* name) {
-    for (std::size_t r = 1; r < ranks.size(); ++r)
-      if (ranks[r].*field != ranks[0].*field)
-        throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
-                             ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
-  };
-  // Headers of all kinds begin with the operation; the rest is of this kind if that is.
-  require_same(&Header::pass, "the operation");
   std::string faults;
   for (std::size_t r = 0; r < ranks.size(); ++r)
     if (ranks[r].fault[0] != '\0')
       faults += (faults.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + get_text(ranks[r].fault);
   if (!faults.empty()) throw invalid_argument_error{pass() + ": " + faults};
-  return require_same;
+  return [=](auto Header::*field, char const* name) {
+    for (std::size_t r = 1; r < ranks.size(); ++r)
+      if (ranks[r].*field != ranks[0].*field)
+        throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
+                             ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
+  };
 }
 
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree. `layer` names the layer

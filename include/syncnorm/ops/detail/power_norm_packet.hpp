@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -24,11 +25,14 @@ struct power_norm_header {
   std::int64_t step = 0;  ///< the number of the forward pass
   std::int64_t count = 0; ///< positions on this rank that the sums are over; ranks may differ
   double eps = 0, alpha_forward = 0, alpha_backward = 0, group_eps = 0;
-  std::int64_t warmup_iters = 0, groups = 0, corrected = 0;
-  std::int64_t affine = 0;
-  std::int64_t records = 0;      ///< whether the forward pass can be differentiated
+  std::int64_t warmup_iters = 0, groups = 0;
   std::array<char, 168> fault{}; ///< what is wrong on this rank; empty where nothing is
+  std::int64_t corrected = 0;
+  std::int64_t affine = 0;
+  std::int64_t records = 0; ///< whether the forward pass can be differentiated
 };
+// A rank in a batch norm and one in a power norm, whose messages may be of one size, take each other's headers for their own.
+static_assert(offsetof(power_norm_header, fault) == offsetof(packet_header, fault));
 static_assert(sizeof(power_norm_header) == 304 && std::is_trivially_copyable_v<power_norm_header>);
 
 /// The header of a pass of element type `T`; the caller adds the step, the count, and what its pass alone has.
@@ -61,6 +65,7 @@ void run_or_report(C const& comm, power_norm_header& own, Local const& local) {
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.
 inline void require_agreement(std::span<power_norm_header const> ranks) {
   auto const require_same = agreement_of(ranks, [&] { return get_text(ranks.front().pass); });
+  require_same(&power_norm_header::pass, "the operation");
   require_same(&power_norm_header::element, "the element type");
   require_same(&power_norm_header::channels, "the number of channels");
   require_same(&power_norm_header::step, "the step");
