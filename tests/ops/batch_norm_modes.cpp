@@ -281,11 +281,12 @@ TEST_CASE("evaluation has a backward pass, by constant statistics") {
 
 TEST_CASE("where statistics are constant, dx is what dy is, whatever x is") {
   constexpr float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
-  for (auto const& [n, c, s] : {std::array<std::int64_t, 3>{2, 3, 5}, {3, 40, 20}, {64, 64, 300}})
+  for (auto const& shape : {std::array<std::int64_t, 3>{2, 3, 5}, {3, 40, 20}, {64, 64, 300}})
     for (bool const rows : {true, false})
       for (auto const& kind : {syncnorm::activation::identity(), syncnorm::activation::relu()})
         for (bool const masked : {false, true})
           for (bool const with_residual : {false, true}) {
+            std::int64_t const n = shape[0], c = shape[1], s = shape[2];
             auto const size = static_cast<std::size_t>(n * c * s);
             std::vector<float> x(size), y(size), dy(size), dx(size), residual(size, 0.5F), dresidual(size);
             std::vector<std::uint8_t> mask(static_cast<std::size_t>(n * s), 1);
