@@ -123,6 +123,7 @@ runtime& state() {
 
 thread_local int current_device = 0;
 thread_local CUstream_st* capturing_stream = nullptr;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t remembered(cudaError_t code) {
@@ -164,11 +165,19 @@ void finish_own_streams() {
 
 using fake_cuda::enter;
 
-/// A call that is not allowed on a thread that is capturing, and spoils the capture.
+/// A call that is not allowed on a thread that is capturing, unless in relaxed mode, and spoils the capture.
 cudaError_t enter_outside_of_capture(char const* function) {
   if (auto const code = enter(function); code != cudaSuccess) return code;
-  if (capturing_stream == nullptr) return cudaSuccess;
+  if (capturing_stream == nullptr || capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
   capturing_stream->capture_failed = true;
+  return remembered(cudaErrorStreamCaptureUnsupported);
+}
+
+/// A call that is never allowed of a stream that is being captured, either.
+cudaError_t enter_outside_of_capture(char const* function, CUstream_st& of) {
+  if (!of.captured && of.captured_by == nullptr) return enter_outside_of_capture(function);
+  if (auto const code = enter(function); code != cudaSuccess) return code;
+  (of.captured ? of : *of.captured_by).capture_failed = true;
   return remembered(cudaErrorStreamCaptureUnsupported);
 }
 
@@ -336,13 +345,13 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return enter("cudaStreamDestroy");
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  if (auto const code = enter_outside_of_capture("cudaStreamSynchronize"); code != cudaSuccess) return code;
+  if (auto const code = enter_outside_of_capture("cudaStreamSynchronize", at(stream)); code != cudaSuccess) return code;
   at(stream).drain();
   if (stream == nullptr) finish_default_stream();
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  if (auto const code = enter_outside_of_capture("cudaStreamQuery"); code != cudaSuccess) return code;
+  if (auto const code = enter_outside_of_capture("cudaStreamQuery", at(stream)); code != cudaSuccess) return code;
   return remembered(at(stream).idle() ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
@@ -351,8 +360,14 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
   return enter("cudaStreamIsCapturing");
 }
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
+  if (auto const code = enter_outside_of_capture("cudaStreamGetDevice", at(stream)); code != cudaSuccess) return code;
   *device = at(stream).device;
-  return enter("cudaStreamGetDevice");
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return enter("cudaThreadExchangeStreamCaptureMode");
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {

@@ -243,6 +243,18 @@ TEST_CASE("another device than that of the layer, and a device that fails") {
   layer.synchronize(on);
 }
 
+TEST_CASE("a pass leaves the capture of another stream by the same thread as it is") {
+  layer_over<syncnorm::self_communicator> layer{{}, 3};
+  step_memory step;
+  test::stream const on, other;
+  cudaGraph_t graph = nullptr;
+  REQUIRE(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal) == cudaSuccess);
+  step.forward(layer, on);
+  CHECK(cudaStreamEndCapture(other, &graph) == cudaSuccess);
+  cudaGraphDestroy(graph);
+  layer.synchronize(on);
+}
+
 TEST_CASE("an error of NCCL comes up in the layer, too") {
   test::over_nccl(2, [](auto const& comm) {
     layer_over<test::nccl_communicator> layer{comm, 3};

@@ -16,26 +16,41 @@
 
 namespace syncnorm::cuda::detail {
 
+/// Allows this thread calls that captures in graphs, of whatever streams, may else refuse, and would be ended by.
+class relaxed_capture {
+public:
+  relaxed_capture() noexcept { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  relaxed_capture(relaxed_capture const&) = delete;
+  relaxed_capture& operator=(relaxed_capture const&) = delete;
+  ~relaxed_capture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 /// What is wrong with a call on a device: as `call_check`, and that pointers are of that device's memory.
 class device_check : public syncnorm::detail::call_check {
 public:
   explicit device_check(int device) : device_{device} {}
 
-  /// The calling thread and the stream are of the device.
+  /// The calling thread and the stream are of the device. A stream that is being captured is taken for one that is.
   void place(cudaStream_t stream) {
     int current = -1;
     call(cudaGetDevice(&current), "cudaGetDevice");
     require(current == device_,
             [&] { return text("the current device is ", current, ", the memory of the layer is on ", device_); });
 #if CUDART_VERSION >= 12080
+    // Of a stream that is being captured, some drivers refuse to say the device, and the refusal ends the capture.
+    if (stream == nullptr || capturing(stream)) return;
     int of_stream = device_;
-    if (stream != nullptr) {
-      auto const code = cudaStreamGetDevice(stream, &of_stream);
-      if (code == cudaErrorCallRequiresNewerDriver) // than there need be for the rest
-        syncnorm::detail::forget_last_error();
-      else
-        call(code, "cudaStreamGetDevice");
-    }
+    auto const code = [&] {
+      relaxed_capture const as_asking_enqueues_nothing;
+      return cudaStreamGetDevice(stream, &of_stream);
+    }();
+    if (code == cudaErrorCallRequiresNewerDriver) // than there need be for the rest
+      syncnorm::detail::forget_last_error();
+    else
+      call(code, "cudaStreamGetDevice");
     require(of_stream == device_,
             [&] { return text("the stream is of device ", of_stream, ", the memory of the layer is on ", device_); });
 #endif
@@ -99,6 +114,13 @@ public:
   }
 
 private:
+  /// Whether it is, as far as that can be told.
+  [[nodiscard]] bool capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    call(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
   int device_;
 };
 
