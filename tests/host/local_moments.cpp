@@ -7,6 +7,7 @@
 
 #include <host/tensors.hpp>
 #include <support/oracle.hpp>
+#include <support/worse_of.hpp>
 
 using namespace syncnorm;
 
@@ -33,10 +34,8 @@ std::vector<long double> m2_of(test::batch_norm_oracle const& oracle) {
 double variance_error(statistics const& got, test::batch_norm_oracle const& oracle) {
   double worst = 0;
   auto const m2 = m2_of(oracle);
-  for (std::size_t c = 0; c < m2.size(); ++c) {
-    double const error = static_cast<double>(std::abs(got.m2[c] - m2[c]) / m2[c]);
-    if (!(error <= worst)) worst = error;
-  }
+  for (std::size_t c = 0; c < m2.size(); ++c)
+    worst = test::worse_of(worst, static_cast<double>(std::abs(got.m2[c] - m2[c]) / m2[c]));
   return worst;
 }
 

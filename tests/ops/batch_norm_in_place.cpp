@@ -19,6 +19,7 @@
 #include <ops/epilogue_cases.hpp>
 #include <support/sanitized.hpp>
 #include <support/throws.hpp>
+#include <support/worse_of.hpp>
 
 using syncnorm::run_ranks;
 using syncnorm::thread_communicator;
@@ -241,7 +242,7 @@ TEST_CASE("micro-batches in place may differ in their activations, and be of any
       for (int i = 0; i < 2; ++i) { // the second time from x, which is back
         layer.backward_in_place(parts(over), parts(cdy), parts(over_dx), {}, epilogues);
         double worst = 0;
-        for (std::size_t k = 0; k < x.size(); ++k) worst = std::max(worst, std::abs(over_dx[k] - dx[k]));
+        for (std::size_t k = 0; k < x.size(); ++k) worst = test::worse_of(worst, std::abs(over_dx[k] - dx[k]));
         CHECK(worst <= 1e-12);
       }
       for (std::size_t c = 0; c < 4; ++c) CHECK(std::abs(layer.gamma_grad()[c] - 2 * twin.gamma_grad()[c]) <= 1e-11);
@@ -315,7 +316,7 @@ TEST_CASE("micro-batches in place: what is wrong on one rank is an error on ever
     backward("there are 1 micro-batches of dy", [&] { layer.backward_in_place(ys, some(dys, 1), dxs, {}, two); });
     layer.backward_in_place(ys, dys, dxs, {}, two);
     float worst = 0;
-    for (std::size_t i = 0; i < x.size(); ++i) worst = std::max(worst, std::abs(x[i] - given[i]));
+    for (std::size_t i = 0; i < x.size(); ++i) worst = test::worse_of(worst, std::abs(x[i] - given[i]));
     CHECK(worst <= 2e-6F); // x is back, once
     CHECK(dx[0] != -5);
 
@@ -343,7 +344,7 @@ TEST_CASE("x is back after a pass in place, and stays there") {
     CHECK(layer.kept().bytes() == 0);
     layer.backward_in_place(view(over), view(dy), view(first));
     float worst = 0;
-    for (std::size_t i = 0; i < x.size(); ++i) worst = std::max(worst, std::abs(over[i] - x[i]));
+    for (std::size_t i = 0; i < x.size(); ++i) worst = test::worse_of(worst, std::abs(over[i] - x[i]));
     CHECK(worst <= 100 * 0x1p-23F); // a bit of x itself
     layer.backward_in_place(view(over), view(dy), view(second));
     CHECK(second == first);

@@ -15,6 +15,7 @@
 #include <ops/grid_case.hpp>
 #include <support/oracle.hpp>
 #include <support/sanitized.hpp>
+#include <support/worse_of.hpp>
 
 namespace test {
 
@@ -89,14 +90,13 @@ private:
   }
 };
 
-/// Greatest difference relative to the greatest magnitude that is expected.
+/// Greatest difference relative to the greatest magnitude that is expected; infinite where one is no number.
 class comparison {
 public:
   explicit comparison(long double scale = 0) : scale_{scale} {}
 
   void add(double got, long double expected) {
-    auto const difference = std::abs(static_cast<long double>(got) - expected);
-    if (!(difference <= worst_)) worst_ = difference; // a NaN sticks
+    worst_ = worse_of(worst_, std::abs(static_cast<long double>(got) - expected));
     scale_ = std::max(scale_, std::abs(expected));
   }
   void add(std::span<double const> got, std::vector<long double> const& expected) {

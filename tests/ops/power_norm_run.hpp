@@ -17,6 +17,7 @@
 #include <ops/grid_case.hpp>
 #include <ops/power_norm_reference.hpp>
 #include <support/sanitized.hpp>
+#include <support/worse_of.hpp>
 
 namespace test {
 
@@ -190,10 +191,8 @@ std::vector<std::string> run_power_norm(power_norm_data<T> const& data, C const&
                                    long double scale = 0) {
     long double worst = 0;
     for (auto const value : expected) scale = std::max(scale, std::abs(value));
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-      auto const difference = std::abs(static_cast<long double>(got[i]) - expected[i]);
-      if (!(difference <= worst)) worst = difference;
-    }
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      worst = worse_of(worst, std::abs(static_cast<long double>(got[i]) - expected[i]));
     expect(got.size() == expected.size() && worst <= power_norm_tolerance<T> * scale,
            std::string{what} + " off by " + std::to_string(static_cast<double>(worst)) + " of " +
                std::to_string(static_cast<double>(scale)));
@@ -204,8 +203,7 @@ std::vector<std::string> run_power_norm(power_norm_data<T> const& data, C const&
     long double scale = 0, worst = 0;
     for (auto const value : expected) scale = std::max(scale, std::abs(value));
     own.each(m, [&](auto n, auto c, auto s, std::size_t i) {
-      auto const difference = std::abs(static_cast<long double>(own.out.view(n, c, s)) - expected[i]);
-      if (!(difference <= worst)) worst = difference;
+      worst = worse_of(worst, std::abs(static_cast<long double>(own.out.view(n, c, s)) - expected[i]));
     });
     expect(worst <= power_norm_tolerance<T> * scale, std::string{what} + " off by " +
                                                          std::to_string(static_cast<double>(worst)) + " of " +

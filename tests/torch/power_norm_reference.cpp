@@ -25,10 +25,8 @@ std::vector<std::string> run_module(power_norm_data<T> const& data, Module norm,
                           long double scale = 0) {
     long double worst = 0;
     for (auto const value : expected) scale = std::max(scale, std::abs(static_cast<long double>(value)));
-    for (std::size_t i = 0; i < got.size() && i < expected.size(); ++i) {
-      auto const difference = std::abs(static_cast<long double>(got[i]) - static_cast<long double>(expected[i]));
-      if (!(difference <= worst)) worst = difference;
-    }
+    for (std::size_t i = 0; i < got.size() && i < expected.size(); ++i)
+      worst = worse_of(worst, std::abs(static_cast<long double>(got[i]) - static_cast<long double>(expected[i])));
     if (got.size() != expected.size() || !(worst <= power_norm_tolerance<T> * scale))
       failures.push_back(data.run.name() + ", rank " + std::to_string(rank) + ", event " +
                          std::to_string(event_number) + ": " + what + " off by " +
