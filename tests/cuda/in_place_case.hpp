@@ -43,7 +43,7 @@ void check_in_place(C const& comm, layer_case const& of, bool captured, dx_over 
   auto const batch = [&](std::uint64_t stream, double center) {
     std::vector<long double> values(static_cast<std::size_t>(all * c * s));
     for (std::size_t i = 0; i < values.size(); ++i)
-      values[i] = static_cast<float>(static_cast<T>(static_cast<float>(center + test::noise(stream, i))));
+      values[i] = syncnorm::as_double(syncnorm::from_double<T>(center + test::noise(stream, i)));
     return values;
   };
   test::epilogue_oracle oracle{all, c, s, batch(1, eval ? 0 : 1), {}, {}, {}, {}};

@@ -39,6 +39,23 @@ TEST_CASE("a layer's passes agree with the oracle over a communicator of the hos
   test::check_no_violations();
 }
 
+TEST_CASE("passes of one rank agree with the oracle in the other element types") {
+  auto const check = []<class T>(T) {
+    using layer =
+        syncnorm::cuda::basic_batch_norm<T, syncnorm::self_communicator, syncnorm::accumulate_t<T>, test::simt_kernels>;
+    layer_cases::check_cases<layer, T>(syncnorm::self_communicator{}, false);
+  };
+  check(double{}), check(__half{}), check(__nv_bfloat16{});
+  test::check_no_violations();
+}
+
+TEST_CASE("a result that is no number is no agreement") {
+  std::vector<float> const expected{1, 2, 3};
+  float const nan = std::numeric_limits<float>::quiet_NaN(), infinite = std::numeric_limits<float>::infinity();
+  for (auto const none : {nan, infinite, -infinite})
+    CHECK_FALSE(layer_cases::error_of(std::vector<float>{1, none, 3}, expected) < 1);
+}
+
 TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the host waits for nothing") {
   auto const raw = fake_nccl::make_group(2);
   struct rank {
