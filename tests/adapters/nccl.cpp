@@ -224,6 +224,42 @@ TEST_CASE("calls of a communicator that does not block return when NCCL has enqu
   CHECK(fake_nccl::alive() == 0);
 }
 
+TEST_CASE("ranks that connect in their first collective wait there, for the timeout at most where they do not block") {
+  using namespace std::chrono_literals;
+  for (bool const blocks : {true, false})
+    on_ranks(2, [&](ncclComm_t raw) {
+      fake_nccl::set_connecting_lazily(raw, blocks);
+      auto const comm = nccl_communicator::adopt(raw);
+      gather_of_two gather{2};
+      gather(comm);
+      comm.batch([&] {
+        gather(comm);
+        syncnorm::allreduce(comm, gather.in.span(), gather.in.span(), syncnorm::reduce_op::sum, gather.on);
+      });
+      comm.synchronize(gather.on);
+      CHECK((gather.out.get() == std::vector<float>{1, 2, 1, 2}));
+      CHECK((gather.in.get() == std::vector<float>{2, 4}));
+    });
+  for (bool const batched : {false, true}) {
+    auto const raw = fake_nccl::make_group(2);
+    ncclCommDestroy(raw[1]);
+    fake_nccl::set_connecting_lazily(raw[0], false);
+    auto const comm = nccl_communicator::adopt(raw[0], 50ms);
+    gather_of_two gather{2};
+    auto const start = std::chrono::steady_clock::now();
+    if (batched)
+      CHECK_THROWS_AS(comm.batch([&] { gather(comm); }), syncnorm::timeout_error);
+    else
+      CHECK_THROWS_AS(gather(comm), syncnorm::timeout_error);
+    CHECK(std::chrono::steady_clock::now() - start < 20s);
+    CHECK(comm.native_handle() == nullptr);
+    gather.on.wait(); // which nothing holds up any more
+    CHECK_THROWS_AS(gather(comm), syncnorm::nccl_error);
+  }
+  CHECK(fake_cuda::noted().empty());
+  CHECK(fake_nccl::alive() == 0);
+}
+
 TEST_CASE("a communicator that does not block may still be being made, by a split, too") {
   using namespace std::chrono_literals;
   on_ranks(2, [](ncclComm_t raw) {
@@ -243,6 +279,19 @@ TEST_CASE("a communicator that does not block may still be being made, by a spli
   fake_nccl::set_being_made(raw, 1 << 30);
   CHECK_THROWS_AS(nccl_communicator(raw, 50ms), syncnorm::timeout_error);
   ncclCommDestroy(raw);
+  CHECK(fake_nccl::alive() == 0);
+  CHECK(fake_cuda::noted().empty());
+}
+
+TEST_CASE("a split that does not end in time is a timeout, and NCCL may write its communicator afterwards") {
+  using namespace std::chrono_literals;
+  on_ranks(2, [](ncclComm_t raw) {
+    auto const comm = nccl_communicator::adopt(raw, 50ms);
+    fake_nccl::set_in_progress(raw, 1 << 30);
+    CHECK_THROWS_AS((void)syncnorm::split(comm, 0), syncnorm::timeout_error);
+    CHECK_THROWS_AS((void)syncnorm::split(comm, 0), syncnorm::nccl_error);
+  });
+  CHECK(fake_cuda::noted().empty());
   CHECK(fake_nccl::alive() == 0);
 }
 

@@ -9,9 +9,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
+
+#include <pthread.h>
 
 #include "cuda/fake_runtime.hpp"
 
@@ -22,6 +26,9 @@ struct meeting {
   std::size_t arrived = 0;
 };
 
+/// A collective by its name and the bytes of a rank.
+using kind = std::pair<std::string, std::size_t>;
+
 /// What the ranks of a communicator share.
 struct world {
   explicit world(int ranks) : size{static_cast<std::size_t>(ranks)} {}
@@ -29,6 +36,7 @@ struct world {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<long, meeting> meetings, splits;
+  std::map<kind, std::size_t> connecting; // ranks that have called it
 };
 
 struct member {
@@ -40,6 +48,10 @@ struct member {
   std::atomic<int> polls_of_a_call = 0, polls_left = 0;
   std::atomic<std::chrono::milliseconds> time_of_a_poll = std::chrono::milliseconds::zero();
   std::atomic<bool> freed = false;
+  bool connects_lazily = false, blocks = true;
+  std::set<kind> called; // the group's mutex
+  ncclComm** split_into = nullptr;
+  ncclComm* split = nullptr;
   long held = 0; // collectives that are yet to be enqueued, or may be by a graph; the group's mutex
 };
 
@@ -54,6 +66,7 @@ namespace {
 std::atomic<int> made = 0;
 thread_local int group_depth = 0;
 thread_local std::vector<std::function<void()>> grouped;
+thread_local std::vector<std::pair<std::shared_ptr<member>, kind>> called_first; // and are to be connected
 
 std::size_t size_of(ncclDataType_t type) {
   return type == ncclUint8 ? 1 : type == ncclFloat64 || type == ncclInt64 ? 8 : 4;
@@ -85,8 +98,54 @@ std::shared_ptr<void> hold(std::shared_ptr<member> const& self) {
           }};
 }
 
+[[nodiscard]] bool is_connected(member& self) {
+  return std::ranges::all_of(self.called,
+                             [&](kind const& of) { return self.group->connecting[of] == self.group->size; });
+}
+
+[[nodiscard]] bool is_known(member& self, kind const& of) {
+  std::lock_guard const lock{self.group->mutex};
+  return self.called.contains(of) ||
+         std::ranges::count(called_first, of, &std::pair<std::shared_ptr<member>, kind>::second) > 0;
+}
+
+/// Connects what was called first in a group, or by itself.
+ncclResult_t connect() {
+  auto code = ncclSuccess;
+  for (auto const& [self, of] : std::exchange(called_first, {})) {
+    auto& group = *self->group;
+    std::unique_lock lock{group.mutex};
+    self->called.insert(of);
+    ++group.connecting[of];
+    group.changed.notify_all();
+    if (self->blocks)
+      group.changed.wait(lock, [&, &of = of] { return group.connecting[of] == group.size || self->aborted; });
+    else if (!is_connected(*self))
+      code = ncclInProgress;
+  }
+  return code;
+}
+
+[[nodiscard]] bool is_on_own_stack(void const* pointer) {
+  pthread_attr_t attributes;
+  void* lowest = nullptr;
+  std::size_t bytes = 0;
+  pthread_getattr_np(pthread_self(), &attributes);
+  pthread_attr_getstack(&attributes, &lowest, &bytes);
+  pthread_attr_destroy(&attributes);
+  auto const* const first = static_cast<char const*>(lowest);
+  return pointer >= first && pointer < first + bytes;
+}
+
+void finish_split(member& self) {
+  if (auto** const into = std::exchange(self.split_into, nullptr)) *into = std::exchange(self.split, nullptr);
+}
+
 ncclResult_t destroy(ncclComm_t comm) {
   auto const self = comm->self;
+  if (self->split != nullptr) --made;
+  delete std::exchange(self->split, nullptr); // of which nobody has heard
+  finish_split(*self);
   {
     std::unique_lock lock{self->group->mutex};
     self->group->changed.wait(lock, [&] { return self->held == 0; });
@@ -138,6 +197,14 @@ ncclResult_t collective(char const* name, void const* in, std::size_t bytes, ncc
     grouped.emplace_back(std::move(enqueue));
   else
     enqueue();
+  if (kind const of{name, bytes}; comm->self->connects_lazily && !is_known(*comm->self, of)) {
+    auto capturing = cudaStreamCaptureStatusNone;
+    cudaStreamIsCapturing(stream, &capturing);
+    if (capturing != cudaStreamCaptureStatusNone)
+      fake_cuda::note(std::string{name} + " of " + std::to_string(bytes) + " bytes connects ranks in a capture");
+    called_first.emplace_back(comm->self, of);
+    if (group_depth == 0) return connect();
+  }
   comm->self->polls_left = comm->self->polls_of_a_call.load();
   return comm->self->polls_left > 0 ? ncclInProgress : ncclSuccess;
 }
@@ -161,6 +228,10 @@ std::vector<ncclComm_t> make_group(int size) {
 void set_async_error(ncclComm_t comm, ncclResult_t code) { comm->self->async_error = code; }
 void set_in_progress(ncclComm_t comm, int polls) { comm->self->polls_of_a_call = polls; }
 void set_being_made(ncclComm_t comm, int polls) { comm->self->polls_left = polls; }
+void set_connecting_lazily(ncclComm_t comm, bool blocks) {
+  comm->self->connects_lazily = true;
+  comm->self->blocks = blocks;
+}
 void set_slow_polls(ncclComm_t comm, std::chrono::milliseconds time) { comm->self->time_of_a_poll = time; }
 int alive() { return made; }
 
@@ -190,7 +261,8 @@ ncclResult_t ncclGroupStart() {
 ncclResult_t ncclGroupEnd() {
   if (--group_depth > 0) return ncclSuccess;
   for (auto const& enqueue : std::exchange(grouped, {})) enqueue();
-  return fake_cuda::enter("ncclGroupEnd") == cudaSuccess ? ncclSuccess : ncclInternalError;
+  if (fake_cuda::enter("ncclGroupEnd") != cudaSuccess) return ncclInternalError;
+  return connect();
 }
 
 ncclResult_t ncclCommUserRank(ncclComm_t const comm, int* rank) {
@@ -209,6 +281,11 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* code) {
   if (self->freed) fake_cuda::note("a communicator was freed while it was asked");
   *code = self->async_error;
   if (*code == ncclSuccess && self->polls_left > 0 && --self->polls_left > 0) *code = ncclInProgress;
+  if (*code == ncclSuccess) {
+    std::lock_guard const lock{self->group->mutex};
+    if (!is_connected(*self)) *code = ncclInProgress;
+  }
+  if (*code == ncclSuccess) finish_split(*self);
   return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
@@ -246,10 +323,18 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* part
   joined->group = group;
   joined->rank =
       static_cast<std::size_t>(std::find(members.begin(), members.end(), std::pair{key, self.rank}) - members.begin());
-  joined->polls_left = self.polls_of_a_call.load(); // it does not block either
-  *part = new ncclComm{std::move(joined)};
+  int const polls = self.polls_of_a_call;
+  joined->polls_left = polls; // it does not block either
+  self.split_into = part;
+  self.split = new ncclComm{std::move(joined)};
   ++made;
-  return ncclSuccess;
+  if (polls == 0) {
+    finish_split(self);
+    return ncclSuccess;
+  }
+  if (is_on_own_stack(part)) fake_cuda::note("ncclCommSplit is given a place on the stack, which it may write later");
+  self.polls_left = polls;
+  return ncclInProgress;
 }
 
 char const* ncclGetErrorString(ncclResult_t code) {

@@ -21,8 +21,11 @@ namespace syncnorm {
 /// or along one tree and passes the result on, so that all ranks get the same bits. Copies are the same rank.
 ///
 /// What fails on the device or among peers is an nccl_error of the next call, of `check()` or of `synchronize(stream)`. A peer
-/// that never comes keeps the stream waiting: `synchronize` ends that after the timeout. Afterwards the communicator is
-/// unusable. In a communicator that does not block (`ncclConfig_t::blocking`), calls wait until NCCL has enqueued them.
+/// that never comes keeps the stream waiting: `synchronize` ends that after the timeout, and aborts the communicator.
+///
+/// NCCL may connect ranks in their first collectives of a kind and size, which then wait for the peers on the host. Where the communicator
+/// blocks, as by default, the timeout does not apply to these, nor to `split`: only `abort` by another thread ends them. Where it does
+/// not (`ncclConfig_t::blocking = 0`), a call waits until NCCL has enqueued it, for the timeout at most, and then aborts, too.
 class nccl_communicator {
 public:
   /// Does not own `comm`, which must outlive the communicator and its copies. Local. Throws invalid_argument_error where
@@ -64,10 +67,7 @@ public:
   /// The communicator of the ranks that give the same colour, ≥ 0, in the order of (key, rank); it owns its ncclComm_t.
   /// Collective, blocking. A rank whose colour is negative joins, and throws invalid_argument_error afterwards.
   [[nodiscard]] nccl_communicator split(int color, int key) const {
-    ncclComm_t part = nullptr;
-    channel_->call("ncclCommSplit", [&](ncclComm_t comm) {
-      return ncclCommSplit(comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, &part, nullptr);
-    });
+    auto* const part = channel_->split(color, key);
     if (color < 0)
       throw invalid_argument_error{"nccl_communicator: the colour " + std::to_string(color) + " is negative"};
     return adopt(part, channel_->timeout());

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -54,7 +55,7 @@ public:
     auto* const comm = comm_.load();
     if (!owned_ || comm == nullptr) return;
     if (failed_)
-      abort_apart(comm);
+      abort_apart(comm, split_into_);
     else
       ncclCommDestroy(comm);
   }
@@ -71,7 +72,7 @@ public:
     auto* const comm = comm_.load();
     if (comm == nullptr) require_usable(); // another thread has aborted it since
     // Within a group, NCCL reports the calls' fate at its end.
-    auto const code = batching_ ? start(comm) : await(start(comm));
+    auto const code = batching_ ? start(comm) : await_or_abort(start(comm));
     if (code == ncclSuccess || (batching_ && code == ncclInProgress)) return;
     nccl_error const failure{name, code, comm};
     fail(failure.message());
@@ -91,12 +92,25 @@ public:
     }
     batching_ = false;
     auto* const comm = comm_.load();
-    auto const code = await(ncclGroupEnd());
+    auto const code = await_or_abort(ncclGroupEnd());
     if (thrown) std::rethrow_exception(thrown);
     if (code == ncclSuccess) return;
     nccl_error const failure{"ncclGroupEnd", code, comm};
     fail(failure.message());
     throw failure;
+  }
+
+  /// Null for a negative colour.
+  [[nodiscard]] ncclComm_t split(int color, int key) {
+    auto const part = std::make_shared<ncclComm_t>(nullptr);
+    {
+      std::lock_guard const lock{mutex_};
+      split_into_ = part;
+    }
+    call("ncclCommSplit", [&](ncclComm_t comm) {
+      return ncclCommSplit(comm, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key, part.get(), nullptr);
+    });
+    return *part;
   }
 
   void check() {
@@ -174,22 +188,24 @@ private:
 
   void free_communicator() {
     ncclComm_t comm = nullptr;
+    std::shared_ptr<ncclComm_t> split_into;
     {
       std::lock_guard const lock{mutex_};
       comm = comm_.exchange(nullptr);
+      split_into = split_into_;
     }
-    if (comm != nullptr) abort_apart(comm);
+    if (comm != nullptr) abort_apart(comm, std::move(split_into));
   }
 
   /// Aborts on a thread of its own, and waits for that a second at most: NCCL first sets the flag that ends what is in flight, and
-  /// then keeps its caller until no graph is left that holds a collective of the communicator.
-  static void abort_apart(ncclComm_t comm) {
+  /// then keeps its caller until no graph is left that holds a collective of the communicator. `written` lives until then.
+  static void abort_apart(ncclComm_t comm, std::shared_ptr<ncclComm_t> written) {
     using namespace std::chrono_literals;
     int device = 0;
     (void)cudaGetDevice(&device);
     std::promise<void> done;
     auto const ended = done.get_future();
-    std::thread{[comm, device, done = std::move(done)]() mutable {
+    std::thread{[comm, written = std::move(written), device, done = std::move(done)]() mutable {
       (void)cudaSetDevice(device);
       ncclCommAbort(comm);
       done.set_value();
@@ -199,6 +215,16 @@ private:
 
   static void require(ncclResult_t code, char const* call, ncclComm_t comm) {
     if (code != ncclSuccess) throw nccl_error{call, code, comm};
+  }
+
+  /// `await`, and where that takes too long, ends what the communicator has in flight.
+  [[nodiscard]] ncclResult_t await_or_abort(ncclResult_t code) {
+    try {
+      return await(code);
+    } catch (timeout_error const&) {
+      free_communicator();
+      throw;
+    }
   }
 
   /// What becomes of a call that a communicator that does not block has only begun.
@@ -224,8 +250,9 @@ private:
   int rank_ = 0, size_ = 1;
   bool batching_ = false;
   std::atomic<bool> failed_ = false;
-  std::mutex mutex_; // of the reason, and of whoever asks comm_ against whoever frees it
+  std::mutex mutex_; // of the rest, and of whoever asks comm_ against whoever frees it
   std::string reason_;
+  std::shared_ptr<ncclComm_t> split_into_; // which NCCL may still write when the wait for a split has timed out
 };
 
 } // namespace syncnorm::detail
