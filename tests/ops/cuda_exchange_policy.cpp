@@ -23,10 +23,10 @@ using test::layer_over;
 
 namespace {
 
-/// NCCL, whose allreduces of `late` values wait for `go` in the stream.
+/// NCCL, whose allreduces of `*late` values wait for `go` in the stream.
 struct late_allreduces {
   test::nccl_communicator const* comm;
-  std::size_t late;
+  std::size_t const* late;
   std::shared_future<void> go;
 
   [[nodiscard]] int rank() const { return comm->rank(); }
@@ -37,7 +37,7 @@ struct late_allreduces {
   }
   template <syncnorm::reducible_type T>
   void allreduce(std::span<T const> in, std::span<T> out, syncnorm::reduce_op op, CUstream_st* stream) const {
-    if (in.size() == late) fake_cuda::enqueue(stream, [wait = go] { wait.wait(); });
+    if (in.size() == *late) fake_cuda::enqueue(stream, [wait = go] { wait.wait(); });
     comm->allreduce(in, out, op, stream);
   }
 };
@@ -89,6 +89,16 @@ TEST_CASE("passes on a device that reduce agree with the oracle, enqueued and re
     layer_cases::check_double_backward<layer_over<test::nccl_communicator>>(comm, {{1, 2}, {}, {0, 1}}, layout::nhwc,
                                                                             false, true, exchange_policy::reduce);
   });
+  test::check_no_violations();
+}
+
+TEST_CASE("ranks that connect as they first exchange have done so before a prepared layer is captured") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    test::over_nccl(3, [&](auto const& comm) {
+      fake_nccl::set_connecting_lazily(comm.native_handle(), true);
+      layer_cases::check_steps<layer_over<test::nccl_communicator>>(comm, {.samples = {3, 2, 4}, .policy = policy},
+                                                                    true);
+    });
   test::check_no_violations();
 }
 
@@ -173,14 +183,16 @@ TEST_CASE("what is wrong with a pass on a device that reduces is said once, also
   test::over_nccl(2, [](auto const& nccl) {
     for (bool const too_few : {false, true}) {
       std::promise<void> go;
-      // Those of m2, between the two kernels of a forward pass: of 3 channels, and of what has come.
-      late_allreduces const comm{&nccl, 3 + 1, go.get_future().share()};
+      std::size_t late = 0;
+      late_allreduces const comm{&nccl, &late, go.get_future().share()};
       layer_over<late_allreduces> layer{comm, 3, {.norm = {.exchange = exchange_policy::reduce}}};
       test::stream const on;
       layer_cases::device_tensor<float> x{test::layout::nc, too_few ? comm.rank() : 2, 3, 1};
       auto wrong = x.view;
       if (!too_few && comm.rank() == 1) wrong.data = nullptr;
       layer.prepare(on);
+      // Those of m2, between the two kernels of a forward pass: of 3 channels, and of what has come.
+      late = 3 + 1;
       auto const deadline = std::chrono::steady_clock::now() + std::chrono::minutes{1};
       std::string said;
       auto const hear = [&](auto const& f) {

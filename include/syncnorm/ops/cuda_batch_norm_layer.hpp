@@ -52,8 +52,9 @@ public:
   explicit basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {})
       : basic_batch_norm{std::move(comm), channels, options, current_limits()} {}
 
-  /// Loads the kernels of forward and backward passes, and lets the ranks agree. Collective, waits for the stream; not for a stream
-  /// that is being captured.
+  /// Loads the kernels of forward and backward passes, lets the ranks agree, and runs each collective of these passes once, in the first
+  /// of which NCCL connects ranks. Collective, waits for the stream; not for a stream that is being captured. Of double backward
+  /// passes, and of those in two phases and in groups, run one each before they are captured.
   void prepare(cudaStream_t stream) {
     Kernels::template load_kernels<T>();
     if (syncnorm::size(comm_) == 1 || workspace_.agreed()) return;
@@ -63,6 +64,13 @@ public:
     auto own = detail::forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
     own.policy = static_cast<std::int32_t>(resolved(detail::merge_rule::moments));
     workspace_.agree(comm_, own, stream);
+    using detail::merge_rule;
+    auto const forward = resolved(merge_rule::moments), backward = resolved(merge_rule::sums);
+    detail::device_scope const there{workspace_.device()};
+    detail::rehearse_exchange(comm_, workspace_.packets(), merge_rule::moments, forward, stream);
+    if (backward == exchange_policy::reduce || backward != forward) // else it is the same allgather
+      detail::rehearse_exchange(comm_, workspace_.packets(), merge_rule::sums, backward, stream);
+    batch_norm_workspace::wait(comm_, stream);
   }
 
   /// y = batch_norm(x), `[N, C, S]` in device memory; as on the host.

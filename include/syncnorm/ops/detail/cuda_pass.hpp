@@ -101,26 +101,36 @@ inline void throw_fault(device_pass const& pass) {
   if (!pass.fault().empty()) throw invalid_argument_error{std::string{pass.name()} + ": " + pass.fault()};
 }
 
-/// Makes the merged packets out of those of the ranks, of `pass` and of those that travel with it: of moments by two allreduces, else
-/// by one, beside an allgather of the headers.
+/// Sums what ranks reduce first, moments or all values, and gathers their headers beside it.
 template <communicator C>
-void reduce_packets(C const& comm, device_pass& pass, pass_packets const& packets, fault_report const& report,
-                    cudaStream_t stream) {
-  bool const moments = pass.rule() == merge_rule::moments;
+void reduce_values(C const& comm, pass_packets const& packets, bool moments, cudaStream_t stream) {
   std::span<double const> const from = moments ? packets.weighted() : packets.own_values();
   auto const to = moments ? packets.weighted() : packets.merged_values();
   syncnorm::batch(comm, [&] {
     syncnorm::allgather(comm, std::span<std::byte const>{packets.own_headers()}, packets.all_headers(), stream);
     syncnorm::allreduce(comm, from, to, reduce_op::sum, stream);
   });
-  for (std::size_t l = 0; l < packets.layers(); ++l) pass.accept_sums(packets.reduced(l, moments), report, stream);
-  if (!moments) return;
+}
+/// Sums m2 about the mean of all ranks.
+template <communicator C>
+void reduce_m2(C const& comm, pass_packets const& packets, cudaStream_t stream) {
   syncnorm::batch(comm, [&] {
     for (std::size_t l = 0; l < packets.layers(); ++l) {
       auto const m2 = packets.merged_m2(l);
       syncnorm::allreduce(comm, std::span<double const>{m2}, m2, reduce_op::sum, stream);
     }
   });
+}
+
+/// Makes the merged packets out of those of the ranks, of `pass` and of those that travel with it: of moments by two allreduces, else
+/// by one, beside an allgather of the headers.
+template <communicator C>
+void reduce_packets(C const& comm, device_pass& pass, pass_packets const& packets, fault_report const& report,
+                    cudaStream_t stream) {
+  bool const moments = pass.rule() == merge_rule::moments;
+  reduce_values(comm, packets, moments, stream);
+  for (std::size_t l = 0; l < packets.layers(); ++l) pass.accept_sums(packets.reduced(l, moments), report, stream);
+  if (moments) reduce_m2(comm, packets, stream);
 }
 
 /// The exchange of a pass, and of those that travel with it, as `policy` says. What is wrong goes to `report` here only where ranks
@@ -130,6 +140,20 @@ void exchange(C const& comm, device_pass& pass, pass_packets const& packets, exc
               fault_report const& report, cudaStream_t stream) {
   if constexpr (allreduces_on_stream<C, double>)
     if (policy == exchange_policy::reduce) return reduce_packets(comm, pass, packets, report, stream);
+  syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
+}
+
+/// The collectives of `exchange`, of what is in the packets: communicators may connect ranks, and allocate, in the first of a kind and
+/// size.
+template <communicator C>
+void rehearse_exchange(C const& comm, pass_packets const& packets, merge_rule rule, exchange_policy policy,
+                       cudaStream_t stream) {
+  if constexpr (allreduces_on_stream<C, double>)
+    if (policy == exchange_policy::reduce) {
+      reduce_values(comm, packets, rule == merge_rule::moments, stream);
+      if (rule == merge_rule::moments) reduce_m2(comm, packets, stream);
+      return;
+    }
   syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
 }
 
