@@ -89,6 +89,16 @@ TEST_CASE("an exchange on another stream leaves what a stream is still to copy b
   CHECK((second.get() == std::vector<float>{3, 4}));
 }
 
+TEST_CASE("a rank may exchange on one device and then on another") {
+  syncnorm::run_ranks(2, [](auto const& threads) {
+    staged_threads const comm{threads};
+    for (int const device : {0, 1, 1, 0}) {
+      cudaSetDevice(device);
+      gather(comm);
+    }
+  });
+}
+
 TEST_CASE("a stream that is being captured is an error on every rank, and nothing is exchanged") {
   syncnorm::run_ranks(2, [](auto const& threads) {
     staged_threads const comm{threads};

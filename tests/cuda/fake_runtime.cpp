@@ -38,6 +38,7 @@ struct CUgraphExec_st {
 };
 
 struct CUevent_st {
+  int device;
   struct point {
     std::mutex mutex;
     std::condition_variable reached;
@@ -266,7 +267,9 @@ cudaError_t enqueue_issued(cudaStream_t stream, std::function<std::function<void
     to.push(issue());
   return cudaSuccess;
 }
-int device_of(cudaStream_t stream) { return at(stream).device; }
+int device_of(cudaStream_t stream) {
+  return stream == nullptr || stream == cudaStreamPerThread ? current_device : stream->device;
+}
 
 } // namespace fake_cuda
 
@@ -408,7 +411,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = new CUevent_st;
+  *event = new CUevent_st{current_device};
   return enter_outside_of_capture("cudaEventCreateWithFlags");
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -417,6 +420,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (auto const code = enter("cudaEventRecord"); code != cudaSuccess) return code;
+  if (fake_cuda::device_of(stream) != event->device) return remembered(cudaErrorInvalidResourceHandle);
   auto& from = at(stream);
   event->recorded_on = &from;
   event->captured_by = from.captured ? &from : from.captured_by;

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <span>
+#include <utility>
 
 #include <cuda_runtime_api.h>
 
@@ -49,9 +50,17 @@ public:
     cudaEventDestroy(event_);
   }
 
+  /// The device of the stream must be current.
   void record(CUstream_st* stream) {
+    int device = 0;
+    require_cuda(cudaGetDevice(&device), "cudaGetDevice");
+    if (event_ != nullptr && device != device_) { // whose streams take events of their own alone
+      wait();
+      require_cuda(cudaEventDestroy(std::exchange(event_, nullptr)), "cudaEventDestroy");
+    }
     if (event_ == nullptr)
       require_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    device_ = device;
     require_cuda(cudaEventRecord(event_, stream), "cudaEventRecord");
   }
   /// Blocks until the stream is past that point; returns at once where none was recorded.
@@ -61,6 +70,7 @@ public:
 
 private:
   cudaEvent_t event_ = nullptr;
+  int device_ = 0;
 };
 
 } // namespace syncnorm::detail
