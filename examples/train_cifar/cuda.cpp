@@ -49,8 +49,11 @@ void use_cuda(torch::nn::Module& network, syncnorm::any_communicator const& comm
   if (syncnorm::rank(comm) == 0 && ncclGetUniqueId(&id) != ncclSuccess) throw syncnorm::error{"ncclGetUniqueId failed"};
   syncnorm::broadcast(comm, std::span<std::byte>{std::as_writable_bytes(std::span{id.internal})}, 0);
   ncclComm_t made = nullptr;
-  auto const code = ncclCommInitRank(&made, syncnorm::size(comm), id, syncnorm::rank(comm));
-  if (code != ncclSuccess) throw syncnorm::error{std::string{"ncclCommInitRank: "} + ncclGetErrorString(code)};
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0; // so that the timeout holds while ranks connect, too
+  auto const code = ncclCommInitRankConfig(&made, syncnorm::size(comm), id, syncnorm::rank(comm), &config);
+  if (code != ncclSuccess && code != ncclInProgress)
+    throw syncnorm::error{std::string{"ncclCommInitRankConfig: "} + ncclGetErrorString(code)};
   syncnorm::torch::use_cuda(network, syncnorm::nccl_communicator::adopt(made, opts.timeout));
 }
 
