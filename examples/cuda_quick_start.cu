@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::int64_t channels = 64, pixels = 56 * 56;
 
-void train(syncnorm::nccl_communicator const& comm) {
+void train(syncnorm::nccl_communicator const& comm, syncnorm::thread_communicator const& thread) {
   cudaSetDevice(comm.rank());
   cudaStream_t stream = nullptr;
   cudaStreamCreate(&stream);
@@ -27,6 +27,7 @@ void train(syncnorm::nccl_communicator const& comm) {
   auto const x = view(0), y = view(1), dy = view(2), dx = view(3);
   {
     syncnorm::cuda::batch_norm<float, syncnorm::nccl_communicator> layer{comm, channels};
+    thread.barrier();                  // ranks of one process allocate and free nothing while others exchange
     layer.forward(x, y, stream);       // two kernels and one allgather, enqueued; the ranks agree in the first pass
     layer.backward(x, dy, dx, stream); // the same
     layer.synchronize(stream);
@@ -42,6 +43,7 @@ void train(syncnorm::nccl_communicator const& comm) {
     layer.synchronize(stream); // throws what went wrong in a step, the same on every rank
     cudaGraphExecDestroy(step);
     cudaGraphDestroy(graph);
+    thread.barrier();
   }
   cudaFree(memory);
   cudaStreamDestroy(stream);
@@ -58,7 +60,7 @@ int main() {
   std::vector<ncclComm_t> comms(static_cast<std::size_t>(devices));
   if (ncclCommInitAll(comms.data(), devices, nullptr) != ncclSuccess) return 1;
   syncnorm::run_ranks(devices, [&](syncnorm::thread_communicator const& thread) {
-    train(syncnorm::nccl_communicator::adopt(comms[static_cast<std::size_t>(thread.rank())]));
+    train(syncnorm::nccl_communicator::adopt(comms[static_cast<std::size_t>(thread.rank())]), thread);
   });
   std::printf("trained on %d GPUs\n", devices);
   return 0;

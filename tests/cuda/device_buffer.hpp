@@ -8,6 +8,7 @@
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/core/error.hpp>
 
 namespace test {
 
@@ -63,6 +64,29 @@ public:
 private:
   T* data_ = nullptr;
   std::size_t size_;
+};
+
+/// Lets ranks of one process meet on the host when it is made and when it ends, where their communicator has a `meet`. Made after what
+/// is in device memory: CUDA may let a call that allocates or frees some wait for kernels on other GPUs, and so for a collective that
+/// waits for its caller.
+template <class C>
+class meetings {
+public:
+  explicit meetings(C const& comm) : comm_{&comm} { meet(); }
+  meetings(meetings const&) = delete;
+  meetings& operator=(meetings const&) = delete;
+  ~meetings() {
+    try {
+      meet();
+    } catch (syncnorm::error const&) { // of which another rank has told
+    }
+  }
+
+private:
+  void meet() const {
+    if constexpr (requires { comm_->meet(); }) comm_->meet();
+  }
+  C const* comm_;
 };
 
 /// What f() enqueued on a stream while it was captured.

@@ -5,6 +5,7 @@
 #include <string>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -37,15 +38,23 @@ void over_threads(int size, std::function<void(staged_threads const&)> const& f)
   syncnorm::run_ranks(size, [&](auto const& threads) { f(staged_threads{threads}); });
 }
 
+/// A rank of NCCL that is a thread, as all others are, and may meet them on the host.
+struct nccl_thread : syncnorm::nccl_communicator {
+  syncnorm::thread_communicator host;
+  nccl_thread(syncnorm::nccl_communicator comm, syncnorm::thread_communicator threads)
+      : syncnorm::nccl_communicator{std::move(comm)}, host{std::move(threads)} {}
+  void meet() const { host.barrier(); }
+};
+
 /// f(comm) on a thread for each GPU.
-void over_nccl(std::function<void(syncnorm::nccl_communicator const&)> const& f) {
+void over_nccl(std::function<void(nccl_thread const&)> const& f) {
   int devices = 0;
   REQUIRE(cudaGetDeviceCount(&devices) == cudaSuccess);
   std::vector<ncclComm_t> comms(static_cast<std::size_t>(devices));
   REQUIRE(ncclCommInitAll(comms.data(), devices, nullptr) == ncclSuccess);
   syncnorm::run_ranks(devices, [&](auto const& threads) {
     syncnorm::detail::require_cuda(cudaSetDevice(threads.rank()), "cudaSetDevice");
-    f(syncnorm::nccl_communicator::adopt(comms[static_cast<std::size_t>(threads.rank())]));
+    f({syncnorm::nccl_communicator::adopt(comms[static_cast<std::size_t>(threads.rank())]), threads});
   });
 }
 
@@ -72,7 +81,9 @@ TEST_CASE("device memory over a communicator of the host keeps the contract of s
 TEST_CASE("NCCL keeps the contract of streams on as many GPUs as there are") {
   over_nccl([](auto const& comm) {
     for (bool const captured : {false, true}) stream_contract::check_contract(comm, captured);
-    stream_contract::check_contract(syncnorm::split(comm, comm.rank() % 2), true);
+    int const parity = comm.rank() % 2;
+    stream_contract::check_contract(nccl_thread{syncnorm::split(comm, parity), syncnorm::split(comm.host, parity)},
+                                    true);
   });
 }
 
@@ -150,9 +161,7 @@ TEST_CASE("passes that reduce agree with the oracle over NCCL and of ranks on on
   };
   over_threads(3,
                [&](auto const& comm) { check(comm, std::type_identity<layer_over<float, staged_threads>>{}, false); });
-  over_nccl([&](auto const& comm) {
-    check(comm, std::type_identity<layer_over<float, syncnorm::nccl_communicator>>{}, true);
-  });
+  over_nccl([&](auto const& comm) { check(comm, std::type_identity<layer_over<float, nccl_thread>>{}, true); });
 }
 
 TEST_CASE("passes in place, over micro-batches, in two phases and in groups on a GPU") {
@@ -185,7 +194,7 @@ TEST_CASE("ranks on as many GPUs as there are agree with the oracle over NCCL") 
     for (bool const captured : {false, true}) {
       check_cases<float>(comm, captured);
       check_cases<__half>(comm, captured);
-      using layer = layer_over<float, syncnorm::nccl_communicator>;
+      using layer = layer_over<float, nccl_thread>;
       layer_cases::check_two_phases<layer>(comm, captured, [] {});
       layer_cases::check_group<layer>(comm, captured);
     }

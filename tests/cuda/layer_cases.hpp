@@ -149,6 +149,9 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
 
   Layer layer{comm, c, {.norm = {.momentum = of.momentum, .exchange = of.policy}}};
   test::stream const on;
+  std::span const saved{layer.saved().statistics().mean, static_cast<std::size_t>(c)};
+  test::device_buffer<double> const means{saved.size() * static_cast<std::size_t>(size)};
+  test::meetings const between{comm};
   auto const step = [&](cudaStream_t stream) {
     layer.forward(x.view, y.view, epilogue, stream);
     layer.backward(x.view, dy.view, dx.view, epilogue, of.residual ? dresidual.view : syncnorm::tensor_view<T>{}, {},
@@ -185,8 +188,6 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
   CHECK(get(std::span{layer.num_batches_tracked(), 1}) == std::vector<std::int64_t>{oracle.count > 0 ? 2 : 0});
 
   if (size > 1) { // the same bits on every rank
-    std::span const saved{layer.saved().statistics().mean, static_cast<std::size_t>(c)};
-    test::device_buffer<double> const means{saved.size() * static_cast<std::size_t>(size)};
     test::run_on(on, false, [&](cudaStream_t stream) { syncnorm::allgather(comm, saved, means.span(), stream); });
     auto const each = means.get();
     for (std::size_t i = saved.size(); i < each.size(); ++i) CHECK(each[i] == each[i - saved.size()]);

@@ -68,6 +68,7 @@ void check_two_phases(C const& comm, bool captured, F const& after_first,
   test::stream const on, other;
   pending_data<Layer, C> a{comm, 3, policy}, b{comm, 6, policy}, expected_a{comm, 3, policy},
       expected_b{comm, 6, policy};
+  test::meetings const between{comm};
   bool const odd = syncnorm::rank(comm) % 2 == 1;
   auto const step = [&](cudaStream_t stream) {
     auto of_a = a.begin_forward(stream), of_b = b.begin_forward(stream);
@@ -99,6 +100,7 @@ void check_group(C const& comm, bool captured,
   pending_data<Layer, C> a{comm, 3, policy}, b{comm, 6, policy}, frozen{comm, 2, policy}, expected_a{comm, 3, policy},
       expected_b{comm, 6, policy}, expected_frozen{comm, 2, policy};
   cuda::batch_norm_group<C> group{comm};
+  test::meetings const between{comm};
   frozen.layer.freeze_statistics(), expected_frozen.layer.freeze_statistics();
   auto const step = [&](cudaStream_t stream) {
     group.run(cuda::passes(a.plan_forward(), frozen.plan_forward(), b.plan_forward()), stream);

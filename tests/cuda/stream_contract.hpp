@@ -24,13 +24,13 @@ void check_allgather(C const& comm, std::size_t extent, int salt, test::stream c
   auto const expected = contract::gathered<T>(size, extent, salt);
   test::device_buffer<T> const in{contract::values<T>(rank, extent, salt)};
   std::vector<T> const poisoned(expected.size(), contract::poison<T>());
-  test::device_buffer<T> const out{poisoned};
+  auto own = poisoned;
+  std::ranges::copy(in.get(), own.begin() + static_cast<std::ptrdiff_t>(extent) * rank);
+  test::device_buffer<T> const out{poisoned}, all{own};
+  test::meetings const between{comm};
   test::run_on(on, captured, [&](cudaStream_t stream) { syncnorm::allgather(comm, in.span(), out.span(), stream); });
   CHECK((out.get() == expected));
 
-  auto own = poisoned;
-  std::ranges::copy(in.get(), own.begin() + static_cast<std::ptrdiff_t>(extent) * rank);
-  test::device_buffer<T> const all{own};
   auto const part = all.span().subspan(extent * static_cast<std::size_t>(rank), extent);
   test::run_on(on, captured, [&](cudaStream_t stream) { syncnorm::allgather(comm, part, all.span(), stream); });
   CHECK((all.get() == expected));
@@ -44,6 +44,7 @@ void check_allreduce(C const& comm, std::size_t extent, int salt, syncnorm::redu
   auto const expected = contract::reduced<T>(size, extent, salt, op);
   test::device_buffer<T> const in{contract::values<T>(rank, extent, salt)};
   test::device_buffer<T> const out{std::vector<T>(extent, contract::poison<T>())};
+  test::meetings const between{comm};
   test::run_on(on, captured, [&](cudaStream_t stream) {
     syncnorm::allreduce(comm, in.span(), out.span(), op, stream);
     syncnorm::allreduce(comm, in.span(), in.span(), op, stream);
@@ -80,6 +81,7 @@ void check_contract(C const& comm, bool captured) {
     in.emplace_back(contract::values<float>(rank, extent, i));
     out.emplace_back(extent * static_cast<std::size_t>(size));
   }
+  test::meetings const between{comm};
   test::run_on(on, captured, [&](cudaStream_t stream) {
     for (std::size_t i = 0; i < in.size(); ++i) syncnorm::allgather(comm, in[i].span(), out[i].span(), stream);
   });

@@ -26,6 +26,10 @@ namespace syncnorm {
 /// NCCL may connect ranks in their first collectives of a kind and size, which then wait for the peers on the host. Where the communicator
 /// blocks, as by default, the timeout does not apply to these, nor to `split`: only `abort` by another thread ends them. Where it does
 /// not (`ncclConfig_t::blocking = 0`), a call waits until NCCL has enqueued it, for the timeout at most, and then aborts, too.
+///
+/// Where ranks are GPUs of one process, CUDA may let a call that allocates or frees memory on one wait for the kernels of the others, and
+/// so for a collective that waits for this rank: let them meet on the host after they have made layers, and before they destroy
+/// them.
 class nccl_communicator {
 public:
   /// Does not own `comm`, which must outlive the communicator and its copies. Local. Throws invalid_argument_error where
