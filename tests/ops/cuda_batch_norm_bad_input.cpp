@@ -164,6 +164,35 @@ TEST_CASE("another current device than that of the layer on one rank is an error
   test::check_no_violations();
 }
 
+TEST_CASE("a stream of another device than that of the layer on one rank is an error on every rank") {
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    for (bool const first_step_good : {true, false})
+      test::over_nccl(2, [&](auto const& comm) {
+        layer_over<test::nccl_communicator> layer{comm, 3, {.norm = {.exchange = policy}}};
+        test::stream const on;
+        cudaSetDevice(1);
+        test::stream const elsewhere;
+        cudaSetDevice(0);
+        step_memory step;
+        if (first_step_good) {
+          step.forward(layer, on);
+          layer.synchronize(on);
+        }
+        cudaStream_t const stream = comm.rank() == 1 ? elsewhere : on;
+        for (bool const in_two_phases : {false, true})
+          CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+                  if (in_two_phases)
+                    layer.begin_forward(step.x.view, step.y.view, {}, stream).finish(stream);
+                  else
+                    layer.forward(step.x.view, step.y.view, stream);
+                  layer.synchronize(stream);
+                }) == "batch_norm forward: rank 1: the stream is of device 1, the memory of the layer is on 0");
+        step.forward(layer, on);
+        layer.synchronize(on);
+      });
+  test::check_no_violations();
+}
+
 TEST_CASE("one value per channel over all ranks is too few") {
   std::string const message = "batch_norm forward: training needs more than 1 value per channel over all ranks, got 1";
   auto const check = [&](auto const& comm, syncnorm::exchange_policy policy) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include <syncnorm/ops/detail/cuda_packets.hpp>
 
 #include <syncnorm/ops/detail/cuda_report.hpp>
+#include <syncnorm/ops/detail/cuda_side_stream.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
 namespace syncnorm::cuda {
@@ -114,6 +116,15 @@ public:
   [[nodiscard]] detail::packet_pool& pool() noexcept { return pool_; }
   [[nodiscard]] detail::pass_report& passes_report() noexcept { return report_; }
 
+  /// f(`stream`), or where that is of another device, on which nothing of the layer's can run, f of a stream of this one in its place. This
+  /// device must be current. The first one of the latter kind allocates.
+  template <class F>
+  void on_own_device(cudaStream_t stream, int device_of_stream, F const& f) {
+    if (device_of_stream == device_) return f(stream);
+    if (!instead_) instead_ = std::make_unique<detail::side_stream>();
+    instead_->run_instead(stream, device_of_stream, f);
+  }
+
   /// Whether the ranks are known to have this number of channels.
   [[nodiscard]] bool agreed() const noexcept { return agreed_; }
 
@@ -164,6 +175,7 @@ private:
 
   detail::pass_packets packets_, double_packets_;
   bool double_gathers_;
+  std::unique_ptr<detail::side_stream> instead_;
   detail::device_memory memory_;
   std::byte* heads_ = nullptr;
   workspace work_;

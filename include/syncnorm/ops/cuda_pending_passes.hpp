@@ -129,15 +129,25 @@ public:
     bool const together = buffers_ != nullptr && (passes_.size() > 1 || reduces);
     std::optional<detail::device_scope> there;
     if (buffers_ != nullptr) there.emplace(passes_.front().steps().workspace().device());
-    if (together) passes_[0].steps().agree_on_group(buffers_->packets.headers(reduces), report_->on_device(), stream);
-    for (std::size_t l = 0; l < passes_.size(); ++l) {
-      auto& steps = passes_[l].steps();
-      if (buffers_ != nullptr && steps.collective())
-        steps.apply(reduces ? buffers_->packets.merged(l) : buffers_->packets.gathered(l),
-                    buffers_->packets.place(l, reduces, false),
-                    together && !reduces ? fault_report{} : report_->on_device(), stream);
-      else if (steps.fault().empty())
-        steps.run_alone(stream);
+    auto const complete = [&](cudaStream_t on) {
+      if (together) passes_[0].steps().agree_on_group(buffers_->packets.headers(reduces), report_->on_device(), on);
+      for (std::size_t l = 0; l < passes_.size(); ++l) {
+        auto& steps = passes_[l].steps();
+        if (buffers_ != nullptr && steps.collective())
+          steps.apply(reduces ? buffers_->packets.merged(l) : buffers_->packets.gathered(l),
+                      buffers_->packets.place(l, reduces, false),
+                      together && !reduces ? fault_report{} : report_->on_device(), on);
+        else if (steps.fault().empty())
+          steps.run_alone(on);
+      }
+    };
+    if (buffers_ == nullptr) {
+      complete(stream);
+    } else {
+      auto& workspace = passes_.front().steps().workspace();
+      int device_of_stream = workspace.device();
+      syncnorm::detail::require_cuda(detail::ask_device(stream, device_of_stream), "cudaStreamGetDevice");
+      workspace.on_own_device(stream, device_of_stream, complete);
     }
     if (auto* const buffers = std::exchange(buffers_, nullptr)) buffers->in_use = false;
     if (report_ != nullptr) report_->raise();
@@ -196,24 +206,26 @@ private:
       if (is_backward(pass.steps()) != is_backward(first))
         syncnorm::detail::set_text(header.fault, "a forward and a backward pass cannot travel together");
     }
-    if (!agreed) {
-      auto head = headers.front(); // of faults all hear with the packets
-      head.fault = {};
-      first.workspace().agree(comm, head, stream_);
-      agreed = true;
-    }
-    auto& buffers = pool.take(!reduces, stream_);
-    buffers.in_use = true;
-    buffers_ = &buffers;
-    for (std::size_t l = 0; l < passes_.size(); ++l) {
-      auto& steps = passes_[l].steps();
-      if (steps.collective())
-        steps.local(headers[l], buffers.packets.place(l, reduces, moments), stream_);
-      else
-        steps.announce(headers[l], buffers.packets.place(l, reduces, moments), stream_);
-    }
-    buffers.side.run_after(stream_, [&](cudaStream_t side) {
-      detail::exchange(comm, first, buffers.packets, policy, {}, side); // whose faults `finish` reports
+    first.workspace().on_own_device(stream_, first.stream_device(), [&](cudaStream_t on) {
+      if (!agreed) {
+        auto head = headers.front(); // of faults all hear with the packets
+        head.fault = {};
+        first.workspace().agree(comm, head, on);
+        agreed = true;
+      }
+      auto& buffers = pool.take(!reduces, on);
+      buffers.in_use = true;
+      buffers_ = &buffers;
+      for (std::size_t l = 0; l < passes_.size(); ++l) {
+        auto& steps = passes_[l].steps();
+        if (steps.collective())
+          steps.local(headers[l], buffers.packets.place(l, reduces, moments), on);
+        else
+          steps.announce(headers[l], buffers.packets.place(l, reduces, moments), on);
+      }
+      buffers.side.run_after(on, [&](cudaStream_t side) {
+        detail::exchange(comm, first, buffers.packets, policy, {}, side); // whose faults `finish` reports
+      });
     });
   }
 

@@ -28,10 +28,28 @@ private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+/// Sets `device` to that of a stream, where that can be told: not of the default one, which is of any, of one that is being captured, or
+/// by an old driver.
+[[nodiscard]] inline cudaError_t ask_device([[maybe_unused]] cudaStream_t stream, [[maybe_unused]] int& device) {
+#if CUDART_VERSION >= 12080
+  if (stream == nullptr) return cudaSuccess;
+  // Some drivers refuse to answer of a stream that is being captured, and the refusal ends the capture.
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  auto code = cudaStreamIsCapturing(stream, &capturing);
+  if (code == cudaSuccess && capturing == cudaStreamCaptureStatusNone) {
+    relaxed_capture const as_asking_enqueues_nothing;
+    code = cudaStreamGetDevice(stream, &device);
+  }
+  if (code != cudaErrorCallRequiresNewerDriver) return code; // newer than there need be for the rest
+  syncnorm::detail::forget_last_error();
+#endif
+  return cudaSuccess;
+}
+
 /// What is wrong with a call on a device: as `call_check`, and that pointers are of that device's memory.
 class device_check : public syncnorm::detail::call_check {
 public:
-  explicit device_check(int device) : device_{device} {}
+  explicit device_check(int device) : device_{device}, stream_device_{device} {}
 
   /// The calling thread and the stream are of the device. A stream that is being captured is taken for one that is.
   void place(cudaStream_t stream) {
@@ -39,22 +57,15 @@ public:
     call(cudaGetDevice(&current), "cudaGetDevice");
     require(current == device_,
             [&] { return text("the current device is ", current, ", the memory of the layer is on ", device_); });
-#if CUDART_VERSION >= 12080
-    // Of a stream that is being captured, some drivers refuse to say the device, and the refusal ends the capture.
-    if (stream == nullptr || capturing(stream)) return;
-    int of_stream = device_;
-    auto const code = [&] {
-      relaxed_capture const as_asking_enqueues_nothing;
-      return cudaStreamGetDevice(stream, &of_stream);
-    }();
-    if (code == cudaErrorCallRequiresNewerDriver) // than there need be for the rest
-      syncnorm::detail::forget_last_error();
-    else
-      call(code, "cudaStreamGetDevice");
-    require(of_stream == device_,
-            [&] { return text("the stream is of device ", of_stream, ", the memory of the layer is on ", device_); });
-#endif
+    stream_device_ = device_;
+    call(ask_device(stream, stream_device_), "cudaStreamGetDevice");
+    require(stream_device_ == device_, [&] {
+      return text("the stream is of device ", stream_device_, ", the memory of the layer is on ", device_);
+    });
   }
+
+  /// Of the stream that was looked at.
+  [[nodiscard]] int stream_device() const noexcept { return stream_device_; }
 
   /// A name is anything that can be written to a stream.
   template <class T, class Name>
@@ -114,14 +125,7 @@ public:
   }
 
 private:
-  /// Whether it is, as far as that can be told.
-  [[nodiscard]] bool capturing(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    call(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-    return status != cudaStreamCaptureStatusNone;
-  }
-
-  int device_;
+  int device_, stream_device_;
 };
 
 /// Makes `device` the current one as long as it lives.

@@ -50,6 +50,8 @@ public:
   /// First: looks what is wrong with the pass, which is `alone` where no other rank is involved.
   virtual void check(bool alone, cudaStream_t stream) = 0;
   [[nodiscard]] std::string const& fault() const { return check_.fault(); }
+  /// That of the stream which `check` has looked at.
+  [[nodiscard]] int stream_device() const noexcept { return check_.stream_device(); }
   [[nodiscard]] syncnorm::detail::packet_header const& header() const { return header_; }
   /// Whether the pass involves other ranks, where there are any.
   [[nodiscard]] virtual bool collective() const = 0;
@@ -174,11 +176,13 @@ void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
     bool const reduces = policy == exchange_policy::reduce;
     auto header = pass.header();
     header.policy = static_cast<std::int32_t>(policy);
-    if (!workspace.agreed()) workspace.agree(comm, header, stream);
-    auto const own = packets.place(0, reduces, pass.rule() == merge_rule::moments);
-    pass.local(header, own, stream);
-    exchange(comm, pass, packets, policy, workspace.report(), stream);
-    pass.apply(reduces ? packets.merged(0) : packets.gathered(0), own, workspace.report(), stream);
+    workspace.on_own_device(stream, pass.stream_device(), [&](cudaStream_t on) {
+      if (!workspace.agreed()) workspace.agree(comm, header, on);
+      auto const own = packets.place(0, reduces, pass.rule() == merge_rule::moments);
+      pass.local(header, own, on);
+      exchange(comm, pass, packets, policy, workspace.report(), on);
+      pass.apply(reduces ? packets.merged(0) : packets.gathered(0), own, workspace.report(), on);
+    });
   }
   workspace.raise();
 }

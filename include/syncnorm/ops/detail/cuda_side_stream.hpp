@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/ops/detail/cuda_checks.hpp>
 
 namespace syncnorm::cuda::detail {
 
@@ -32,6 +33,23 @@ public:
     require_cuda(cudaStreamWaitEvent(stream_, begun_, 0), "cudaStreamWaitEvent");
     f(stream_);
     require_cuda(cudaEventRecord(done_, stream_), "cudaEventRecord");
+  }
+  /// f(the stream) in the place of `from`, which is of another device: after what is in it so far, and before what it gets from here on.
+  template <class F>
+  void run_instead(cudaStream_t from, int device_of_from, F const& f) {
+    using syncnorm::detail::require_cuda;
+    cudaEvent_t begun = nullptr;
+    {
+      device_scope const there{device_of_from}; // whose stream takes an event of that device alone
+      require_cuda(cudaEventCreateWithFlags(&begun, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+      auto const code = cudaEventRecord(begun, from);
+      if (code == cudaSuccess) require_cuda(cudaStreamWaitEvent(stream_, begun, 0), "cudaStreamWaitEvent");
+      cudaEventDestroy(begun);
+      require_cuda(code, "cudaEventRecord");
+    }
+    f(stream_);
+    require_cuda(cudaEventRecord(done_, stream_), "cudaEventRecord");
+    require_cuda(join(from), "cudaStreamWaitEvent");
   }
   /// Lets what `to` gets from here on come after what was run.
   [[nodiscard]] cudaError_t join(cudaStream_t to) const noexcept { return cudaStreamWaitEvent(to, done_, 0); }
