@@ -93,12 +93,17 @@ TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the 
 
   for (auto const& each : ranks) each->layer.reserve_double_backward();
   CHECK(fake_cuda::calls("load_double_backward_kernels") == 2);
+  auto const for_batches = [&](auto const& pass) {
+    for (auto const& each : ranks) {
+      std::array<syncnorm::tensor_view<float const>, 3> const x{each->x.view, each->x.view, each->x.view};
+      std::array const out{each->y.view, each->y.view, each->y.view};
+      pass(*each, x, out);
+    }
+  };
+  for_batches([](rank& of, auto const& x, auto const& out) { of.layer.forward(x, out, {}, of.on); });
   fake_cuda::reset();
-  for (auto const& each : ranks) {
-    std::array<syncnorm::tensor_view<float const>, 3> const x{each->x.view, each->x.view, each->x.view};
-    std::array const out{each->y.view, each->y.view, each->y.view};
-    each->layer.double_backward({}, x, x, out, {}, {}, {}, each->on);
-  }
+  for_batches(
+      [](rank& of, auto const& x, auto const& out) { of.layer.double_backward({}, x, x, out, {}, {}, {}, of.on); });
   for (auto const* const function : {"cudaMalloc", "cudaStreamSynchronize", "cudaMemcpyAsync"})
     CHECK(fake_cuda::calls(function) == 0);
   CHECK(fake_cuda::calls("kernel") == 2 * 6);
@@ -151,6 +156,27 @@ TEST_CASE("one rank exchanges nothing, and neither do constant statistics and ba
     layer.synchronize(on);
   });
   test::check_no_violations();
+}
+
+TEST_CASE("where statistics are constant on a device, dx is what dy is, whatever x is") {
+  layer_over<syncnorm::self_communicator> layer{{}, 2};
+  layer_cases::device_tensor<float> x{test::layout::nchw, 2, 2, 5}, dy{test::layout::nchw, 2, 2, 5},
+      y{test::layout::nchw, 2, 2, 5}, dx{test::layout::nchw, 2, 2, 5};
+  std::vector<long double> values(20), gradients(20);
+  for (std::size_t i = 0; i < 20; ++i) {
+    values[i] = i % 3 == 0 ? 1 : i % 3 == 1 ? std::numeric_limits<long double>::quiet_NaN() : INFINITY;
+    gradients[i] = i % 3 == 0 ? 2 : 0;
+  }
+  x.put(values, 0), dy.put(gradients, 0);
+  test::stream const on;
+  layer.eval();
+  for (auto const& kind : {syncnorm::activation::identity(), syncnorm::activation::relu()}) {
+    syncnorm::batch_norm_epilogue<float> const epilogue{.activation = kind};
+    layer.forward(x.view, y.view, epilogue, on);
+    layer.backward(x.view, dy.view, dx.view, epilogue, {}, {}, on);
+    layer.synchronize(on);
+    CHECK(layer_cases::error_of(dx.get(), gradients) < 1e-5);
+  }
 }
 
 TEST_CASE("parameters and running statistics are optional, and what was allocated is given back") {

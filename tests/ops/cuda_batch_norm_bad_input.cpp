@@ -137,6 +137,30 @@ TEST_CASE("ranks that differ in options or channels all get the error of the hos
   });
 }
 
+TEST_CASE("a backward pass of another batch than the forward pass had on one rank is an error on every rank") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3};
+    test::stream const on;
+    step_memory step;
+    step.forward(layer, on);
+    layer.synchronize(on);
+    auto const part = [&](auto const& view) { return comm.rank() == 1 ? view.sample_range(0, 1) : view; };
+    std::string const what = "rank 1: x has 5 values per channel, in the forward pass 10";
+    CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+            layer.backward(part(step.x.view), part(step.dy.view), part(step.dx.view), on);
+            layer.synchronize(on);
+          }) == "batch_norm backward: " + what);
+    CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+            layer.double_backward({.dx = part(step.dy.view)}, part(step.x.view), part(step.dy.view), part(step.dx.view),
+                                  {}, {}, {}, on);
+            layer.synchronize(on);
+          }) == "batch_norm 2nd backward: " + what);
+    step.backward(layer, on);
+    layer.synchronize(on);
+  });
+  test::check_no_violations();
+}
+
 TEST_CASE("another current device than that of the layer on one rank is an error on every rank") {
   test::over_nccl(2, [](auto const& comm) {
     layer_over<test::nccl_communicator> layer{comm, 3};

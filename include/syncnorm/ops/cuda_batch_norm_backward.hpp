@@ -83,6 +83,7 @@ public:
       }
       count += x.count();
     }
+    if (!check_.failed()) check_.own_count(count, saved_->own_count);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
     check_.values(in_.gradients.gamma, "the gradient of gamma", channels);

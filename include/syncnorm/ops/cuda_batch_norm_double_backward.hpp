@@ -57,6 +57,7 @@ public:
       check_batch(k, batches);
       count += in_.x[k].count();
     }
+    if (!check_.failed()) check_.own_count(count, saved_->own_count);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
     check_.values(in_.a, "the gradient with respect to that of gamma", channels);

@@ -190,6 +190,7 @@ private:
   void save() {
     saved_->scope = in_.scope;
     saved_->exists = true;
+    saved_->own_count = constant() || check_.failed() ? -1 : header_.count;
     saved_->exchange = options_.exchange;
   }
 

@@ -36,8 +36,9 @@ public:
     return sizes.used();
   }
 
-  statistics_scope scope = statistics_scope::all_ranks;  ///< of the latest pass that was enqueued
-  bool exists = false;                                   ///< there was one
+  statistics_scope scope = statistics_scope::all_ranks; ///< of the latest pass that was enqueued
+  bool exists = false;                                  ///< there was one
+  std::int64_t own_count = -1;                          ///< N·S of that pass's x, of all micro-batches; −1: of any x
   exchange_policy exchange = exchange_policy::automatic; ///< of that pass, and hence of its backward pass
   /// mean, inv_std `[C]`, and the count over the scope, −1 where the pass failed, in device memory.
   [[nodiscard]] saved_statistics statistics() const noexcept { return statistics_; }

@@ -125,11 +125,13 @@ struct gradient_op {
       dv = activation_gradient(v, dv, slope);
       dv = counts || !zeroes ? dv : A{0};
       out[1] = static_cast<T>(dv);
-      out[0] = static_cast<T>(dv * k[0] + (counts ? d * k[2] + k[3] : A{0}));
+      out[0] = static_cast<T>(dv * k[0] + (counts ? of_x(k, d) : A{0}));
     } else {
-      out[0] = static_cast<T>(dv * k[0] + (d * k[2] + k[3]));
+      out[0] = static_cast<T>(dv * k[0] + of_x(k, d));
     }
   }
+  /// Nothing where statistics are constant, whatever x is.
+  SYNCNORM_DEVICE static A of_x(A const (&k)[coefficients], A d) { return k[2] == 0 ? k[3] : d * k[2] + k[3]; }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
     if (dx.data != nullptr) store_pack<K>(hw, address(dx, at), step_of<Axis>(dx), at.part, out[0], use);
