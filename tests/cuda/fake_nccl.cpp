@@ -112,14 +112,16 @@ std::shared_ptr<void> hold(std::shared_ptr<member> const& self) {
 /// Connects what was called first in a group, or by itself.
 ncclResult_t connect() {
   auto code = ncclSuccess;
-  for (auto const& [self, of] : std::exchange(called_first, {})) {
+  for (auto const& first : std::exchange(called_first, {})) {
+    auto const& self = first.first;
+    auto const of = first.second;
     auto& group = *self->group;
     std::unique_lock lock{group.mutex};
     self->called.insert(of);
     ++group.connecting[of];
     group.changed.notify_all();
     if (self->blocks)
-      group.changed.wait(lock, [&, &of = of] { return group.connecting[of] == group.size || self->aborted; });
+      group.changed.wait(lock, [&] { return group.connecting[of] == group.size || self->aborted; });
     else if (!is_connected(*self))
       code = ncclInProgress;
   }
