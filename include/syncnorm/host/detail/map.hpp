@@ -394,14 +394,16 @@ private:
     auto const ask = [&](std::int64_t at) __attribute__((always_inline)) {
       if (!fetch) return;
 #pragma GCC unroll 8
-      for (std::size_t j = 0; j < inputs; ++j) prefetch<4 * L, 2>(in[j], at + further[j]);
+      for (std::size_t j = 0; j < inputs; ++j) prefetch<2 * L, 2>(in[j], at + further[j]);
     };
     for (; i + 4 * L <= n; i += 4 * L) {
       ask(i);
       put_two(op, in, out, i, k, streams);
+      ask(i + 2 * L);
       put_two(op, in, out, i + 2 * L, k, streams);
     }
     if (i < n) ask(i);
+    if (i + 2 * L < n) ask(i + 2 * L);
     if (i + 2 * L <= n) {
       put_two(op, in, out, i, k, streams);
       i += 2 * L;
