@@ -165,6 +165,29 @@ TEST_CASE("activation, residual and mask and their gradients are those of libtor
     }
 }
 
+TEST_CASE("a residual without an activation is let go, and may be written to before the backward pass") {
+  auto const x = random({3, 4, 5, 2}).set_requires_grad(true), dy = random({3, 4, 5, 2});
+  for (bool const penalized : {false, true}) {
+    auto residual = random({3, 4, 5, 2}).set_requires_grad(true).mul(1);
+    auto norm = make_norm(BatchNormOptions{4});
+    auto const y = norm->forward_with(x, {.residual = residual});
+    CHECK(residual.use_count() == 1);
+    {
+      torch::NoGradGuard const no_recording;
+      residual.add_(1);
+    }
+    auto const seed = dy.clone().set_requires_grad(penalized);
+    auto const gradients = torch::autograd::grad({y}, {x, residual}, {seed}, /*retain_graph=*/c10::nullopt, penalized);
+    CHECK(error_of(gradients[1], dy) == 0);
+    if (!penalized) continue;
+    auto const second = torch::autograd::grad({gradients[0].square().sum() + gradients[1].square().sum()}, {seed});
+    auto plain = make_norm(BatchNormOptions{4});
+    auto const of_x = torch::autograd::grad({plain->forward(x)}, {x}, {seed}, c10::nullopt, true);
+    auto const expected = torch::autograd::grad({of_x[0].square().sum()}, {seed})[0] + 2 * dy;
+    CHECK(error_of(second[0], expected, scale_of(expected)) <= 1e-12);
+  }
+}
+
 TEST_CASE("what is wrong with a residual or a mask on one rank is thrown on both") {
   struct fault {
     norm_epilogue epilogue;

@@ -34,7 +34,8 @@ namespace syncnorm::torch::detail {
 struct forward_tensors {
   std::vector<at::Tensor> x;
   at::Tensor weight, bias;
-  std::vector<at::Tensor> residuals; ///< of each micro-batch
+  std::vector<at::Tensor>
+      residuals; ///< of each micro-batch, undefined where there is none or its values are not needed
 
   /// Those to be saved of a pass over `x`, which wrote `y`.
   [[nodiscard]] static forward_tensors of(recorded_pass const& pass, std::vector<at::Tensor> x,
@@ -42,8 +43,12 @@ struct forward_tensors {
                                           std::vector<at::Tensor> residuals, std::vector<at::Tensor> y) {
     // What was activated depends on bias and residual; so does x where it is recovered from y.
     bool const in_place = pass.kept != nullptr;
-    bool const activated = std::ranges::any_of(
-        pass.epilogues, [](recorded_epilogue const& with) { return with.activation.negative_slope != 1; });
+    bool activated = false;
+    for (std::size_t k = 0; k < residuals.size(); ++k) {
+      bool const this_one = pass.epilogues[k].activation.negative_slope != 1;
+      activated |= this_one;
+      if (!in_place && !this_one) residuals[k].reset();
+    }
     return {in_place ? std::move(y) : std::move(x), weight, in_place || activated ? bias : at::Tensor{},
             std::move(residuals)};
   }
@@ -169,8 +174,10 @@ private:
       if (pass_->kept != nullptr) recovered_.push_back(of.y), recovered_views_.push_back(of.y_view);
       auto const& [activation, masked, mask] = pass_->epilogues[k];
       auto& residual = read_residuals_.at(k);
-      epilogues_.push_back({activation, residual.defined() ? make_companion<T>(residual, of) : tensor_view<T const>{},
-                            view_of_mask(mask), masked});
+      // For one whose values are not needed, dy stands in.
+      auto const absent = wants_.residuals[k] ? dy_views_.back() : tensor_view<T const>{};
+      epilogues_.push_back(
+          {activation, residual.defined() ? make_companion<T>(residual, of) : absent, view_of_mask(mask), masked});
       auto& dresidual = dresiduals_.emplace_back();
       auto& to_residual = dresidual_views_.emplace_back();
       if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = at::empty_like(of.y), of.order);

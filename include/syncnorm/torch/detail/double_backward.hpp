@@ -149,7 +149,10 @@ public:
           if (wants(batches + k)) to_x[k] = of_x.y, of.to_x[k] = of_x.y_view;
           v_views.push_back(companion(take(batches + 2 + k)));
           auto const& [activation, masked, mask] = pass.epilogues[k];
-          of.epilogues.push_back({activation, companion(saved[2 * batches + 2 + k]), view_of_mask(mask), masked});
+          auto const& residual = saved[2 * batches + 2 + k];
+          // For one whose values are not needed, what has the gradient stands in.
+          of.epilogues.push_back(
+              {activation, residual.defined() ? companion(residual) : v_views.back(), view_of_mask(mask), masked});
         }
         of.second.dx = u_views, of.second.dresidual = v_views;
         auto const options = saved.front().options().dtype(pass.parameters);
