@@ -36,7 +36,7 @@ struct backward_elemt_terms {
   }
 };
 
-/// The same of constant statistics, which dx depends on x neither by nor through.
+/// The same of constant statistics, by which dx is a multiple of dy alone.
 template <class A>
 struct constant_gradient_terms {
   static constexpr std::size_t coefficients = 3;

@@ -150,16 +150,16 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
               detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
               count};
         });
-    if (Constant || !detail::suits_row_pipeline<detail::epilogue_rows<T>>(blocks, in, out))
-      return detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
-    if constexpr (!Constant) {
-      auto const rows = [&](std::int64_t first, std::int64_t length) {
-        return detail::epilogue_rows<T>{of(first, length), 0, length};
-      };
-      auto const finish = [](std::int64_t, std::int64_t) {};
-      detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {in.size(), true}, rows, sum_dy, sum_dy_xmu,
-                                     finish, map);
-    }
+    if constexpr (!Constant) // else it is not worth the time to compile it
+      if (detail::suits_row_pipeline<detail::epilogue_rows<T>>(blocks, in, out)) {
+        auto const rows = [&](std::int64_t first, std::int64_t length) {
+          return detail::epilogue_rows<T>{of(first, length), 0, length};
+        };
+        auto const finish = [](std::int64_t, std::int64_t) {};
+        return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {in.size(), true}, rows, sum_dy,
+                                              sum_dy_xmu, finish, map);
+      }
+    detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
   };
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);

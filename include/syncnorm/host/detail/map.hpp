@@ -95,6 +95,7 @@ public:
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0. `stream_fence` must follow.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
+    if (layout_ == layout::strided) return elements(box);
     for_its_kind([&]<bool Masked>(std::bool_constant<Masked>) {
       layout_ == layout::rows ? rows<Masked>(box, channels_ahead) : lanes<Masked>(box);
     });
@@ -248,21 +249,16 @@ private:
     }
   }
 
-  /// Contiguous channels, or positions that are taken for channels, and whatever is contiguous nowhere.
+  /// Contiguous channels, or positions that are taken for channels.
   template <bool Masked>
   void lanes(boxes::box const& box) const {
+    bool const fetch =
+        !folded_ && std::ranges::find(streams_, true) != streams_.end(); // what is folded is in the cache
+    distances far;
+    far.fill(elements_ahead<T>(inputs));
+    std::int64_t const end = box.position + box.positions;
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
       std::uint8_t const* const mask = Masked ? mask_->row(n) : nullptr;
-      std::int64_t const end = box.position + box.positions;
-      if (layout_ == layout::strided) {
-        for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c)
-          for (std::int64_t s = box.position; s < end; ++s) element(n, c, s, mask);
-        continue;
-      }
-      bool const fetch =
-          !folded_ && std::ranges::find(streams_, true) != streams_.end(); // what is folded is in the cache
-      distances far;
-      far.fill(elements_ahead<T>(inputs));
       for (std::int64_t s = box.position; s < end; s += run_positions_) {
         std::int64_t const length = box.channels * std::min(run_positions_, end - s);
         per_channel<Masked> const k{table_ + box.channel, period_, !Masked || mask[s] != 0 ? A{1} : A{0}};
@@ -271,14 +267,22 @@ private:
     }
   }
 
-  void element(std::int64_t n, std::int64_t c, std::int64_t s, std::uint8_t const* mask) const {
-    std::array<A, inputs> v;
-    std::array<A, coefficients> k;
-    for (std::size_t j = 0; j < inputs; ++j) v[j] = load<1>(&in_[j](n, c, s));
-    for (std::size_t j = 0; j < coefficients; ++j) k[j] = table_[static_cast<std::int64_t>(j) * period_ + c];
-    auto const result = op_.apply(v, k, mask == nullptr || mask[s] != 0);
-    for (std::size_t j = 0; j < outputs; ++j)
-      if (out_[j].data != nullptr) store<1>(&out_[j](n, c, s), result[j]);
+  /// Whatever is contiguous nowhere, one element at a time.
+  void elements(boxes::box const& box) const {
+    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
+      std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(n);
+      for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c) {
+        std::array<A, coefficients> k;
+        for (std::size_t j = 0; j < coefficients; ++j) k[j] = table_[static_cast<std::int64_t>(j) * period_ + c];
+        for (std::int64_t s = box.position; s < box.position + box.positions; ++s) {
+          std::array<A, inputs> v;
+          for (std::size_t j = 0; j < inputs; ++j) v[j] = load<1>(&in_[j](n, c, s));
+          auto const result = op_.apply(v, k, mask == nullptr || mask[s] != 0);
+          for (std::size_t j = 0; j < outputs; ++j)
+            if (out_[j].data != nullptr) store<1>(&out_[j](n, c, s), result[j]);
+        }
+      }
+    }
   }
 
   template <bool Masked>
