@@ -43,7 +43,6 @@ public:
   void check(bool, cudaStream_t stream) override {
     auto const channels = workspace_->channels();
     auto const batches = in_.x.size();
-    std::int64_t count = 0;
     check_caller();
     check_.place(stream);
     check_.require(saved_->exists, [] { return "there was no forward pass"; });
@@ -53,11 +52,9 @@ public:
     check_.batches_of(in_.to_dy.size(), batches, "micro-batches of the gradient to dy", true);
     check_.batches_of(in_.to_x.size(), batches, "micro-batches of the gradient to x", true);
     check_.batches_of(in_.epilogues.size(), batches, "epilogues", true);
-    for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
-      check_batch(k, batches);
-      count += in_.x[k].count();
-    }
-    if (!check_.failed()) check_.own_count(count, saved_->own_count);
+    for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
+    auto const count = syncnorm::detail::count_of(in_.x);
+    check_.own_count(count, saved_->own_count);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
     check_.values(in_.a, "the gradient with respect to that of gamma", channels);

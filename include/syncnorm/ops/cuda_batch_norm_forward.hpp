@@ -72,7 +72,6 @@ public:
   void check(bool alone, cudaStream_t stream) override {
     auto const channels = workspace_->channels();
     auto const batches = in_.x.size();
-    std::int64_t count = 0;
     using syncnorm::detail::batch_name;
     check_caller();
     check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
@@ -87,8 +86,8 @@ public:
       check_.written(in_.y[k], batch_name{"y", k, batches}, in_.x[k]);
       check_.epilogue_of(epilogue(k), in_.x[k], k, batches);
       masked |= static_cast<bool>(epilogue(k).mask);
-      count += in_.x[k].count();
     }
+    auto const count = syncnorm::detail::count_of(in_.x);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
     if (constant())

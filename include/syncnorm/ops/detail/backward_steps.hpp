@@ -71,7 +71,7 @@ public:
       check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
       if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
     }
-    if (!check_.failed()) check_.own_count(count_of(in_.x), saved.own_count);
+    check_.own_count(count_of(in_.x), saved.own_count);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
     check_.require(in_.dresidual.empty() || in_.dresidual.size() == batches, [&] {
       return check_.text("there are ", in_.dresidual.size(), " micro-batches of dresidual, expected ", batches,

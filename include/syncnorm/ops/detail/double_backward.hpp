@@ -60,7 +60,7 @@ public:
     as_many(in_.to_dy.size(), "the gradient to dy");
     as_many(in_.to_x.size(), "the gradient to x");
     for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
-    if (!check_.failed()) check_.own_count(count_of(in_.x), saved.own_count);
+    check_.own_count(count_of(in_.x), saved.own_count);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
     for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
       check_.require(!given(in_.v[k]) || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
