@@ -175,8 +175,7 @@ public:
 
   /// Completes the forward pass in flight: running_phi, the number of steps, and what the backward pass needs.
   void finish_forward() {
-    if (!forward_.pending) return;
-    forward_.pending = false;
+    if (!std::exchange(forward_.pending, false)) return;
     auto const pass = std::exchange(forward_.pass, nullptr);
     try {
       sums_.resize(pass->inv_z.size());
@@ -192,8 +191,7 @@ public:
 
   /// Completes the backward pass in flight: ema_gz.
   void finish_backward() {
-    if (!backward_.pending) return;
-    backward_.pending = false;
+    if (!std::exchange(backward_.pending, false)) return;
     auto const pass = std::exchange(backward_.pass, nullptr);
     sums_.resize(static_cast<std::size_t>(channels_ > 0 ? channels_ : 0));
     backward_.exchange.finish(*backward_.comm, sums_);

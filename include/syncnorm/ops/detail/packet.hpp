@@ -88,15 +88,19 @@ void require_backward_agreement(std::span<packet_header const> ranks, Pass const
                        " needs one, rank " + std::to_string(lacks) + " records no gradients"};
 }
 
-/// Throws where a rank reported a fault, of the pass that `pass()` names. Returns what throws where two ranks disagree on a field,
-/// given the field and its name.
+/// Throws where a rank reported a fault, of the pass that `pass()` names.
 template <class Header, class Pass>
-[[nodiscard]] auto agreement_of(std::span<Header const> ranks, Pass const& pass) {
+void throw_reported(std::span<Header const> ranks, Pass const& pass) {
   std::string faults;
   for (std::size_t r = 0; r < ranks.size(); ++r)
     if (ranks[r].fault[0] != '\0')
       faults += (faults.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + get_text(ranks[r].fault);
   if (!faults.empty()) throw invalid_argument_error{pass() + ": " + faults};
+}
+
+/// What throws where two ranks disagree on a field, given the field and its name.
+template <class Header, class Pass>
+[[nodiscard]] auto agreement_of(std::span<Header const> ranks, Pass const& pass) {
   return [=](auto Header::*field, char const* name) {
     for (std::size_t r = 1; r < ranks.size(); ++r)
       if (ranks[r].*field != ranks[0].*field)
@@ -109,6 +113,7 @@ template <class Header, class Pass>
 /// among several.
 inline void require_agreement(std::span<packet_header const> ranks, std::string const& layer = {}) {
   auto const pass = [&] { return get_text(ranks.front().pass) + layer; };
+  throw_reported(ranks, pass);
   for_each_agreed_field(agreement_of(ranks, pass));
   require_backward_agreement(ranks, pass);
 }

@@ -64,7 +64,9 @@ void run_or_report(C const& comm, power_norm_header& own, Local const& local) {
 
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.
 inline void require_agreement(std::span<power_norm_header const> ranks) {
-  auto const require_same = agreement_of(ranks, [&] { return get_text(ranks.front().pass); });
+  auto const pass = [&] { return get_text(ranks.front().pass); };
+  throw_reported(ranks, pass);
+  auto const require_same = agreement_of(ranks, pass);
   require_same(&power_norm_header::pass, "the operation");
   require_same(&power_norm_header::element, "the element type");
   require_same(&power_norm_header::channels, "the number of channels");
