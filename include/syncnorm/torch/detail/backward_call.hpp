@@ -34,8 +34,7 @@ namespace syncnorm::torch::detail {
 struct forward_tensors {
   std::vector<at::Tensor> x;
   at::Tensor weight, bias;
-  std::vector<at::Tensor>
-      residuals; ///< of each micro-batch, undefined where there is none or its values are not needed
+  std::vector<at::Tensor> residuals; ///< of each micro-batch, as far as its values are needed
 
   /// Those to be saved of a pass over `x`, which wrote `y`.
   [[nodiscard]] static forward_tensors of(recorded_pass const& pass, std::vector<at::Tensor> x,
@@ -45,9 +44,9 @@ struct forward_tensors {
     bool const in_place = pass.kept != nullptr;
     bool activated = false;
     for (std::size_t k = 0; k < residuals.size(); ++k) {
-      bool const this_one = pass.epilogues[k].activation.negative_slope != 1;
-      activated |= this_one;
-      if (!in_place && !this_one) residuals[k].reset();
+      bool const activates = pass.epilogues[k].activation.negative_slope != 1;
+      activated |= activates;
+      if (!in_place && !activates) residuals[k].reset();
     }
     return {in_place ? std::move(y) : std::move(x), weight, in_place || activated ? bias : at::Tensor{},
             std::move(residuals)};
