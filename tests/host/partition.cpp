@@ -1,9 +1,11 @@
+#include <algorithm>
 #include <vector>
 
 #include <doctest/doctest.h>
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 
 using namespace syncnorm;
 using host::detail::boxes, host::detail::groups, host::detail::row_cut;
@@ -17,7 +19,7 @@ TEST_CASE("groups hold every position of every sample once, in order") {
       std::int64_t next = 0, total = 0;
       for (std::int64_t g = 0; g < parts.count; ++g) {
         std::int64_t in_group = 0;
-        parts.for_each_piece(g, [&](groups::piece const& now, groups::piece const&) {
+        parts.for_each_piece(g, [&](groups::piece const& now) {
           auto const [sample, begin, length] = now;
           CHECK(sample * s + begin == next);
           CHECK(length > 0);
@@ -30,6 +32,32 @@ TEST_CASE("groups hold every position of every sample once, in order") {
       }
       CHECK(total == n * s);
     }
+}
+
+TEST_CASE("what is fetched is what is read so many pieces later, in the order of some channels") {
+  struct read {
+    std::int64_t sample, begin, channel;
+    bool operator==(read const&) const = default;
+  };
+  for (std::int64_t const s : {1, 700, 1025, 5000})
+    for (std::int64_t const channels : {1, 2, 5})
+      for (std::int64_t const later : {1, 2, 3, 5, 11}) {
+        groups const parts{40, s, row_cut::longest<double>};
+        std::vector<read> order, fetched;
+        for (std::int64_t g = 0; g < parts.count; ++g)
+          for_each_piece_read(parts, g, channels, {later, 1},
+                              [&](groups::piece const& now, host::detail::read_ahead const& ahead) {
+                                for (std::int64_t c = 0; c < channels; ++c) {
+                                  auto const to = ahead.after(c, channels);
+                                  order.push_back({now.sample, now.begin, c});
+                                  fetched.push_back({to.piece.sample, to.piece.begin, to.channel});
+                                }
+                              });
+        auto const distance = static_cast<std::size_t>(later);
+        REQUIRE(order.size() > distance);
+        CHECK(std::equal(order.begin() + later, order.end(), fetched.begin(), fetched.end() - later));
+        CHECK(fetched.back().sample >= parts.pieces / parts.cut.pieces);
+      }
 }
 
 TEST_CASE("boxes hold every element once") {

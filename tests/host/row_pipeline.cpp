@@ -54,7 +54,8 @@ template <class T>
 struct pipeline_case {
   tensor_view<T const> x, dy;
   std::vector<T> gamma, beta;
-  std::int64_t count, cache = std::int64_t{1} << 40;
+  std::int64_t count;
+  host::detail::processor on{std::int64_t{1} << 40, true};
 
   using A = accumulate_t<T>;
 
@@ -88,7 +89,7 @@ struct pipeline_case {
                                                {channels_of(std::span<T const>{gamma}, first, length), 1},
                                                {channels_of(std::span<T const>{beta}, first, length), 0}};
                                          }),
-        cache);
+        on);
     CHECK(finished == std::vector<int>(finished.size(), 1));
   }
 
@@ -112,7 +113,7 @@ struct pipeline_case {
                                                channels_of(std::span<double const>{r.sum_dy_xmu}, first, length),
                                                count};
                                          }),
-        cache);
+        on);
   }
 };
 
@@ -171,8 +172,13 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
       // Where of the next block as much as half, a third, or nothing fits beside one.
       auto const bytes = static_cast<std::int64_t>(sizeof(T)) * n * s;
       for (std::int64_t const room : {bytes + bytes / 2, bytes + bytes / 3, bytes}) {
-        passes.cache = room * 8 / 5;
+        passes.on.second_level = room * 8 / 5;
         check(host::serial_executor{}, 1, host::stores::streaming);
+      }
+      for (std::int64_t const room : {16 * bytes, bytes}) {
+        passes.on = {room, false};
+        check(host::serial_executor{}, 2, host::stores::streaming);
+        check(test::shuffling_executor{2}, 1, host::stores::cached);
       }
     }
   }

@@ -4,14 +4,14 @@
 #include <cstdint>
 
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/detail/cache_size.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/processor.hpp>
 
 namespace syncnorm::host {
 
 /// What the inputs of a block of channels may take of the second-level cache, in bytes; the inputs of the next block are
 /// fetched beside it.
-[[nodiscard]] inline std::int64_t channel_block_bytes() { return detail::second_level_bytes() / 4; }
+[[nodiscard]] inline std::int64_t channel_block_bytes() { return detail::processor::here().second_level / 4; }
 
 /// The narrowest column of contiguous channels that a block may be, in bytes: narrower ones are slower to read than the
 /// whole rows are to read twice.
@@ -39,7 +39,8 @@ struct next_block {
   /// The block `channels_ahead` further than `x`, of which `inputs` tensors are read, unless it is too large.
   template <class T>
   [[nodiscard]] static next_block of(tensor_view<T> const& x, std::int64_t inputs, std::int64_t channels_ahead) {
-    bool const fits = 2 * x.size() * inputs * static_cast<std::int64_t>(sizeof(T)) <= detail::room_for_blocks();
+    bool const fits =
+        2 * x.size() * inputs * static_cast<std::int64_t>(sizeof(T)) <= detail::processor::here().room_for_blocks();
     return {fits && detail::has_rows(x) ? channels_ahead : 0};
   }
 };

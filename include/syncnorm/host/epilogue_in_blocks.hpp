@@ -156,7 +156,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
           return detail::epilogue_rows<T>{of(first, length), 0, length};
         };
         auto const finish = [](std::int64_t, std::int64_t) {};
-        return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {in.size(), true}, rows, sum_dy,
+        return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {std::ssize(in), true}, rows, sum_dy,
                                               sum_dy_xmu, finish, map);
       }
     detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);

@@ -10,6 +10,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
@@ -66,16 +67,11 @@ private:
   void rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, double const* mean, std::int64_t group,
             double* sum_dy, double* sum_dy_xmu) const {
     constexpr auto at_once = gradient_rows<T>::channels_at_once;
+    fetching const fetch = fetching::of(x_, parts_, 2);
     for (std::int64_t begin = 0; begin < x.channels; begin += at_once) {
       std::int64_t const some = std::min<std::int64_t>(at_once, x.channels - begin);
       gradient_rows<T> sums{dy.channel_range(begin, some), x.channel_range(begin, some), mean + begin, layout_};
-      int const fetch = level_to_fetch(x_);
-      bool begun = false;
-      parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun, fetch);
-        begun = true;
-      });
-      sums.finish(group, sum_dy + begin, sum_dy_xmu + begin);
+      sum_rows(sums, parts_, group, some, fetch, sum_dy + begin, sum_dy_xmu + begin);
     }
   }
 
@@ -187,7 +183,7 @@ private:
       });
       waiting = 0;
     };
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+    parts_.for_each_piece(group, [&](groups::piece const& now) {
       for (std::int64_t s = 0; s < now.length; ++s) {
         dy_rows[waiting] = &dy(now.sample, 0, now.begin + s);
         x_rows[waiting++] = &x(now.sample, 0, now.begin + s);

@@ -12,6 +12,7 @@
 #include <syncnorm/host/detail/epilogue_rows.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
@@ -51,16 +52,11 @@ private:
 
   void rows(std::int64_t begin, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
     constexpr auto at_once = epilogue_rows<T>::channels_at_once;
+    fetching const fetch = fetching::of(of_.x, parts_, of_.residual.data == nullptr ? 2 : 3);
     for (std::int64_t done = 0; done < length; done += at_once) {
       std::int64_t const some = std::min(at_once, length - done);
       epilogue_rows<T> sums{of_, begin + done, some};
-      int const fetch = level_to_fetch(of_.x);
-      bool begun = false;
-      parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun, fetch);
-        begun = true;
-      });
-      sums.finish(group, sum_dy + done, sum_dy_xmu + done);
+      sum_rows(sums, parts_, group, some, fetch, sum_dy + done, sum_dy_xmu + done);
     }
   }
 
@@ -138,7 +134,7 @@ private:
       });
       waiting = 0;
     };
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+    parts_.for_each_piece(group, [&](groups::piece const& now) {
       std::uint8_t const* const mask = of_.mask == nullptr ? nullptr : of_.mask->row(now.sample) + now.begin;
       for (std::int64_t s = 0; s < now.length; ++s) {
         if (mask != nullptr && mask[s] == 0) continue;

@@ -13,6 +13,7 @@
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -70,15 +71,15 @@ public:
       : part_{of, first, length}, mask_{of.mask}, slope_{of.slope}, has_residual_{of.residual.data != nullptr},
         contiguous_{common_layout(of) == layout::rows} {}
 
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, int fetch = 1) {
+  void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
     auto const i = static_cast<std::size_t>(c);
     if (!begun) first_[i] = second_[i] = 0;
     if (mask_ != nullptr && mask_->at(now).counted == 0) return;
     row const at{*this, now, c};
     sums<1> all{};
     if (contiguous_ && now.length >= native_lanes<A>) {
-      all = at.template sum_vectors<native_lanes<A>>(now.length, lookahead(part_.dy, c, now, next),
-                                                     lookahead(part_.x, c, now, next), fetch);
+      all = at.template sum_vectors<native_lanes<A>>(now.length, lookahead(part_.dy, c, now, later),
+                                                     lookahead(part_.x, c, now, later), later.level);
     } else {
       for (std::int64_t s = 0; s < now.length; ++s) at.add(all, s);
     }

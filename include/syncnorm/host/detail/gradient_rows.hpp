@@ -7,6 +7,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -93,15 +94,14 @@ public:
   gradient_rows(tensor_view<T const> const& dy, tensor_view<T const> const& x, double const* mean, layout of)
       : dy_{dy}, x_{x}, mean_{mean}, contiguous_{of == layout::rows} {}
 
-  /// Adds a piece of channel `c`; `begun`: not the first of its group; `fetch`: the level of cache for which what comes
-  /// next is fetched; 0: none.
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, int fetch = 1) {
+  /// Adds a piece of channel `c`, and fetches what is read later; `begun`: not the first of its group.
+  void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
     auto const i = static_cast<std::size_t>(c);
     auto const center = static_cast<A>(mean_[c]);
-    auto const piece =
-        contiguous_ ? sum_gradient_piece(&dy_(now.sample, c, now.begin), &x_(now.sample, c, now.begin), center,
-                                         now.length, lookahead(dy_, c, now, next), lookahead(x_, c, now, next), fetch)
-                    : sum_strided(c, now, center);
+    auto const piece = contiguous_ ? sum_gradient_piece(&dy_(now.sample, c, now.begin), &x_(now.sample, c, now.begin),
+                                                        center, now.length, lookahead(dy_, c, now, later),
+                                                        lookahead(x_, c, now, later), later.level)
+                                   : sum_strided(c, now, center);
     first_[i] = (begun ? first_[i] : 0) + static_cast<double>(piece.dy);
     second_[i] = (begun ? second_[i] : 0) + static_cast<double>(piece.product);
   }

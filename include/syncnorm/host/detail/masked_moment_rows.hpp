@@ -10,6 +10,7 @@
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -57,13 +58,14 @@ public:
   masked_moment_rows(tensor_view<T const> const& x, masked_groups const& parts, layout of)
       : x_{x}, parts_{parts}, contiguous_{of == layout::rows} {}
 
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, int fetch = 1) {
+  void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
     auto const i = static_cast<std::size_t>(c);
     if (!begun) begun_[i] = false;
     auto const& counted = parts_.mask.at(now);
     if (counted.counted == 0) return;
     std::int64_t const begin = now.begin + counted.first, length = counted.last - counted.first;
-    std::int64_t const ahead = lookahead(x_, c, now, next);
+    std::int64_t const ahead = lookahead(x_, c, now, later);
+    int const fetch = later.level;
     if (!contiguous_)
       add_strided(c, now.sample, begin, length, counted.counted);
     else if (counted.contiguous())
@@ -90,7 +92,7 @@ public:
 private:
   static void add_some(pivoted_sums<A>& sum, T const* x, std::uint8_t const* mask, std::int64_t n, std::int64_t counted,
                        std::int64_t ahead, int fetch, bool begun) {
-    if (!begun) sum = {pilot_mean_of_counted(x, mask, counted)};
+    if (!begun) sum = pivoted_sums<A>{pilot_mean_of_counted(x, mask, counted)};
     sum.add(x, n, ahead, fetch, by_mask<T>{mask});
     if (!begun) sum.settle(counted);
   }

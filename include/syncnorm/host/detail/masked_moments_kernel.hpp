@@ -11,6 +11,7 @@
 #include <syncnorm/host/detail/masked_moment_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -50,16 +51,11 @@ public:
 private:
   void rows(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     constexpr auto at_once = masked_moment_rows<T>::channels_at_once;
+    fetching const fetch = fetching::of(x_, parts_, 1);
     for (std::int64_t begin = 0; begin < x.channels; begin += at_once) {
       std::int64_t const some = std::min(at_once, x.channels - begin);
       masked_moment_rows<T> sums{x.channel_range(begin, some), parts_, layout_};
-      int const fetch = level_to_fetch(x_);
-      bool begun = false;
-      parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun, fetch);
-        begun = true;
-      });
-      sums.finish(group, mean + begin, m2 + begin);
+      sum_rows(sums, parts_, group, some, fetch, mean + begin, m2 + begin);
     }
   }
 
@@ -103,7 +99,7 @@ private:
       });
       waiting = 0;
     };
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+    parts_.for_each_piece(group, [&](groups::piece const& now) {
       auto const& counted = parts_.mask.at(now);
       std::uint8_t const* const mask = parts_.mask.row(now.sample) + now.begin;
       for (std::int64_t s = counted.first; s < counted.last; ++s) {

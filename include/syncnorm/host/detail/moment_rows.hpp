@@ -9,6 +9,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -30,9 +31,14 @@ struct all_count {
 template <class A>
 struct pivoted_sums {
   static constexpr int lanes = native_lanes<A>;
+  using doubles = vector_t<double, native_lanes<double>>;
 
   A pivot;
-  vector_t<double, native_lanes<double>> first{}, second{};
+  doubles first, second;
+
+  /// Of nothing yet. An array of them that is not all used is not to be written.
+  pivoted_sums() = default;
+  explicit pivoted_sums(A about) : pivot{about}, first{}, second{} {}
 
   template <class T, class Counted = all_count>
   void add(T const* x, std::int64_t n, std::int64_t ahead, int fetch, Counted const& counted = {}) {
@@ -44,8 +50,8 @@ struct pivoted_sums {
         a += d;
         b = multiply_add(d, d, b);
       }
-      first[0] += static_cast<double>(a);
-      second[0] += static_cast<double>(b);
+      first += in_first_lane(static_cast<double>(a));
+      second += in_first_lane(static_cast<double>(b));
       return;
     }
     struct sums {
@@ -81,9 +87,9 @@ struct pivoted_sums {
     double const t = static_cast<double>(pivot) - static_cast<double>(other),
                  sum = sum_lanes<double, native_lanes<double>>(first);
     double const squares = sum_lanes<double, native_lanes<double>>(second);
-    *this = {other};
-    first[0] = multiply_add(n, t, sum);
-    second[0] = multiply_add(t, multiply_add(n, t, 2 * sum), squares);
+    pivot = other;
+    first = in_first_lane(multiply_add(n, t, sum));
+    second = in_first_lane(multiply_add(t, multiply_add(n, t, 2 * sum), squares));
   }
 
   /// Takes the mean of the `n` elements so far for the pivot, if they are a long piece.
@@ -105,7 +111,7 @@ template <class T, class A = accumulate_t<T>>
 /// of a short one.
 template <class A, class T>
 inline void add_piece(pivoted_sums<A>& sum, T const* x, std::int64_t n, std::int64_t ahead, int fetch, bool begun) {
-  if (!begun) sum = {pilot_mean(x, n)};
+  if (!begun) sum = pivoted_sums<A>{pilot_mean(x, n)};
   sum.add(x, n, ahead, fetch);
   if (!begun) sum.settle(n);
 }
@@ -138,12 +144,11 @@ public:
   moment_rows(tensor_view<T const> const& x, groups const& parts, layout of)
       : x_{x}, parts_{parts}, contiguous_{of == layout::rows} {}
 
-  /// Adds a piece of channel `c`; `begun`: not the first of its group; `fetch`: the level of cache for which what comes
-  /// next is fetched; 0: none.
-  void add(std::int64_t c, groups::piece const& now, groups::piece const& next, bool begun, int fetch = 1) {
+  /// Adds a piece of channel `c`, and fetches what is read later; `begun`: not the first of its group.
+  void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
     auto& sum = sums_[static_cast<std::size_t>(c)];
     if (contiguous_)
-      add_piece(sum, &x_(now.sample, c, now.begin), now.length, lookahead(x_, c, now, next), fetch, begun);
+      add_piece(sum, &x_(now.sample, c, now.begin), now.length, lookahead(x_, c, now, later), later.level, begun);
     else
       add_strided(sum, c, now, begun);
   }

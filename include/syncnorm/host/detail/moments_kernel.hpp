@@ -9,6 +9,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
@@ -51,16 +52,11 @@ public:
 private:
   void rows(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     constexpr auto at_once = moment_rows<T>::channels_at_once;
+    fetching const fetch = fetching::of(x_, parts_, 1);
     for (std::int64_t begin = 0; begin < x.channels; begin += at_once) {
       std::int64_t const some = std::min<std::int64_t>(at_once, x.channels - begin);
       moment_rows<T> sums{x.channel_range(begin, some), parts_, layout_};
-      int const fetch = level_to_fetch(x_);
-      bool begun = false;
-      parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const& next) {
-        for (std::int64_t c = 0; c < some; ++c) sums.add(c, now, next, begun, fetch);
-        begun = true;
-      });
-      sums.finish(group, mean + begin, m2 + begin);
+      sum_rows(sums, parts_, group, some, fetch, mean + begin, m2 + begin);
     }
   }
 
@@ -196,7 +192,7 @@ private:
       });
       waiting = 0;
     };
-    parts_.for_each_piece(group, [&](groups::piece const& now, groups::piece const&) {
+    parts_.for_each_piece(group, [&](groups::piece const& now) {
       for (std::int64_t s = 0; s < now.length; ++s) {
         rows[waiting++] = &x(now.sample, 0, now.begin + s);
         if (waiting == rows.size()) flush();

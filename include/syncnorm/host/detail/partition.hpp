@@ -57,10 +57,10 @@ template <class T>
 
 [[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-/// The length of the parts into which `extent` is cut evenly, none longer than `longest`, a multiple of 16, and all but
-/// the last of a length that is a multiple of 16.
-[[nodiscard]] constexpr std::int64_t even_part(std::int64_t extent, std::int64_t longest) {
-  return extent <= longest ? extent : ceil_div(ceil_div(extent, ceil_div(extent, longest)), 16) * 16;
+/// The length of the parts into which `extent` is cut evenly, none longer than `longest`, and all but
+/// the last of a length that is a multiple of 16 or another `unit` that `longest` is one of.
+[[nodiscard]] constexpr std::int64_t even_part(std::int64_t extent, std::int64_t longest, std::int64_t unit = 16) {
+  return extent <= longest ? extent : ceil_div(ceil_div(extent, ceil_div(extent, longest)), unit) * unit;
 }
 
 /// How rows are cut into pieces, the unit of summation. Depends on the extent of a row and the size of its elements alone.
@@ -68,11 +68,13 @@ struct row_cut {
   /// The most elements of type `T` in a piece: two of them, beside what is written, leave room in the first-level cache.
   template <class T>
   static constexpr std::int64_t longest = 8192 / static_cast<std::int64_t>(sizeof(T));
+  /// Pieces are whole turns of a loop of four of the widest vectors: it then reads a row with one stride, which processors foresee.
+  static constexpr std::int64_t unit = 64;
 
   std::int64_t spatial, length, pieces;
 
   constexpr row_cut(std::int64_t s, std::int64_t longest_piece)
-      : spatial{s}, length{even_part(s, longest_piece)}, pieces{s == 0 ? 0 : ceil_div(s, length)} {}
+      : spatial{s}, length{even_part(s, longest_piece, unit)}, pieces{s == 0 ? 0 : ceil_div(s, length)} {}
 
   [[nodiscard]] constexpr std::int64_t begin(std::int64_t piece) const { return piece * length; }
   [[nodiscard]] constexpr std::int64_t size(std::int64_t piece) const {
@@ -106,21 +108,32 @@ struct groups {
   [[nodiscard]] constexpr std::int64_t begin(std::int64_t g) const { return g * length; }
   [[nodiscard]] constexpr std::int64_t end(std::int64_t g) const { return std::min(pieces, begin(g) + length); }
 
-  /// Calls f(piece, next piece) for each piece of group `g`. The next may be of the next group, or past the last sample.
+  /// Calls f(piece) for each piece of group `g`.
   template <class F>
   constexpr void for_each_piece(std::int64_t g, F const& f) const {
     piece now = at(begin(g));
-    for (std::int64_t i = begin(g); i < end(g); ++i) {
-      piece const next = at(i + 1);
-      f(now, next);
-      now = next;
+    for (std::int64_t left = end(g) - begin(g); left > 0; --left) {
+      f(now);
+      now = after(now);
     }
+  }
+
+  /// Calls f(piece, the one so many pieces later, the one after that) for each piece of group `g`. The latter may be of another
+  /// group, or past the last sample.
+  template <class F>
+  constexpr void for_each_piece(std::int64_t g, std::int64_t later, F const& f) const {
+    piece then = at(begin(g) + later);
+    for_each_piece(g, [&](piece const& now) {
+      piece const next = after(then);
+      f(now, then, next);
+      then = next;
+    });
   }
 
   /// Calls f(run) for each piece of group `g`, cut into runs of at most `longest` elements.
   template <class F>
   constexpr void for_each_run(std::int64_t g, std::int64_t longest, F const& f) const {
-    for_each_piece(g, [&](piece const& now, piece const&) {
+    for_each_piece(g, [&](piece const& now) {
       for (std::int64_t first = 0; first < now.length; first += longest)
         f(piece{now.sample, now.begin + first, std::min(longest, now.length - first)});
     });
@@ -135,6 +148,12 @@ private:
   [[nodiscard]] constexpr piece at(std::int64_t i) const {
     std::int64_t const part = i % cut.pieces;
     return {i / cut.pieces, cut.begin(part), cut.size(part)};
+  }
+
+  [[nodiscard]] constexpr piece after(piece const& p) const {
+    bool const ends_row = p.begin + p.length == cut.spatial;
+    std::int64_t const begin = ends_row ? 0 : p.begin + p.length;
+    return {ends_row ? p.sample + 1 : p.sample, begin, std::min(cut.length, cut.spatial - begin)};
   }
 
   [[nodiscard]] constexpr std::int64_t elements_before(std::int64_t end) const {
@@ -181,43 +200,6 @@ public:
 private:
   std::int64_t channels_;
 };
-
-/// How far a reduction reads ahead, in bytes: what arrives while the latency of memory passes.
-inline constexpr std::int64_t lookahead_bytes = 2048;
-
-/// Elements from piece `now` of channel `c` to what is read some time later: the next piece, or further on in the rows that
-/// follow each other where pieces are short.
-template <class T>
-[[nodiscard]] constexpr std::int64_t lookahead(tensor_view<T> const& x, std::int64_t c, groups::piece const& now,
-                                               groups::piece const& next) {
-  constexpr std::int64_t bytes = sizeof(T);
-  if (now.length * bytes < lookahead_bytes) return lookahead_bytes / bytes;
-  if (c + 1 < x.channels) return x.stride_c;
-  return (next.sample - now.sample) * x.stride_n + next.begin - now.begin - c * x.stride_c;
-}
-
-/// The same where channels are contiguous, for the second level of cache: many lines at once, some of them a power of two apart,
-/// do not all stay in the first.
-inline constexpr std::int64_t far_lookahead_bytes = 8192;
-
-/// Elements from those at hand, of one of `inputs` tensors, to those that are fetched for later.
-template <class T>
-[[nodiscard]] constexpr std::int64_t elements_ahead(std::size_t inputs) {
-  return far_lookahead_bytes / static_cast<std::int64_t>(inputs * sizeof(T));
-}
-
-/// Positions from one to what is read some time later, with contiguous channels and so many positions at a time.
-template <class T>
-[[nodiscard]] constexpr std::int64_t positions_ahead(std::int64_t channels, std::int64_t at_once = 4) {
-  auto const bytes = at_once * channels * static_cast<std::int64_t>(sizeof(T));
-  return at_once * std::max<std::int64_t>(1, far_lookahead_bytes / bytes);
-}
-
-/// The level of cache for which a reduction fetches what it reads of all `x` later: the second, unless that may all be in there.
-template <class T>
-[[nodiscard]] constexpr int level_to_fetch(tensor_view<T> const& x) {
-  return stores_for(x) == stores::streaming ? 2 : 1;
-}
 
 /// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.
 template <class A>

@@ -12,10 +12,11 @@
 #include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
-#include <syncnorm/host/detail/cache_size.hpp>
 #include <syncnorm/host/detail/linear_op.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/processor.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
@@ -36,7 +37,7 @@ template <class Rows, class T, std::size_t Inputs, std::size_t Outputs>
 /// What a pipeline reads: `summed` of the map's inputs, the first ones, are summed. What is summed next is fetched while
 /// elements are mapped, or else, as suits a map that takes no longer than that, while they are summed.
 struct pipeline_reading {
-  std::size_t summed;
+  std::int64_t summed;
   bool map_fetches;
 };
 
@@ -45,15 +46,29 @@ struct pipeline_reading {
 /// read last is the likeliest to be in the cache still. Where two blocks do not fit, the map takes several pieces in a turn, so
 /// that the block before is done with when as much of the next as fits beside it has been read. `Rows` has what `moment_rows`
 /// has, `Map` is an `elementwise_map`, `Parts` are the groups of pieces, masked ones perhaps.
+///
+/// On a processor that takes no turns, sums a block, and maps it while it fetches the next.
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
-  /// `block`: the extents of what is mapped at a time; `cache`: bytes of the second-level cache.
+  /// `block`: the extents of what is mapped at a time.
   row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
-               std::int64_t cache = second_level_bytes())
-      : parts_{parts}, samples_{block.samples}, map_fetches_{reading.map_fetches}, lead_{parts.pieces} {
-    // Of several tensors it is no gain: memory takes longer to read than to write.
-    if (reading.summed == 1) limit_lead(block.size() * static_cast<std::int64_t>(sizeof(T)), cache);
+               processor const& on = processor::here())
+      : parts_{parts}, samples_{block.samples}, takes_turns_{on.takes_turns}, map_fetches_{reading.map_fetches},
+        fetch_{on.takes_turns ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
+    std::int64_t const bytes = block.size() * static_cast<std::int64_t>(sizeof(T));
+    // Of several tensors neither is a gain: memory takes longer to read than to write.
+    if (reading.summed == 1) limit_lead(bytes, on);
+    fetches_next_block_ = reading.summed == 1 || 2 * bytes * reading.summed <= on.room_for_blocks();
+  }
+
+  /// Whether a block is mapped while the next one is summed.
+  [[nodiscard]] bool takes_turns() const { return takes_turns_; }
+
+  /// Maps a block of so many channels by itself, and fetches what is summed of the next, `next` channels on, if there is one.
+  void map_block(Map const& map, std::int64_t channels, std::int64_t next) const {
+    for (std::int64_t sample = samples_; sample-- > 0;)
+      map(boxes::box{0, channels, sample, 1, 0, parts_.cut.spatial}, fetches_next_block_ ? next : 0);
   }
 
   /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps the `mapped` channels before these by `map`, no more.
@@ -64,19 +79,18 @@ public:
     std::int64_t before = 0, summed = 0, done = 0;
     for (std::int64_t g = 0; g < parts_.count; ++g) {
       bool begun = false;
-      parts_.for_each_piece(g, [&](groups::piece const& now, groups::piece const& next) {
+      for_each_piece_read(parts_, g, length, fetch_, [&](groups::piece const& now, read_ahead later) {
         std::int64_t const due = std::min(to_map, ceil_div(++summed * to_map, lead_)) - done;
         bool const map_fetches = map_fetches_ && due == 1 && !is_short(now);
+        if (map_fetches) later.level = 0;
         for (std::int64_t c = 0; c < length; ++c) {
-          rows.add(c, now, next, begun, map_fetches ? 0 : 2);
+          rows.add(c, now, later, begun);
           if (due == 0 || c >= both) continue;
-          // Of the next channel the same piece is summed next, of the first one the next piece.
-          if (!map_fetches)
-            map_piece(*map, done, c, both);
-          else if (c + 1 < length)
-            map_piece(*map, done, c, both, now, mapped + 1);
+          auto const to_fetch = later.after(c, length);
+          if (map_fetches)
+            map_piece(*map, done, c, both, to_fetch.piece, mapped + to_fetch.channel - c);
           else
-            map_piece(*map, done, c, both, next, 1);
+            map_piece(*map, done, c, both);
         }
         for (std::int64_t i = done + 1; i < done + due; ++i)
           for (std::int64_t c = 0; c < both; ++c) map_piece(*map, i, c, both);
@@ -97,9 +111,9 @@ public:
 private:
   /// Has a block of `bytes` mapped before more of the next one is read than fits beside it; not where both fit, nor where not even
   /// one does, which is read from memory again in any case.
-  void limit_lead(std::int64_t bytes, std::int64_t cache) {
-    std::int64_t const room = room_for_blocks(cache);
-    if (2 * bytes > room && bytes <= cache)
+  void limit_lead(std::int64_t bytes, processor const& on) {
+    std::int64_t const room = on.room_for_blocks();
+    if (2 * bytes > room && bytes <= on.second_level)
       lead_ = std::max<std::int64_t>(1, lead_ * std::max<std::int64_t>(0, room - bytes) / bytes);
   }
 
@@ -126,15 +140,17 @@ private:
 
   Parts parts_;
   std::int64_t samples_;
-  bool map_fetches_;
+  bool takes_turns_, map_fetches_, fetches_next_block_ = false;
+  fetching fetch_;
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
 
-/// Whether `map_and_sum_rows` can take `out` and, after it, `next_channels` more channels.
+/// Whether `map_and_sum_rows` can take `out` and, after it, `next_channels` more channels, and had better.
 template <class Rows, class T, std::size_t Inputs>
 [[nodiscard]] bool suits_map_and_sum(executor_ref exec, std::array<tensor_view<T const>, Inputs> const& in,
                                      tensor_view<T> const& out, std::int64_t next_channels) {
-  return exec.concurrency() == 1 && out.size() != 0 && next_channels <= Rows::channels_at_once &&
+  return processor::here().takes_turns && exec.concurrency() == 1 && out.size() != 0 &&
+         next_channels <= Rows::channels_at_once &&
          suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
 }
 
@@ -152,18 +168,18 @@ void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, In
 }
 
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
-/// `make_map(first, length, table)` while the next block is summed. `x` and `parts` are those of all, `reading` and `cache` as of
-/// the pipeline. Each thread takes several blocks in a row.
+/// `make_map(first, length, table)`, by a `row_pipeline`. `x` and `parts` are those of all, `reading` and `on` as of the pipeline.
+/// Each thread takes several blocks in a row.
 template <class T, class Parts, class MakeRows, class MakeMap>
 void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor_view<T const> const& x,
                          Parts const& parts, pipeline_reading const& reading, MakeRows const& make_rows,
                          std::span<double> a, std::span<double> b,
                          function_ref<void(std::int64_t, std::int64_t)> finish, MakeMap const& make_map,
-                         std::int64_t cache = second_level_bytes()) {
+                         processor const& on = processor::here()) {
   using A = accumulate_t<T>;
   using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
-  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, cache};
+  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, on};
   for_each_run(exec, blocks, 2, [&](std::int64_t begin, std::int64_t end) {
     scratch_lease<A> table{map_type::table_size(x.channel_range(0, blocks.size(blocks.count - 1)))};
     std::optional<map_type> map;
@@ -171,13 +187,14 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
     for (std::int64_t i = begin; i < end; ++i) {
       std::int64_t const first = blocks.first(i), length = blocks.size(i);
       auto rows = make_rows(first, length);
-      pipeline(rows, length, a.data() + first, b.data() + first, map ? &*map : nullptr, mapped);
+      pipeline(rows, length, a.data() + first, b.data() + first, map && pipeline.takes_turns() ? &*map : nullptr,
+               mapped);
       finish(first, length);
       map.emplace(make_map(first, length, table.data()));
       mapped = length;
+      bool const last = i + 1 == end;
+      if (last || !pipeline.takes_turns()) pipeline.map_block(*map, length, last ? 0 : length);
     }
-    boxes const tasks = map->tasks();
-    for (std::int64_t task = tasks.count(); task-- > 0;) (*map)(tasks[task]);
     stream_fence();
   });
 }

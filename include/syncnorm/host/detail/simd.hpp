@@ -364,7 +364,7 @@ template <class A, int Lanes>
   }
 }
 
-/// A full register of `A` as one of double, its halves added where it has more lanes.
+/// A full register of `A` as one of double, its halves added before where it has more lanes.
 template <class A>
 [[nodiscard, gnu::always_inline]] inline vector_t<double, native_lanes<double>>
 fold_to_double(vector_t<A, native_lanes<A>> const& v) {
@@ -373,8 +373,16 @@ fold_to_double(vector_t<A, native_lanes<A>> const& v) {
   } else {
     constexpr int half = native_lanes<double>;
     static_assert(native_lanes<A> == 2 * half);
-    return to_double<A, half>(lanes_of<0, half>(v)) + to_double<A, half>(lanes_of<half, half>(v));
+    return to_double<A, half>(lanes_of<0, half>(v) + lanes_of<half, half>(v));
   }
+}
+
+/// `value` in the first lane, and zeros. Made in a register: a processor waits for memory before it reads a vector of which it has
+/// written a part.
+[[nodiscard, gnu::always_inline]] inline vector_t<double, native_lanes<double>> in_first_lane(double value) {
+  vector_t<double, native_lanes<double>> v{};
+  v[0] = value;
+  return v;
 }
 
 /// sums[i] += v[i] for each lane.

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#if __has_include(<unistd.h>)
+#include <unistd.h>
+#endif
+#if defined(__x86_64__) && __has_include(<cpuid.h>)
+#include <cpuid.h>
+#endif
+
+namespace syncnorm::host::detail {
+
+/// What the schedule of a pass depends on. Nothing but speed does.
+struct processor {
+  /// Bytes of a core's second-level cache, as far as the system knows them; else a megabyte.
+  std::int64_t second_level = std::int64_t{1} << 20;
+  /// Whether a core had better read memory and write it past the cache in turns of some kilobytes. AMD's (Zen 4 and 5) lose what
+  /// they would have fetched ahead whenever they turn to writing.
+  bool takes_turns = true;
+
+  /// What two blocks of channels may take of the cache together and still be found there: less than all, since what else is read
+  /// and where pages lie takes some.
+  [[nodiscard]] std::int64_t room_for_blocks() const { return second_level / 8 * 5; }
+
+  /// The one at hand.
+  [[nodiscard]] static processor const& here() {
+    static processor const found = [] {
+      processor of;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+      if (std::int64_t const known = sysconf(_SC_LEVEL2_CACHE_SIZE); known > 0)
+        of.second_level = std::clamp<std::int64_t>(known, 1 << 18, 1 << 22);
+#endif
+#if defined(signature_AMD_ebx)
+      unsigned highest = 0, vendor = 0, ignored = 0;
+      of.takes_turns = __get_cpuid(0, &highest, &vendor, &ignored, &ignored) == 0 || vendor != signature_AMD_ebx;
+#endif
+      return of;
+    }();
+    return found;
+  }
+};
+
+} // namespace syncnorm::host::detail

@@ -1,0 +1,107 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/processor.hpp>
+#include <syncnorm/host/stores.hpp>
+
+namespace syncnorm::host::detail {
+
+/// How far a reduction reads ahead at least, in bytes: what arrives while the latency of memory passes.
+inline constexpr std::int64_t lookahead_bytes = 2048;
+
+/// The same where channels are contiguous, for the second level of cache: many lines at once, some of them a power of two apart,
+/// do not all stay in the first.
+inline constexpr std::int64_t far_lookahead_bytes = 8192;
+
+/// Elements from those at hand, of one of `inputs` tensors, to those that are fetched for later.
+template <class T>
+[[nodiscard]] constexpr std::int64_t elements_ahead(std::size_t inputs) {
+  return far_lookahead_bytes / static_cast<std::int64_t>(inputs * sizeof(T));
+}
+
+/// Positions from one to what is read some time later, with contiguous channels and so many positions at a time.
+template <class T>
+[[nodiscard]] constexpr std::int64_t positions_ahead(std::int64_t channels, std::int64_t at_once = 4) {
+  auto const bytes = at_once * channels * static_cast<std::int64_t>(sizeof(T));
+  return at_once * std::max<std::int64_t>(1, far_lookahead_bytes / bytes);
+}
+
+/// The level of cache for which a reduction fetches what it reads of all `x` later: the second, unless that may all be in there.
+template <class T>
+[[nodiscard]] constexpr int level_to_fetch(tensor_view<T> const& x) {
+  return stores_for(x) == stores::streaming ? 2 : 1;
+}
+
+/// What sums of rows fetch: what they read so many pieces later, in their order, for a level of cache; 0: nothing.
+struct fetching {
+  std::int64_t pieces;
+  int level;
+
+  /// Of `inputs` tensors like `x`, read in `parts`, all `x` or a block of it.
+  template <class T>
+  [[nodiscard]] static fetching of(tensor_view<T> const& x, groups const& parts, std::int64_t inputs,
+                                   processor const& on = processor::here()) {
+    if (on.takes_turns) return {1, level_to_fetch(x)};
+    constexpr std::int64_t far = 12'288, bytes = sizeof(T);
+    return {ceil_div(far, std::max<std::int64_t>(1, parts.cut.length) * inputs * bytes), 1};
+  }
+};
+
+/// What is read later than a piece of some channels: so many channels further on the piece `then`, and the first channels of `next`
+/// where these end.
+struct read_ahead {
+  groups::piece then, next;
+  std::int64_t channels;
+  int level; ///< of cache, for which it is fetched; 0: it is not
+
+  struct place {
+    groups::piece piece;
+    std::int64_t channel;
+  };
+
+  /// What is read later than channel `c` of so many.
+  [[nodiscard]] place after(std::int64_t c, std::int64_t length) const {
+    std::int64_t const to = c + channels;
+    return to < length ? place{then, to} : place{next, to - length};
+  }
+};
+
+/// Elements from piece `now` of channel `c` to what is read later, or further on in the rows that follow each other where pieces are
+/// short.
+template <class T>
+[[nodiscard]] constexpr std::int64_t lookahead(tensor_view<T> const& x, std::int64_t c, groups::piece const& now,
+                                               read_ahead const& later) {
+  constexpr std::int64_t bytes = sizeof(T);
+  if (now.length * bytes < lookahead_bytes) return lookahead_bytes / bytes;
+  auto const to = later.after(c, x.channels);
+  return (to.channel - c) * x.stride_c + (to.piece.sample - now.sample) * x.stride_n + to.piece.begin - now.begin;
+}
+
+/// Calls f(piece, what is read later) for each piece of group `g` of so many channels.
+template <class F>
+void for_each_piece_read(groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch,
+                         F const& f) {
+  std::int64_t const pieces = fetch.pieces / channels, rest = fetch.pieces % channels;
+  parts.for_each_piece(g, pieces, [&](groups::piece const& now, groups::piece const& then, groups::piece const& next) {
+    f(now, read_ahead{then, next, rest, fetch.level});
+  });
+}
+
+/// The sums `a`, `b` of `rows`, of so many channels, over group `g`. `Rows` has what `moment_rows` has.
+template <class Rows>
+void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch, double* a,
+              double* b) {
+  bool begun = false;
+  for_each_piece_read(parts, g, channels, fetch, [&](groups::piece const& now, read_ahead const& later) {
+    for (std::int64_t c = 0; c < channels; ++c) rows.add(c, now, later, begun);
+    begun = true;
+  });
+  rows.finish(g, a, b);
+}
+
+} // namespace syncnorm::host::detail
