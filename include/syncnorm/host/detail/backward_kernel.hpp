@@ -45,8 +45,12 @@ public:
       sum_dy[c] = sum_dy_xmu[c] = 0;
     }
     if (parts_.cut.length >= shortest) {
-      length >= lanes ? channels<lanes>(dy, x, center, group, sum_dy, sum_dy_xmu)
-                      : channels<1>(dy, x, center, group, sum_dy, sum_dy_xmu);
+      if (length < lanes)
+        channels<1, 0>(dy, x, center, group, sum_dy, sum_dy_xmu);
+      else if (far_lookahead_level<T>(2 * x.channels) == 1)
+        channels<lanes, 1>(dy, x, center, group, sum_dy, sum_dy_xmu);
+      else
+        channels<lanes, 2>(dy, x, center, group, sum_dy, sum_dy_xmu);
     } else if (length >= lanes) {
       elements<lanes>(dy, x, center, group, sum_dy, sum_dy_xmu);
     } else {
@@ -97,7 +101,7 @@ private:
   }
 
   /// Long pieces: one lane per channel, four positions at a time.
-  template <int L>
+  template <int L, int Level>
   void channels(tensor_view<T const> const& dy, tensor_view<T const> const& x, centers const& center,
                 std::int64_t group, double* sum_dy, double* sum_dy_xmu) const {
     using vector = vector_t<A, L>;
@@ -122,8 +126,8 @@ private:
           auto const i = static_cast<std::size_t>(slot);
 #pragma GCC unroll 4
           for (int r = 0; L > 1 && r < 4; ++r) {
-            prefetch<L, 2>(g, (ahead + r) * dy_step);
-            prefetch<L, 2>(from, (ahead + r) * x_step);
+            prefetch<L, Level>(g, (ahead + r) * dy_step);
+            prefetch<L, Level>(from, (ahead + r) * x_step);
           }
           vector const m = load<L>(&center[static_cast<std::size_t>(c)]);
           vector const g0 = load<L>(g), g1 = load<L>(g + dy_step), g2 = load<L>(g + 2 * dy_step),

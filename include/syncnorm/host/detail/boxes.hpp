@@ -5,6 +5,7 @@
 
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/executor.hpp>
 
@@ -51,12 +52,14 @@ template <class A, class T>
           folds ? chunk_channels<A> : boxes::box_elements};
 }
 
-/// Computes the boxes of a map, the last ones first: what was read last is the likeliest to be in the cache still.
+/// Computes the boxes of a map, the last ones first: what was read last is the likeliest to be in the cache still. Where a processor
+/// does not foresee what is read by itself, that costs more than it gains.
 template <class Map>
 void map_boxes(executor_ref exec, Map const& map, std::int64_t channels_ahead = 0) {
   boxes const tasks = map.tasks();
+  bool const backwards = processor::here().foresees;
   exec.for_each(tasks.count(), [&](std::int64_t i) {
-    map(tasks[tasks.count() - 1 - i], channels_ahead);
+    map(tasks[backwards ? tasks.count() - 1 - i : i], channels_ahead);
     stream_fence();
   });
 }

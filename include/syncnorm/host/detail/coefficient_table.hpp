@@ -16,10 +16,10 @@ template <class A, class T>
   return static_cast<std::int64_t>(coefficients) * (x.channels * (table_folds(x) ? x.spatial : 1) + chunk_channels<A>);
 }
 
-/// Positions that a run takes where few channels follow each other without a gap to the next position.
-template <class A, class T>
-[[nodiscard]] constexpr std::int64_t positions_of_run(tensor_view<T> const& x) {
-  return std::clamp<std::int64_t>(chunk_channels<A> / std::max<std::int64_t>(1, x.channels), 1,
+/// Positions that a run of at most `lanes` takes where few channels follow each other without a gap to the next position.
+template <class T>
+[[nodiscard]] constexpr std::int64_t positions_of_run(tensor_view<T> const& x, std::int64_t lanes) {
+  return std::clamp<std::int64_t>(lanes / std::max<std::int64_t>(1, x.channels), 1,
                                   std::max<std::int64_t>(1, x.spatial));
 }
 

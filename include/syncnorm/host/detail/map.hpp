@@ -16,6 +16,7 @@
 #include <syncnorm/host/detail/coefficients_of.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
@@ -50,6 +51,7 @@ class elementwise_map {
   using targets = std::array<T*, outputs>;
   using vector = vector_t<A, L>;
   using results = std::array<vector, outputs>;
+  static constexpr std::int64_t page_elements = 4096 / static_cast<std::int64_t>(sizeof(T));
 
 public:
   static constexpr std::size_t inputs = Op::inputs;
@@ -82,19 +84,24 @@ public:
       streams_[j] = out[j].data != nullptr && how == stores::streaming && can_stream<T> && !in_place &&
                     layout_ != layout::strided;
     }
+    bool const streams = std::ranges::find(streams_, true) != streams_.end(), foreseen = processor::here().foresees;
     dense_ = mask == nullptr && layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
-    // Few channels without a gap to the next position: a run takes several positions.
+    reads_ahead_ = streams && (layout_ == layout::channels
+                                   ? !folded_ // what is folded is in the cache
+                                   : dense_ && !foreseen && (inputs == 1 || in_[0].spatial < page_elements));
+    // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
+    // coefficient stay in the cache even where what is read is fetched there.
     std::int64_t const channels = in_[0].channels;
     if (mask == nullptr && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
-      run_positions_ = positions_of_run<A>(in_[0]);
+      run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements / 4 : chunk_channels<A>);
     period_ = channels * run_positions_;
     fill_coefficients<coefficients>(table, terms, channels, fold, period_);
   }
 
   [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, folded_); }
 
-  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, unless that is 0. `stream_fence` must follow.
+  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, or, where that is 0, what follows if that is worth it. `stream_fence` must follow.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
     if (layout_ == layout::strided) return elements(box);
     for_its_kind([&]<bool Masked>(std::bool_constant<Masked>) {
@@ -253,8 +260,6 @@ private:
   /// Contiguous channels, or positions that are taken for channels.
   template <bool Masked>
   void lanes(boxes::box const& box) const {
-    bool const fetch =
-        !folded_ && std::ranges::find(streams_, true) != streams_.end(); // what is folded is in the cache
     distances far;
     far.fill(elements_ahead<T>(inputs));
     std::int64_t const end = box.position + box.positions;
@@ -263,7 +268,7 @@ private:
       for (std::int64_t s = box.position; s < end; s += run_positions_) {
         std::int64_t const length = box.channels * std::min(run_positions_, end - s);
         per_channel<Masked> const k{table_ + box.channel, period_, !Masked || mask[s] != 0 ? A{1} : A{0}};
-        run(from(n, box.channel, s), to(n, box.channel, s), length, k, far, fetch, 0, length);
+        run(from(n, box.channel, s), to(n, box.channel, s), length, k, far, reads_ahead_, 0, length);
       }
     }
   }
@@ -288,8 +293,9 @@ private:
 
   template <bool Masked>
   void rows(boxes::box const& box, std::int64_t channels_ahead) const {
-    distances const ahead = further({channels_ahead, 0, 0});
-    bool const whole = box.positions == in_[0].spatial, fetch = channels_ahead != 0;
+    distances ahead = further({channels_ahead, 0, 0});
+    if (channels_ahead == 0) ahead.fill(elements_ahead<T>(inputs));
+    bool const whole = box.positions == in_[0].spatial, fetch = channels_ahead != 0 || reads_ahead_;
     std::int64_t const first = box.channel, last = first + box.channels - 1, end = box.position + box.positions;
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
       pointers in = from(n, first, box.position);
@@ -433,6 +439,7 @@ private:
   bool folded_ = false;
   /// No mask, and the rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
+  bool reads_ahead_ = false; ///< whether what follows is fetched
 };
 
 /// Maps all of `in` to `out`, with the coefficients `terms(channel)`. `fetch`: the block of channels that is mapped next.

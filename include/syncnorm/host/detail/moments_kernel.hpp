@@ -36,7 +36,12 @@ public:
     } else if (layout_ != layout::channels) {
       rows(x, group, mean, m2);
     } else if (parts_.cut.length >= shortest) {
-      length >= lanes ? channels<lanes>(x, group, mean, m2) : channels<1>(x, group, mean, m2);
+      if (length < lanes)
+        channels<1, 0>(x, group, mean, m2);
+      else if (far_lookahead_level<T>(x.channels) == 1)
+        channels<lanes, 1>(x, group, mean, m2);
+      else
+        channels<lanes, 2>(x, group, mean, m2);
     } else if (length >= lanes) {
       elements<lanes>(x, group, mean, m2);
     } else {
@@ -93,7 +98,7 @@ private:
   }
 
   /// Long pieces: one lane per channel, four positions at a time.
-  template <int L>
+  template <int L, int Level>
   void channels(tensor_view<T const> const& x, std::int64_t group, double* mean, double* m2) const {
     using vector = vector_t<A, L>;
     lane_slots<L> const places{x.channels};
@@ -119,7 +124,7 @@ private:
           auto const i = static_cast<std::size_t>(slot);
           if constexpr (L > 1)
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; ++r) prefetch<L, 2>(from, ahead + r * step);
+            for (int r = 0; r < 4; ++r) prefetch<L, Level>(from, ahead + r * step);
           vector const p = load<L>(&pivots[i]);
           vector const d0 = load<L>(from) - p, d1 = load<L>(from + step) - p;
           vector const d2 = load<L>(from + 2 * step) - p, d3 = load<L>(from + 3 * step) - p;

@@ -16,9 +16,9 @@ namespace syncnorm::host::detail {
 struct processor {
   /// Bytes of a core's second-level cache, as far as the system knows them; else a megabyte.
   std::int64_t second_level = std::int64_t{1} << 20;
-  /// Whether a core had better read memory and write it past the cache in turns of some kilobytes. AMD's (Zen 4 and 5) lose what
-  /// they would have fetched ahead whenever they turn to writing.
-  bool takes_turns = true;
+  /// Whether a core goes on fetching ahead by itself where a loop ends and another begins, on the next row or on what is written.
+  /// AMD's (Zen 4 and 5) begin anew: they follow the stride of each instruction that reads.
+  bool foresees = true;
 
   /// What two blocks of channels may take of the cache together and still be found there: less than all, since what else is read
   /// and where pages lie takes some.
@@ -34,7 +34,7 @@ struct processor {
 #endif
 #if defined(signature_AMD_ebx)
       unsigned highest = 0, vendor = 0, ignored = 0;
-      of.takes_turns = __get_cpuid(0, &highest, &vendor, &ignored, &ignored) == 0 || vendor != signature_AMD_ebx;
+      of.foresees = __get_cpuid(0, &highest, &vendor, &ignored, &ignored) == 0 || vendor != signature_AMD_ebx;
 #endif
       return of;
     }();

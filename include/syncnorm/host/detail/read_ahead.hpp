@@ -14,9 +14,15 @@ namespace syncnorm::host::detail {
 /// How far a reduction reads ahead at least, in bytes: what arrives while the latency of memory passes.
 inline constexpr std::int64_t lookahead_bytes = 2048;
 
-/// The same where channels are contiguous, for the second level of cache: many lines at once, some of them a power of two apart,
-/// do not all stay in the first.
+/// The same where channels are contiguous.
 inline constexpr std::int64_t far_lookahead_bytes = 8192;
+
+/// The level of cache for which they are fetched, so many at a position of all tensors. Many lines at once, some of them a power of two
+/// apart, do not all stay in the first; but where a processor begins anew with each loop, few had better be there.
+template <class T>
+[[nodiscard]] int far_lookahead_level(std::int64_t channels, processor const& on = processor::here()) {
+  return on.foresees || channels * static_cast<std::int64_t>(sizeof(T)) > 4096 ? 2 : 1;
+}
 
 /// Elements from those at hand, of one of `inputs` tensors, to those that are fetched for later.
 template <class T>
@@ -46,7 +52,7 @@ struct fetching {
   template <class T>
   [[nodiscard]] static fetching of(tensor_view<T> const& x, groups const& parts, std::int64_t inputs,
                                    processor const& on = processor::here()) {
-    if (on.takes_turns) return {1, level_to_fetch(x)};
+    if (on.foresees) return {1, level_to_fetch(x)};
     constexpr std::int64_t far = 12'288, bytes = sizeof(T);
     return {ceil_div(far, std::max<std::int64_t>(1, parts.cut.length) * inputs * bytes), 1};
   }

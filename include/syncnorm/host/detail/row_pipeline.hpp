@@ -47,15 +47,15 @@ struct pipeline_reading {
 /// that the block before is done with when as much of the next as fits beside it has been read. `Rows` has what `moment_rows`
 /// has, `Map` is an `elementwise_map`, `Parts` are the groups of pieces, masked ones perhaps.
 ///
-/// On a processor that takes no turns, sums a block, and maps it while it fetches the next.
+/// On a processor that would lose what it foresees by such turns, sums a block, and maps it while it fetches the next.
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
   /// `block`: the extents of what is mapped at a time.
   row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
                processor const& on = processor::here())
-      : parts_{parts}, samples_{block.samples}, takes_turns_{on.takes_turns}, map_fetches_{reading.map_fetches},
-        fetch_{on.takes_turns ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
+      : parts_{parts}, samples_{block.samples}, takes_turns_{on.foresees}, map_fetches_{reading.map_fetches},
+        fetch_{on.foresees ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
     std::int64_t const bytes = block.size() * static_cast<std::int64_t>(sizeof(T));
     // Of several tensors neither is a gain: memory takes longer to read than to write.
     if (reading.summed == 1) limit_lead(bytes, on);
@@ -149,7 +149,7 @@ private:
 template <class Rows, class T, std::size_t Inputs>
 [[nodiscard]] bool suits_map_and_sum(executor_ref exec, std::array<tensor_view<T const>, Inputs> const& in,
                                      tensor_view<T> const& out, std::int64_t next_channels) {
-  return processor::here().takes_turns && exec.concurrency() == 1 && out.size() != 0 &&
+  return processor::here().foresees && exec.concurrency() == 1 && out.size() != 0 &&
          next_channels <= Rows::channels_at_once &&
          suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
 }
