@@ -69,10 +69,8 @@ public:
   elementwise_map(Op const& op, Terms const& terms, views const& in, out_views const& out, prepared_mask const* mask,
                   stores how, A* table)
       : op_{op}, in_{in}, out_{out}, mask_{mask}, table_{table} {
-    std::int64_t fold = 1;
     if (mask == nullptr && all([](auto const& x) { return table_folds(x); })) {
-      fold = in_[0].spatial;
-      folded_ = true;
+      fold_ = in_[0].spatial;
       for (auto& x : out_) x = folded(x);
       for (auto& x : in_) x = folded(x);
     }
@@ -88,7 +86,7 @@ public:
     dense_ = mask == nullptr && layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
     reads_ahead_ = streams && (layout_ == layout::channels
-                                   ? !folded_ // what is folded is in the cache
+                                   ? fold_ == 1 // what is folded is in the cache
                                    : dense_ && !foreseen && (inputs == 1 || in_[0].spatial < page_elements));
     // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
     // coefficient stay in the cache even where what is read is fetched there.
@@ -96,16 +94,16 @@ public:
     if (mask == nullptr && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements / 4 : chunk_channels<A>);
     period_ = channels * run_positions_;
-    fill_coefficients<coefficients>(table, terms, channels, fold, period_);
+    fill_coefficients<coefficients>(table, terms, channels, fold_, period_);
   }
 
-  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, folded_); }
+  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, fold_ != 1); }
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, or, where that is 0, what follows if that is worth it. `stream_fence` must follow.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
     if (layout_ == layout::strided) return elements(box);
     for_its_kind([&]<bool Masked>(std::bool_constant<Masked>) {
-      layout_ == layout::rows ? rows<Masked>(box, channels_ahead) : lanes<Masked>(box);
+      layout_ == layout::rows ? rows<Masked>(box, channels_ahead) : lanes<Masked>(box, channels_ahead);
     });
   }
 
@@ -259,16 +257,17 @@ private:
 
   /// Contiguous channels, or positions that are taken for channels.
   template <bool Masked>
-  void lanes(boxes::box const& box) const {
+  void lanes(boxes::box const& box, std::int64_t channels_ahead) const {
     distances far;
-    far.fill(elements_ahead<T>(inputs));
+    far.fill(fold_ == 1 ? elements_ahead<T>(inputs) : channels_ahead * fold_);
+    bool const fetch = fold_ == 1 ? reads_ahead_ : channels_ahead != 0;
     std::int64_t const end = box.position + box.positions;
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
       std::uint8_t const* const mask = Masked ? mask_->row(n) : nullptr;
       for (std::int64_t s = box.position; s < end; s += run_positions_) {
         std::int64_t const length = box.channels * std::min(run_positions_, end - s);
         per_channel<Masked> const k{table_ + box.channel, period_, !Masked || mask[s] != 0 ? A{1} : A{0}};
-        run(from(n, box.channel, s), to(n, box.channel, s), length, k, far, reads_ahead_, 0, length);
+        run(from(n, box.channel, s), to(n, box.channel, s), length, k, far, fetch, 0, length);
       }
     }
   }
@@ -436,7 +435,7 @@ private:
   std::int64_t period_ = 0, run_positions_ = 1;
   per_output streams_{};
   layout layout_ = layout::strided;
-  bool folded_ = false;
+  std::int64_t fold_ = 1; ///< positions of a channel that are taken for channels
   /// No mask, and the rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
   bool reads_ahead_ = false; ///< whether what follows is fetched
