@@ -16,7 +16,7 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/core/cuda_element.hpp>
-#include <syncnorm/cuda/compiled_kernels.hpp>
+#include <syncnorm/cuda/kernels.hpp>
 
 #include "cuda/double_backward_case.hpp"
 #include "cuda/echo.hpp"

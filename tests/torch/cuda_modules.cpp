@@ -186,8 +186,8 @@ TEST_CASE("CUDA tensors: a step allocates nothing, and the host waits for nothin
     std::jthread const other{[&] { ranks[1]->forward().backward(ranks[1]->dy); }};
     ranks[0]->forward().backward(ranks[0]->dy);
   }
-  CHECK(fake_cuda::calls("load_kernels") == 2); // lest a first launch wait for the device
-  auto const step = [&] {                       // one thread for both: neither waits for the other
+  CHECK(fake_cuda::calls("cudaFuncGetAttributes") > 0); // lest a first launch wait for the device
+  auto const step = [&] {                               // one thread for both: neither waits for the other
     auto const first = ranks[0]->forward(), second = ranks[1]->forward();
     first.backward(ranks[0]->dy);
     second.backward(ranks[1]->dy);
@@ -199,7 +199,7 @@ TEST_CASE("CUDA tensors: a step allocates nothing, and the host waits for nothin
   CHECK(fake_torch::host_operations() == 0);
   for (auto const* const function :
        {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaStreamSynchronize", "cudaStreamQuery", "cudaEventSynchronize",
-        "cudaMemcpy", "cudaMemcpyAsync", "load_kernels"}) {
+        "cudaMemcpy", "cudaMemcpyAsync", "cudaFuncGetAttributes"}) {
     CAPTURE(std::string{function});
     CHECK(fake_cuda::calls(function) == 0);
   }

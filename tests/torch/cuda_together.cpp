@@ -187,7 +187,7 @@ TEST_CASE(
   fake_cuda::reset();
   step(false);
   for (auto const* const function :
-       {"cudaMalloc", "cudaHostAlloc", "cudaEventSynchronize", "cudaMemcpyAsync", "load_kernels"}) {
+       {"cudaMalloc", "cudaHostAlloc", "cudaEventSynchronize", "cudaMemcpyAsync", "cudaFuncGetAttributes"}) {
     CAPTURE(std::string{function});
     CHECK(fake_cuda::calls(function) == 0);
   }

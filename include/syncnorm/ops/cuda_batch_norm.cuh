@@ -11,13 +11,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/cuda/accept_sums.cuh>
-#include <syncnorm/cuda/backward.cuh>
-#include <syncnorm/cuda/double_backward.cuh>
-#include <syncnorm/cuda/forward.cuh>
-#include <syncnorm/cuda/group.cuh>
-#include <syncnorm/cuda/in_place.cuh>
-#include <syncnorm/cuda/load.cuh>
+#include <syncnorm/cuda/gpu_kernels.cuh>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_group.hpp>
@@ -25,71 +19,6 @@
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 
 namespace syncnorm::cuda {
-
-/// The kernels of cuda/, compiled for the architectures of `Architectures`.
-template <class Architectures = detail::architectures>
-struct gpu_kernels {
-  template <class T>
-  static void load_kernels() {
-    cuda::load_kernels<T, Architectures>();
-  }
-  template <class T>
-  static void load_double_backward_kernels() {
-    cuda::load_double_backward_kernels<T, Architectures>();
-  }
-  template <class T, class... Arguments>
-  static void local_moments(Arguments const&... arguments) {
-    cuda::local_moments<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void normalize(Arguments const&... arguments) {
-    cuda::normalize<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void normalize_constant(Arguments const&... arguments) {
-    cuda::normalize_constant<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void forward_alone(Arguments const&... arguments) {
-    cuda::forward_alone<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void backward_reduce(Arguments const&... arguments) {
-    cuda::backward_reduce<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void backward_elemt(Arguments const&... arguments) {
-    cuda::backward_elemt<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void backward_alone(Arguments const&... arguments) {
-    cuda::backward_alone<T, Architectures>(arguments...);
-  }
-  template <class... Arguments>
-  static void accept_sums(Arguments const&... arguments) {
-    cuda::accept_sums<Architectures>(arguments...);
-  }
-  template <class... Arguments>
-  static void agree_on_group(Arguments const&... arguments) {
-    cuda::agree_on_group<Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void keep(Arguments const&... arguments) {
-    cuda::keep<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void recover(Arguments const&... arguments) {
-    cuda::recover<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void double_backward_reduce(Arguments const&... arguments) {
-    cuda::double_backward_reduce<T, Architectures>(arguments...);
-  }
-  template <class T, class... Arguments>
-  static void double_backward_elemt(Arguments const&... arguments) {
-    cuda::double_backward_elemt<T, Architectures>(arguments...);
-  }
-};
 
 /// A batch normalization layer on a GPU; see `basic_batch_norm`.
 template <element T, communicator C = self_communicator, class P = accumulate_t<T>, class Kernels = gpu_kernels<>>

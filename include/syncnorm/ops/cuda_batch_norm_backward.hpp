@@ -13,6 +13,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
@@ -38,6 +39,8 @@ struct backward_operands {
 /// A backward pass by the kernels of `Kernels`.
 template <class Kernels, class T, class P>
 class backward_pass final : public groupable_pass {
+  using kernels = kernels_of<T, Kernels>;
+
 public:
   /// Borrows everything.
   backward_pass(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
@@ -106,19 +109,19 @@ public:
   }
 
   void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) override {
-    Kernels::agree_on_group(all, false, report, stream);
+    kernels::agree_on_group(all, false, report, stream);
   }
   void accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) override {
-    Kernels::accept_sums(of, report, stream);
+    kernels::accept_sums(of, report, stream);
   }
   void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
              cudaStream_t stream) override {
     auto const gradient = [&](tensor_view<T const> const& dy, tensor_view<T const> const& x, tensor_view<T> const& to,
                               tensor_view<T> const& to_residual, batch_norm_epilogue<T> const& done, bool first) {
       // What outlives the pass is written once.
-      Kernels::template backward_elemt<T>(dy, x, to, to_residual, values_of(in_.affine), done, saved_->statistics(),
-                                          all, own, first ? outputs() : affine_outputs{},
-                                          first ? report : fault_report{}, workspace_->limits(), stream);
+      kernels::backward_elemt(dy, x, to, to_residual, values_of(in_.affine), done, saved_->statistics(), all, own,
+                              first ? outputs() : affine_outputs{}, first ? report : fault_report{},
+                              workspace_->limits(), stream);
     };
     tensor_view<T const> const none = workspace_->template empty<T>();
     if (in_.x.empty()) gradient(none, none, {}, {}, {}, true);
@@ -133,9 +136,9 @@ public:
       return apply(own_packet(own), own, workspace_->report(), stream);
     }
     recover(stream);
-    Kernels::template backward_alone<T>(in_.dy[0], in_.x[0], dx(0), dresidual(0), values_of(in_.affine), epilogue(0),
-                                        saved_->statistics(), header(), own, outputs(), workspace_->report(),
-                                        workspace_->work(), workspace_->limits(), stream);
+    kernels::backward_alone(in_.dy[0], in_.x[0], dx(0), dresidual(0), values_of(in_.affine), epilogue(0),
+                            saved_->statistics(), header(), own, outputs(), workspace_->report(), workspace_->work(),
+                            workspace_->limits(), stream);
   }
 
 private:
@@ -144,8 +147,8 @@ private:
   [[nodiscard]] batch_norm_epilogue<T> epilogue(std::size_t k) const { return of_batch(in_.epilogues, k); }
   void sums_of(tensor_view<T const> const& dy, tensor_view<T const> const& x, batch_norm_epilogue<T> const& done,
                syncnorm::detail::packet_header const& header, packet_place const& at, cudaStream_t stream) const {
-    Kernels::template backward_reduce<T>(dy, x, values_of(in_.affine), done, saved_->statistics(), header, at,
-                                         workspace_->work(), workspace_->limits(), stream);
+    kernels::backward_reduce(dy, x, values_of(in_.affine), done, saved_->statistics(), header, at, workspace_->work(),
+                             workspace_->limits(), stream);
   }
   [[nodiscard]] affine_outputs outputs() const {
     return {outputs_of(in_.gradients.gamma), outputs_of(in_.gradients.beta)};
@@ -154,8 +157,8 @@ private:
   void recover(cudaStream_t stream) {
     for (std::size_t k = 0; k < in_.kept.size(); ++k) {
       if (in_.kept[k].holds_x) continue;
-      Kernels::template recover<T>(in_.y[k], epilogue(k), values_of(in_.affine), saved_->statistics(),
-                                   in_.kept[k].memory(), workspace_->limits(), stream);
+      kernels::recover(in_.y[k], epilogue(k), values_of(in_.affine), saved_->statistics(), in_.kept[k].memory(),
+                       workspace_->limits(), stream);
       in_.kept[k].holds_x = true;
     }
   }

@@ -13,6 +13,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
@@ -27,6 +28,8 @@ using syncnorm::detail::double_backward_operands;
 /// A double backward pass by the kernels of `Kernels`.
 template <class Kernels, class T, class P>
 class double_backward_pass final : public device_pass {
+  using kernels = kernels_of<T, Kernels>;
+
 public:
   /// Borrows everything.
   double_backward_pass(double_backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
@@ -70,9 +73,9 @@ public:
     tensor_view<T const> const none = workspace_->template empty<T>();
     auto const sums_of = [&](tensor_view<T const> const& dy, tensor_view<T const> const& x, std::size_t k,
                              packet_place const& at) {
-      Kernels::template double_backward_reduce<T>(second(k), dy, x, values_of(in_.affine), of_batch(in_.epilogues, k),
-                                                  saved_->statistics(), header, at, workspace_->work(),
-                                                  workspace_->limits(), stream);
+      kernels::double_backward_reduce(second(k), dy, x, values_of(in_.affine), of_batch(in_.epilogues, k),
+                                      saved_->statistics(), header, at, workspace_->work(), workspace_->limits(),
+                                      stream);
     };
     if (in_.x.empty()) return sums_of(none, none, 0, own);
     add_packets(packets(), in_.x.size(), own,
@@ -80,7 +83,7 @@ public:
   }
 
   void accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) override {
-    Kernels::accept_sums(of, report, stream);
+    kernels::accept_sums(of, report, stream);
   }
   void apply(gathered_packets const& all, packet_place const& own, fault_report const& report,
              cudaStream_t stream) override {
@@ -88,11 +91,10 @@ public:
     auto const gradients = [&](tensor_view<T const> const& dy, tensor_view<T const> const& x, std::size_t k) {
       // What outlives the pass is written once.
       bool const first = k == 0;
-      Kernels::template double_backward_elemt<T>(second(k), dy, x, of_batch(in_.to_dy, k), of_batch(in_.to_x, k),
-                                                 values_of(in_.affine), of_batch(in_.epilogues, k),
-                                                 saved_->statistics(), all, own,
-                                                 first ? outputs_of(in_.gamma_gradient) : channel_outputs{},
-                                                 first ? report : fault_report{}, workspace_->limits(), stream);
+      kernels::double_backward_elemt(second(k), dy, x, of_batch(in_.to_dy, k), of_batch(in_.to_x, k),
+                                     values_of(in_.affine), of_batch(in_.epilogues, k), saved_->statistics(), all, own,
+                                     first ? outputs_of(in_.gamma_gradient) : channel_outputs{},
+                                     first ? report : fault_report{}, workspace_->limits(), stream);
     };
     if (in_.x.empty()) gradients(none, none, 0);
     for (std::size_t k = 0; k < in_.x.size(); ++k) gradients(in_.dy[k], in_.x[k], k);

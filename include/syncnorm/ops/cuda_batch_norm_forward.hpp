@@ -15,6 +15,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
@@ -56,6 +57,8 @@ struct forward_operands {
 /// ones.
 template <class Kernels, class T, class P>
 class forward_pass final : public groupable_pass {
+  using kernels = kernels_of<T, Kernels>;
+
 public:
   /// Borrows everything.
   forward_pass(forward_operands<T, P> const& in, batch_norm_options const& options, batch_norm_saved& saved,
@@ -127,10 +130,10 @@ public:
   }
 
   void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) override {
-    Kernels::agree_on_group(all, true, report, stream);
+    kernels::agree_on_group(all, true, report, stream);
   }
   void accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) override {
-    Kernels::accept_sums(of, report, stream);
+    kernels::accept_sums(of, report, stream);
   }
   void apply(gathered_packets const& all, packet_place const&, fault_report const& report,
              cudaStream_t stream) override {
@@ -138,9 +141,9 @@ public:
     auto const normalize = [&](tensor_view<T const> const& x, tensor_view<T> const& y,
                                batch_norm_epilogue<T> const& done, bool first) {
       // What outlives the pass is written once.
-      Kernels::template normalize<T>(x, y, values_of(in_.affine), done, options_, all, saved_->statistics(),
-                                     first ? running() : running_outputs{}, first ? report : fault_report{},
-                                     workspace_->work(), workspace_->limits(), stream);
+      kernels::normalize(x, y, values_of(in_.affine), done, options_, all, saved_->statistics(),
+                         first ? running() : running_outputs{}, first ? report : fault_report{}, workspace_->work(),
+                         workspace_->limits(), stream);
     };
     if (in_.x.empty()) normalize(workspace_->template empty<T>(), workspace_->template empty<T>(), {}, true);
     for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k), k == 0);
@@ -156,16 +159,16 @@ public:
     keep(stream);
     own.kept_state = kept_state();
     if (!constant())
-      return Kernels::template forward_alone<T>(in_.x[0], in_.y[0], values_of(in_.affine), epilogue(0), options_,
-                                                header(), own, saved_->statistics(), running(), workspace_->report(),
-                                                workspace_->work(), workspace_->limits(), stream);
+      return kernels::forward_alone(in_.x[0], in_.y[0], values_of(in_.affine), epilogue(0), options_, header(), own,
+                                    saved_->statistics(), running(), workspace_->report(), workspace_->work(),
+                                    workspace_->limits(), stream);
     auto const mean = values_of(std::span<P const>{in_.running.mean}),
                var = values_of(std::span<P const>{in_.running.var});
     auto const normalize = [&](tensor_view<T const> const& x, tensor_view<T> const& y,
                                batch_norm_epilogue<T> const& done, bool first) {
-      Kernels::template normalize_constant<T>(
-          x, y, values_of(in_.affine), done, options_, mean, var, saved_->statistics(), own.kept_state,
-          first ? workspace_->report() : fault_report{}, workspace_->limits(), stream);
+      kernels::normalize_constant(x, y, values_of(in_.affine), done, options_, mean, var, saved_->statistics(),
+                                  own.kept_state, first ? workspace_->report() : fault_report{}, workspace_->limits(),
+                                  stream);
     };
     if (in_.x.empty()) normalize(workspace_->template empty<T>(), workspace_->template empty<T>(), {}, true);
     for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k), k == 0);
@@ -184,7 +187,7 @@ private:
   }
   void moments_of(tensor_view<T const> const& x, mask_view mask, syncnorm::detail::packet_header const& header,
                   packet_place const& at, cudaStream_t stream) const {
-    Kernels::template local_moments<T>(x, mask, header, at, workspace_->work(), workspace_->limits(), stream);
+    kernels::local_moments(x, mask, header, at, workspace_->work(), workspace_->limits(), stream);
   }
   void save() {
     saved_->scope = in_.scope;
@@ -221,8 +224,8 @@ private:
   void keep(cudaStream_t stream) {
     for (std::size_t k = 0; k < in_.kept.size(); ++k)
       if (in_.y[k].size() != 0)
-        Kernels::template keep<T>(in_.y[k], values_of(in_.affine), epilogue(k).activation, in_.kept[k].memory(),
-                                  workspace_->limits(), stream);
+        kernels::keep(in_.y[k], values_of(in_.affine), epilogue(k).activation, in_.kept[k].memory(),
+                      workspace_->limits(), stream);
   }
 
   forward_operands<T, P> in_;

@@ -15,6 +15,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/cuda/workspace.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
@@ -31,7 +32,8 @@ namespace syncnorm::cuda {
 
 /// A batch normalization layer on a GPU, as `syncnorm::batch_norm` is on the host. It owns the parameters (`P`, gamma = 1,
 /// beta = 0), their gradients, the running statistics (mean 0, var 1), their counter, and a workspace for tensors of any
-/// extents, all in memory of the device that was current at its making. `Kernels` are those of `gpu_kernels`.
+/// extents, all in memory of the device that was current at its making. `Kernels` launches its kernels: `gpu_kernels` or
+/// `compiled_kernels`.
 ///
 /// A pass enqueues its kernels on the stream, and with several ranks one allgather, or, as `exchange_policy` says, allreduces beside
 /// one of headers. It allocates nothing and does not wait for the device, so it can be captured in a graph and replayed, given that
@@ -56,7 +58,7 @@ public:
   /// of which NCCL connects ranks. Collective, waits for the stream; not for a stream that is being captured. Of double backward
   /// passes, and of those in two phases and in groups, run one each before they are captured.
   void prepare(cudaStream_t stream) {
-    Kernels::template load_kernels<T>();
+    kernels_of<T, Kernels>::load_kernels();
     if (syncnorm::size(comm_) == 1 || workspace_.agreed()) return;
     detail::require_capturable(comm_, "batch_norm preparation", false, stream);
     detail::device_check check{workspace_.device()};
@@ -235,7 +237,7 @@ public:
   /// Allocates what double backward passes exchange, seven numbers a channel and rank, and loads their kernels. Local; before a
   /// first double backward pass is captured in a graph.
   void reserve_double_backward() {
-    Kernels::template load_double_backward_kernels<T>();
+    kernels_of<T, Kernels>::load_double_backward_kernels();
     workspace_.reserve_double_backward();
   }
 

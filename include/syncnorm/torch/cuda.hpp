@@ -16,7 +16,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/cuda/compiled_kernels.hpp>
+#include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/ops/cuda_batch_norm_group.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/torch/detail/begun_passes.hpp>

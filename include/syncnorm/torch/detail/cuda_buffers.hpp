@@ -15,6 +15,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/cuda/workspace.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
@@ -87,13 +88,13 @@ public:
     auto& loaded = loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
     if (loaded) return;
     c10::DeviceGuard const there{device_};
-    Kernels::template load_kernels<T>();
+    cuda::kernels_of<T, Kernels>::load_kernels();
     loaded = true;
   }
   template <class Kernels, class T>
   void load_double_backward() {
     auto& loaded = double_loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
-    if (!loaded) Kernels::template load_double_backward_kernels<T>();
+    if (!loaded) cuda::kernels_of<T, Kernels>::load_double_backward_kernels();
     loaded = true;
   }
 

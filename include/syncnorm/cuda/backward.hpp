@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/check.hpp>
+#include <syncnorm/cuda/detail/device_element.hpp>
+#include <syncnorm/cuda/detail/launch.hpp>
+#include <syncnorm/cuda/kernels.hpp>
+#include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/cuda/workspace.hpp>
+
+// The members of kernels_of for backward passes.
+namespace syncnorm::cuda {
+
+template <class T, class Kernels>
+void kernels_of<T, Kernels>::backward_reduce(in dy, in x, affine_values const& affine, epilogue const& done,
+                                             saved_statistics const& saved, header const& own,
+                                             packet_place const& packet, workspace const& work,
+                                             device_limits const& limits, cudaStream_t stream) {
+  auto const* const call = "backward_reduce";
+  detail::operand_check const check{call};
+  check.tensor(x, "x");
+  check.like(dy, "dy", x);
+  check.epilogue(done, x);
+  check.saved(saved, x.channels);
+  check.packet(packet);
+  check.work(work, workspace_bytes(x.channels, limits));
+  detail::with_epilogue(done, [&](auto has_epilogue) {
+    auto const op = detail::make_backward_sums<detail::device_element_t<T>, has_epilogue()>(
+        detail::device_view(dy), detail::device_view(x), affine, detail::device_epilogue(done), saved);
+    detail::launch_reduction<Kernels>(call, op, own, packet, work, limits, stream);
+  });
+}
+
+template <class T, class Kernels>
+void kernels_of<T, Kernels>::backward_elemt(in dy, in x, out dx, out dresidual, affine_values const& affine,
+                                            epilogue const& done, saved_statistics const& saved,
+                                            gathered_packets const& packets, packet_place const& own,
+                                            affine_outputs const& gradients, fault_report const& report,
+                                            device_limits const& limits, cudaStream_t stream) {
+  auto const* const call = "backward_elemt";
+  detail::require_backward_operands(call, dy, x, dx, dresidual, done, saved);
+  detail::operand_check const check{call};
+  check.packets(packets);
+  check.packet(own);
+  detail::backward_statistics const statistics{packets, own, saved, affine, gradients, report};
+  detail::with_epilogue(done, [&](auto has_epilogue) {
+    auto const op = detail::make_gradient<detail::device_element_t<T>, has_epilogue()>(
+        detail::device_view(dy), detail::device_view(x), detail::device_view(dx), detail::device_view(dresidual),
+        detail::device_epilogue(done), statistics);
+    detail::launch_map<Kernels>(call, op, limits, stream);
+  });
+}
+
+template <class T, class Kernels>
+void kernels_of<T, Kernels>::backward_alone(in dy, in x, out dx, out dresidual, affine_values const& affine,
+                                            epilogue const& done, saved_statistics const& saved, header const& own,
+                                            packet_place const& packet, affine_outputs const& gradients,
+                                            fault_report const& report, workspace const& work,
+                                            device_limits const& limits, cudaStream_t stream) {
+  auto const* const call = "backward_alone";
+  auto const dy_view = detail::device_view(dy), x_view = detail::device_view(x);
+  auto const epilogue_view = detail::device_epilogue(done);
+  bool const launched = detail::with_epilogue(done, [&](auto has_epilogue) {
+    using D = detail::device_element_t<T>;
+    auto const sums = detail::make_backward_sums<D, has_epilogue()>(dy_view, x_view, affine, epilogue_view, saved);
+    if (!detail::is_one_launch<Kernels>(sums, own, limits)) return false;
+    detail::require_backward_operands(call, dy, x, dx, dresidual, done, saved);
+    detail::operand_check{call}.packet(packet);
+    detail::backward_statistics const statistics{own_packet(packet), packet, saved, affine, gradients, report};
+    auto const op = detail::make_gradient<D, has_epilogue()>(dy_view, x_view, detail::device_view(dx),
+                                                             detail::device_view(dresidual), epilogue_view, statistics);
+    detail::launch_fused<Kernels>(call, sums, op, own, packet, limits, stream);
+    return true;
+  });
+  if (launched) return;
+  backward_reduce(dy, x, affine, done, saved, own, packet, work, limits, stream);
+  backward_elemt(dy, x, dx, dresidual, affine, done, saved, own_packet(packet), packet, gradients, report, limits,
+                 stream);
+}
+
+} // namespace syncnorm::cuda

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/cuda/detail/entries.hpp>
+#include <syncnorm/cuda/detail/prepare.hpp>
+#include <syncnorm/cuda/operands.hpp>
+
+// Launches of the kernels of entries.hpp by `Kernels`, which has
+//
+//     int threads(int on_gpu)                             the threads of a block that has so many on a GPU
+//     cudaError_t launch<Entry>(shape, arguments, stream)
+//     cudaError_t load<Entry>()                           on the current device
+//
+// What fails is thrown as a failure of `call`.
+namespace syncnorm::cuda::detail {
+
+struct launch_shape {
+  std::uint32_t blocks = 1;
+  int threads = 64;
+  int dynamic_shared = 0;      ///< bytes
+  int most_dynamic_shared = 0; ///< of any launch of the kernel on this device
+};
+
+template <class Kernels, class Entry>
+void launch(char const* call, launch_shape const& shape, typename Entry::arguments const& a, cudaStream_t stream) {
+  syncnorm::detail::require_cuda(Kernels::template launch<Entry>(shape, a, stream), call);
+}
+
+/// Launches that of two kernels which goes along the packs of `Op`.
+template <class Kernels, template <class, axis> class Entry, class Op>
+void launch_along(char const* call, typename Entry<Op, axis::positions>::arguments const& a, cudaStream_t stream) {
+  launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), a.cut.threads};
+  if (axis_of(a.op.lead()) == axis::positions)
+    launch<Kernels, Entry<Op, axis::positions>>(call, shape, a, stream);
+  else
+    launch<Kernels, Entry<Op, axis::channels>>(call, shape, a, stream);
+}
+
+template <class Kernels, class Op>
+void launch_reduction(char const* call, Op const& op, packet_header const& header, packet_place const& packet,
+                      workspace const& work, device_limits const& limits, cudaStream_t stream) {
+  launch_along<Kernels, reduce_entry, Op>(
+      call, make_reduction(op, header, packet, work, limits, Kernels::threads(op.threads)), stream);
+}
+
+template <class Kernels, class Op>
+void launch_map(char const* call, Op const& op, device_limits const& limits, cudaStream_t stream) {
+  launch_along<Kernels, map_entry, Op>(call, make_map(op, limits, Kernels::threads(op.threads)), stream);
+}
+
+/// Whether `fits_on_chip`; of a header with a fault the header alone is to be written, which one launch does not.
+template <class Kernels, class Sums>
+[[nodiscard]] bool is_one_launch(Sums const& sums, packet_header const& header, device_limits const& limits) {
+  return header.fault[0] == '\0' && fits_on_chip(sums, Kernels::threads(fused_threads), limits);
+}
+
+/// A pass in one launch; the caller has asked `is_one_launch`.
+template <class Kernels, class Sums, class Map>
+void launch_fused(char const* call, Sums const& sums, Map const& map, packet_header const& header,
+                  packet_place const& packet, device_limits const& limits, cudaStream_t stream) {
+  auto const a = make_fused(sums, map, header, packet, Kernels::threads(fused_threads));
+  launch_shape const shape{a.cut.groups, a.cut.threads, static_cast<int>(fused_bytes<Sums>(a.cut)),
+                           most_on_chip(limits)};
+  launch<Kernels, fused_entry<Sums, Map>>(call, shape, a, stream);
+}
+
+/// f(whether the epilogue does something), as the constant for which kernels are compiled.
+template <class T, class F>
+auto with_epilogue(batch_norm_epilogue<T> const& epilogue, F const& f) {
+  return epilogue.does_something() ? f(std::true_type{}) : f(std::false_type{});
+}
+
+} // namespace syncnorm::cuda::detail
