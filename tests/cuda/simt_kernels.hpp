@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -24,8 +25,12 @@ struct simt_kernels {
   static constexpr int block = 64;
   static constexpr int threads(int) { return block; }
 
+  /// Unloads all kernels: a launch of one that has not been loaded since is counted as a call of "first launch".
+  static void unload() { ++unloaded_; }
+
   template <class Entry>
   static cudaError_t load() {
+    loaded_after_<Entry> = unloaded_.load();
     return fake_cuda::enter("cudaFuncGetAttributes");
   }
 
@@ -33,6 +38,7 @@ struct simt_kernels {
   static cudaError_t launch(syncnorm::cuda::detail::launch_shape const& shape, typename Entry::arguments const& a,
                             cudaStream_t stream) {
     if (auto const code = fake_cuda::enter("kernel"); code != cudaSuccess) return code;
+    if (loaded_after_<Entry>.exchange(unloaded_) != unloaded_) (void)fake_cuda::enter("first launch");
     int current = 0;
     cudaGetDevice(&current);
     if (fake_cuda::device_of(stream) != current) return cudaErrorInvalidResourceHandle;
@@ -53,6 +59,11 @@ struct simt_kernels {
       }
     });
   }
+
+private:
+  inline static std::atomic<int> unloaded_ = 0;
+  template <class Entry>
+  inline static std::atomic<int> loaded_after_ = -1;
 };
 
 } // namespace test

@@ -17,25 +17,29 @@
 using test::layer_over;
 
 TEST_CASE("a layer's passes agree with the oracle over NCCL, enqueued and replayed from a graph") {
-  for (auto const& of : layer_cases::cases())
-    for (bool const captured : {false, true}) {
-      if (test::sanitized && !captured) continue;
+  test::unload_kernels();
+  for (bool const captured : {true, false}) {
+    if (test::sanitized && !captured) continue;
+    for (auto const& of : layer_cases::cases())
       test::over_nccl(3, [&](auto const& comm) {
         layer_cases::check_steps<layer_over<test::nccl_communicator>>(comm, of, captured);
       });
-    }
+  }
+  test::check_no_first_launches();
   test::check_no_violations();
 }
 
 TEST_CASE("a layer's passes agree with the oracle over a communicator of the host, and of one rank") {
+  test::unload_kernels();
   for (auto const& of : layer_cases::cases()) {
-    test::over_threads(
-        2, [&](auto const& comm) { layer_cases::check_steps<layer_over<test::staged_threads>>(comm, of, false); });
-    for (bool const captured : {false, true}) {
+    for (bool const captured : {true, false}) {
       if (test::sanitized && !captured) continue;
       layer_cases::check_steps<layer_over<syncnorm::self_communicator>>(syncnorm::self_communicator{}, of, captured);
     }
+    test::over_threads(
+        2, [&](auto const& comm) { layer_cases::check_steps<layer_over<test::staged_threads>>(comm, of, false); });
   }
+  test::check_no_first_launches();
   test::check_no_violations();
 }
 
@@ -70,12 +74,16 @@ TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the 
   };
   std::array<std::unique_ptr<rank>, 2> ranks;
   for (std::size_t r = 0; r < 2; ++r) ranks[r] = std::make_unique<rank>(raw[r]);
-  fake_cuda::reset();
-  {
-    std::jthread const other{[&] { ranks[1]->layer.prepare(ranks[1]->on); }};
-    ranks[0]->layer.prepare(ranks[0]->on);
-  }
-  CHECK(fake_cuda::calls("cudaFuncGetAttributes") > 0); // lest a first launch wait for the device
+  using kernels = syncnorm::cuda::kernels_of<float, test::simt_kernels>;
+  auto const loads = [](auto const& f) {
+    fake_cuda::reset();
+    f();
+    return fake_cuda::calls("cudaFuncGetAttributes");
+  };
+  CHECK(loads([&] { // lest a first launch wait for the device
+          std::jthread const other{[&] { ranks[1]->layer.prepare(ranks[1]->on); }};
+          ranks[0]->layer.prepare(ranks[0]->on);
+        }) == 2 * loads(kernels::load_kernels));
   fake_cuda::reset();
   for (int step = 0; step < 3; ++step)
     for (auto const& each : ranks) { // one thread for both: neither waits for the other
@@ -91,8 +99,9 @@ TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the 
   CHECK(fake_cuda::calls("kernel") == 3 * 2 * 4);
   CHECK(fake_cuda::calls("ncclAllGather") == 3 * 2 * 2);
 
-  for (auto const& each : ranks) each->layer.reserve_double_backward();
-  CHECK(fake_cuda::calls("cudaFuncGetAttributes") > 0);
+  CHECK(loads([&] {
+          for (auto const& each : ranks) each->layer.reserve_double_backward();
+        }) == 2 * loads(kernels::load_double_backward_kernels));
   auto const for_batches = [&](auto const& pass) {
     for (auto const& each : ranks) {
       std::array<syncnorm::tensor_view<float const>, 3> const x{each->x.view, each->x.view, each->x.view};

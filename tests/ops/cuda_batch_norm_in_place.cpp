@@ -20,6 +20,7 @@ using test::layer_over;
 
 TEST_CASE("a pass in place on a device recovers x, or keeps it, enqueued and replayed from a graph") {
   using layer_cases::dx_over;
+  test::unload_kernels();
   for (auto const& of : layer_cases::in_place_cases()) {
     test::over_nccl(2, [&](auto const& comm) {
       using layer = layer_over<test::nccl_communicator>;
@@ -31,6 +32,7 @@ TEST_CASE("a pass in place on a device recovers x, or keeps it, enqueued and rep
     layer_cases::check_in_place<alone>(syncnorm::self_communicator{}, of, false, dx_over::dy);
     layer_cases::check_in_place<alone>(syncnorm::self_communicator{}, of, of.residual, dx_over::neither, true);
   }
+  test::check_no_first_launches();
   test::check_no_violations();
 }
 

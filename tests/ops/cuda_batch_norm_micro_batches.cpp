@@ -33,6 +33,7 @@ TEST_CASE("micro-batches by one statistic on a device agree with the oracle on t
 
 TEST_CASE("double backward on a device agrees with the oracle, of one batch and over micro-batches") {
   using test::layout;
+  test::unload_kernels();
   for (bool const with_epilogue : {false, true}) {
     for (auto const& shares : {layer_cases::micro_batch_share{{2}, {0}, {3}}, {{1, 2}, {}, {0, 1, 1}}})
       test::over_nccl(3, [&](auto const& comm) {
@@ -47,6 +48,7 @@ TEST_CASE("double backward on a device agrees with the oracle, of one batch and 
       layer_cases::check_double_backward<layer_over<syncnorm::self_communicator>>(
           syncnorm::self_communicator{}, shares, layout::nchw, with_epilogue, shares[0].size() == 2);
   }
+  test::check_no_first_launches();
   test::check_no_violations();
 }
 

@@ -71,12 +71,14 @@ TEST_CASE("passes on a device that reduce agree with the oracle, enqueued and re
     return of;
   };
   using test::layout;
+  test::unload_kernels();
   for (auto const& of : layer_cases::cases()) {
     if (of.spatial > 30) continue; // to the exchange as the others
     test::over_nccl(3, [&](auto const& comm) {
       layer_cases::check_steps<layer_over<test::nccl_communicator>>(comm, reducing(of), true);
     });
   }
+  test::check_no_first_launches();
   layer_cases::layer_case const with_epilogue{{}, 70, 3, layout::nhwc, true, true, 0.25};
   test::over_threads(2, [&](auto const& comm) {
     layer_cases::check_steps<layer_over<test::staged_threads>>(comm, reducing({{3, 2}}), false);

@@ -94,12 +94,15 @@ TEST_CASE("a pass in two phases waits for nothing, and the exchange for what was
 }
 
 TEST_CASE("a group of layers on a device is one collective, and gives the bits of each alone") {
+  test::unload_kernels();
+  cuda::kernels_of<float, test::simt_kernels>::load_kernels();
   for (auto const policy : policies)
     test::over_nccl(2, [&](auto const& comm) {
       layer_cases::check_group<layer_over<test::nccl_communicator>>(comm, true, policy);
     });
   using alone = syncnorm::self_communicator;
   layer_cases::check_group<layer_over<alone>>(alone{}, true);
+  test::check_no_first_launches();
   fake_cuda::reset();
   test::over_nccl(2, [](auto const& comm) {
     pending_data<test::nccl_communicator> a{comm, 3}, b{comm, 6};

@@ -45,6 +45,13 @@ inline void over_threads(int size, std::function<void(staged_threads const&)> co
   syncnorm::run_ranks(size, [&](auto const& threads) { f(staged_threads{threads}); });
 }
 
+/// Unloads all kernels, so that none of what follows is to launch one for the first time: that may wait for the device.
+inline void unload_kernels() {
+  simt_kernels::unload();
+  fake_cuda::reset();
+}
+inline void check_no_first_launches() { CHECK(fake_cuda::calls("first launch") == 0); }
+
 inline void check_no_violations() {
   for (auto const& what : fake_cuda::noted()) FAIL_CHECK(what);
 }

@@ -186,8 +186,11 @@ TEST_CASE("CUDA tensors: a step allocates nothing, and the host waits for nothin
     std::jthread const other{[&] { ranks[1]->forward().backward(ranks[1]->dy); }};
     ranks[0]->forward().backward(ranks[0]->dy);
   }
-  CHECK(fake_cuda::calls("cudaFuncGetAttributes") > 0); // lest a first launch wait for the device
-  auto const step = [&] {                               // one thread for both: neither waits for the other
+  auto const loads = fake_cuda::calls("cudaFuncGetAttributes"); // lest a first launch wait for the device
+  fake_cuda::reset();
+  syncnorm::cuda::kernels_of<float>::load_kernels();
+  CHECK(loads == 2 * fake_cuda::calls("cudaFuncGetAttributes"));
+  auto const step = [&] { // one thread for both: neither waits for the other
     auto const first = ranks[0]->forward(), second = ranks[1]->forward();
     first.backward(ranks[0]->dy);
     second.backward(ranks[1]->dy);
