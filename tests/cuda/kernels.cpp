@@ -241,6 +241,18 @@ TEST_CASE("a launch that fails is an error that says whose it is") {
   }
 }
 
+TEST_CASE("where the activation has no inverse, x is recovered by a copy alone") {
+  for (double const slope : {0.0, 0.5}) {
+    operands<> of;
+    of.epilogue.activation.negative_slope = slope;
+    fake_cuda::reset();
+    of.recover();
+    of.on.wait();
+    CHECK(fake_cuda::calls("kernel") == (slope > 0 ? 2 : 1));
+  }
+  test::check_no_violations();
+}
+
 TEST_CASE("an element type with a 16-bit format is what CUDA's type of that format is") {
   auto const of_type = []<class T>(T) {
     operands<T> of;

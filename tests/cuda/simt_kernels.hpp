@@ -39,6 +39,7 @@ struct simt_kernels {
                             cudaStream_t stream) {
     if (auto const code = fake_cuda::enter("kernel"); code != cudaSuccess) return code;
     if (loaded_after_<Entry>.exchange(unloaded_) != unloaded_) (void)fake_cuda::enter("first launch");
+    if (shape.blocks == 0 || shape.dynamic_shared > shape.most_dynamic_shared) return cudaErrorInvalidConfiguration;
     int current = 0;
     cudaGetDevice(&current);
     if (fake_cuda::device_of(stream) != current) return cudaErrorInvalidResourceHandle;
