@@ -93,8 +93,9 @@ public:
     std::int64_t const channels = in_[0].channels;
     if (mask == nullptr && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements / 4 : chunk_channels<A>);
-    period_ = channels * run_positions_;
-    fill_coefficients<coefficients>(table, terms, channels, fold_, period_);
+    std::int64_t const period = channels * run_positions_;
+    step_ = coefficient_step<A>(period);
+    fill_coefficients<coefficients>(table, terms, channels, fold_, period);
   }
 
   [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, fold_ != 1); }
@@ -266,7 +267,7 @@ private:
       std::uint8_t const* const mask = Masked ? mask_->row(n) : nullptr;
       for (std::int64_t s = box.position; s < end; s += run_positions_) {
         std::int64_t const length = box.channels * std::min(run_positions_, end - s);
-        per_channel<Masked> const k{table_ + box.channel, period_, !Masked || mask[s] != 0 ? A{1} : A{0}};
+        per_channel<Masked> const k{table_ + box.channel, step_, !Masked || mask[s] != 0 ? A{1} : A{0}};
         run(from(n, box.channel, s), to(n, box.channel, s), length, k, far, fetch, 0, length);
       }
     }
@@ -278,7 +279,7 @@ private:
       std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(n);
       for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c) {
         std::array<A, coefficients> k;
-        for (std::size_t j = 0; j < coefficients; ++j) k[j] = table_[static_cast<std::int64_t>(j) * period_ + c];
+        for (std::size_t j = 0; j < coefficients; ++j) k[j] = table_[static_cast<std::int64_t>(j) * step_ + c];
         for (std::int64_t s = box.position; s < box.position + box.positions; ++s) {
           std::array<A, inputs> v;
           for (std::size_t j = 0; j < inputs; ++j) v[j] = load<1>(&in_[j](n, c, s));
@@ -328,14 +329,14 @@ private:
   [[gnu::always_inline]] void row(row_piece const& piece, pointers const& in, targets const& out,
                                   distances const& further, bool fetch) const {
     auto const [sample, channel, begin, end, follows, is_followed] = piece;
-    constant<Masked> const k{table_ + channel, period_, Masked ? mask_->row(sample) + begin : nullptr};
+    constant<Masked> const k{table_ + channel, step_, Masked ? mask_->row(sample) + begin : nullptr};
     std::int64_t first = 0, last = end - begin;
     if (std::int64_t const before = since_line(out); before >= 0) {
       if (before != 0 && follows && (begin != 0 || dense_)) {
         if (begin != 0)
           line(in, out, -before, k);
         else if constexpr (!Masked)
-          line(in, out, -before, seam{{table_ + channel - 1, period_, nullptr}, k});
+          line(in, out, -before, seam{{table_ + channel - 1, step_, nullptr}, k});
         first = line_elements<T> - before;
       }
       if (is_followed && (end != in_[0].spatial || dense_)) last -= (before + last) % line_elements<T>;
@@ -430,9 +431,9 @@ private:
   views in_;
   out_views out_;
   prepared_mask const* mask_;
-  /// Coefficient j of channel c at j·period + c; of several positions one after the other.
+  /// Coefficient j of channel c at j·step + c; of several positions one after the other.
   A const* table_;
-  std::int64_t period_ = 0, run_positions_ = 1;
+  std::int64_t step_ = 0, run_positions_ = 1;
   per_output streams_{};
   layout layout_ = layout::strided;
   std::int64_t fold_ = 1; ///< positions of a channel that are taken for channels
