@@ -56,19 +56,17 @@ public:
                processor const& on = processor::here())
       : parts_{parts}, samples_{block.samples}, takes_turns_{on.foresees}, map_fetches_{reading.map_fetches},
         fetch_{on.foresees ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
-    std::int64_t const bytes = block.size() * static_cast<std::int64_t>(sizeof(T));
-    // Of several tensors neither is a gain: memory takes longer to read than to write.
-    if (reading.summed == 1) limit_lead(bytes, on);
-    fetches_next_block_ = reading.summed == 1 || 2 * bytes * reading.summed <= on.room_for_blocks();
+    // Of several tensors it is no gain: memory takes longer to read than to write.
+    if (reading.summed == 1) limit_lead(block.size() * static_cast<std::int64_t>(sizeof(T)), on);
   }
 
   /// Whether a block is mapped while the next one is summed.
   [[nodiscard]] bool takes_turns() const { return takes_turns_; }
 
-  /// Maps a block of so many channels by itself, and fetches what is summed of the next, `next` channels on, if there is one.
-  void map_block(Map const& map, std::int64_t channels, std::int64_t next) const {
+  /// Maps a block of so many channels by itself, and fetches the next.
+  void map_block(Map const& map, std::int64_t channels, next_block const& fetch) const {
     for (std::int64_t sample = samples_; sample-- > 0;)
-      map(boxes::box{0, channels, sample, 1, 0, parts_.cut.spatial}, fetches_next_block_ ? next : 0);
+      map(boxes::box{0, channels, sample, 1, 0, parts_.cut.spatial}, fetch.channels_ahead);
   }
 
   /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps the `mapped` channels before these by `map`, no more.
@@ -140,7 +138,7 @@ private:
 
   Parts parts_;
   std::int64_t samples_;
-  bool takes_turns_, map_fetches_, fetches_next_block_ = false;
+  bool takes_turns_, map_fetches_;
   fetching fetch_;
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
@@ -193,7 +191,9 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
       map.emplace(make_map(first, length, table.data()));
       mapped = length;
       bool const last = i + 1 == end;
-      if (last || !pipeline.takes_turns()) pipeline.map_block(*map, length, last ? 0 : length);
+      if (last || !pipeline.takes_turns())
+        pipeline.map_block(*map, length,
+                           next_block::of(x.channel_range(first, length), reading.summed, last ? 0 : length, on));
     }
     stream_fence();
   });
