@@ -176,7 +176,7 @@ template <class T>
 template <class T>
 [[nodiscard]] constexpr std::int64_t reduction_chunk(tensor_view<T> const& x) {
   if (common_layout(x) == layout::channels) return std::max<std::int64_t>(1, x.channels);
-  return std::max<std::int64_t>(1, (std::int64_t{1} << 18) / std::max<std::int64_t>(1, x.count()));
+  return std::max<std::int64_t>(1, (std::int64_t{1} << 20) / std::max<std::int64_t>(1, x.count()));
 }
 
 /// Contiguous channels as vectors of `L` lanes. The last vector ends at the last channel and so may overlap the one
