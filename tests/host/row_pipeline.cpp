@@ -205,7 +205,9 @@ TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits
 
       // A part that is followed by a narrower one, a wider one and an equal one.
       std::int64_t const cuts[] = {0, 2, 3, 5, c};
-      auto const check = [&](auto const& exec, host::stores how) {
+      auto const check = [&](auto const& exec, host::stores how, bool foresees) {
+        CAPTURE(foresees);
+        host::detail::processor const on{std::int64_t{1} << 20, foresees};
         pipeline_results<T> got{c};
         auto const sums = [&](std::vector<double>& values, int part) {
           return host::detail::channels_of(std::span{values}, cuts[part], cuts[part + 1] - cuts[part]);
@@ -226,7 +228,8 @@ TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits
         for (int part = 0; part < 3; ++part)
           host::normalize_and_local_moments(exec, view(passes.x, part), view(y_got.view(), part), of(got.mean, part),
                                             of(got.m2, part), affine_parameters<T>{gamma(part), beta(part)}, how,
-                                            view(passes.x, part + 1), sums(got.mean, part + 1), sums(got.m2, part + 1));
+                                            view(passes.x, part + 1), sums(got.mean, part + 1), sums(got.m2, part + 1),
+                                            on);
         host::normalize(exec, view(passes.x, 3), view(y_got.view(), 3), of(got.mean, 3), of(got.m2, 3),
                         affine_parameters<T>{gamma(3), beta(3)}, how);
         host::backward_reduce(exec, view(passes.dy, 0), view(passes.x, 0), of(got.mean, 0), sums(got.sum_dy, 0),
@@ -236,7 +239,7 @@ TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits
                                           of(got.mean, part), of(got.m2, part), gamma(part), of(got.sum_dy, part),
                                           of(got.sum_dy_xmu, part), passes.count, how, view(passes.dy, part + 1),
                                           view(passes.x, part + 1), of(got.mean, part + 1), sums(got.sum_dy, part + 1),
-                                          sums(got.sum_dy_xmu, part + 1));
+                                          sums(got.sum_dy_xmu, part + 1), on);
         host::backward_elemt(exec, view(passes.dy, 3), view(passes.x, 3), view(dx_got.view(), 3), of(got.mean, 3),
                              of(got.m2, 3), gamma(3), of(got.sum_dy, 3), of(got.sum_dy_xmu, 3), passes.count, how);
         got.y = y_got.values();
@@ -245,9 +248,11 @@ TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits
         CHECK(y_got.intact());
         CHECK(dx_got.intact());
       };
-      check(host::serial_executor{}, host::stores::streaming);
-      check(host::serial_executor{}, host::stores::cached);
-      check(test::shuffling_executor{2}, host::stores::streaming);
+      for (bool const foresees : {false, true}) {
+        check(host::serial_executor{}, host::stores::streaming, foresees);
+        check(host::serial_executor{}, host::stores::cached, foresees);
+        check(test::shuffling_executor{2}, host::stores::streaming, foresees);
+      }
     }
   }
 }

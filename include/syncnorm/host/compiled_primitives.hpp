@@ -88,12 +88,13 @@ using finish_channels = function_ref<void(std::int64_t, std::int64_t)>;
   EXTERN template void normalize_and_local_moments<T>(executor_ref, tensor_view<T const>, tensor_view<T>,              \
                                                       detail::in_channels, detail::in_channels, affine_values const&,  \
                                                       stores, tensor_view<T const>, detail::out_channels,              \
-                                                      detail::out_channels);                                           \
+                                                      detail::out_channels, detail::processor const&);                 \
   EXTERN template void backward_elemt_and_reduce<T>(executor_ref, tensor_view<T const>, tensor_view<T const>,          \
                                                     tensor_view<T>, detail::in_channels, detail::in_channels,          \
                                                     channel_values const&, detail::in_channels, detail::in_channels,   \
                                                     std::int64_t, stores, tensor_view<T const>, tensor_view<T const>,  \
-                                                    detail::in_channels, detail::out_channels, detail::out_channels);  \
+                                                    detail::in_channels, detail::out_channels, detail::out_channels,   \
+                                                    detail::processor const&);                                         \
   EXTERN template void activation_gradient<T>(executor_ref, tensor_view<T const>, tensor_view<T const>,                \
                                               tensor_view<T>, detail::in_channels, detail::in_channels,                \
                                               affine_values const&, prepared_epilogue<T> const&);                      \

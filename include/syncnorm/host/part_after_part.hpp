@@ -13,6 +13,7 @@
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
+#include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/local_moments.hpp>
@@ -22,7 +23,7 @@
 namespace syncnorm::host {
 
 /// `normalize` of one part of a tensor's channels, and `local_moments` of the part after it, `next`; at the same time where
-/// rows are contiguous and the executor is serial, as reading and writing memory at once is faster than one after the
+/// rows are contiguous and the executor is serial, if reading and writing memory at once is faster than one after the
 /// other. The bits are those of the two calls.
 ///
 /// Shapes: x and y `[N, C, S]`, next `[N, C', S]`, the rest `[C]` or `[C']`. Local. y may be x.
@@ -32,10 +33,10 @@ void normalize_and_local_moments(executor_ref exec, std::type_identity_t<tensor_
                                  std::span<double const> mean, std::span<double const> inv_std,
                                  affine_values const& params, stores how,
                                  std::type_identity_t<tensor_view<T const>> next, std::span<double> next_mean,
-                                 std::span<double> next_m2) {
+                                 std::span<double> next_m2, detail::processor const& on = detail::processor::here()) {
   using rows = detail::moment_rows<T>;
-  if (!detail::suits_map_and_sum<rows>(exec, std::array{x}, y, next.channels)) {
-    normalize(exec, x, y, mean, inv_std, params, how, next_block::of(x, 1, x.channels));
+  if (!detail::suits_map_and_sum<rows>(exec, std::array{x}, y, next.channels, on)) {
+    normalize(exec, x, y, mean, inv_std, params, how, next_block::of(x, 1, x.channels, on));
     local_moments(exec, next, next_mean, next_m2);
     return;
   }
@@ -54,11 +55,12 @@ void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_vi
                                std::span<double const> sum_dy_xmu, std::int64_t count, stores how,
                                std::type_identity_t<tensor_view<T const>> next_dy,
                                std::type_identity_t<tensor_view<T const>> next_x, std::span<double const> next_mean,
-                               std::span<double> next_sum_dy, std::span<double> next_sum_dy_xmu) {
+                               std::span<double> next_sum_dy, std::span<double> next_sum_dy_xmu,
+                               detail::processor const& on = detail::processor::here()) {
   using rows = detail::gradient_rows<T>;
-  if (count == 0 || !detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels)) {
+  if (count == 0 || !detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels, on)) {
     backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how,
-                   next_block::of(x, 2, x.channels));
+                   next_block::of(x, 2, x.channels, on));
     backward_reduce(exec, next_dy, next_x, next_mean, next_sum_dy, next_sum_dy_xmu);
     return;
   }

@@ -6,9 +6,6 @@
 #if __has_include(<unistd.h>)
 #include <unistd.h>
 #endif
-#if defined(__x86_64__) && __has_include(<cpuid.h>)
-#include <cpuid.h>
-#endif
 
 namespace syncnorm::host::detail {
 
@@ -32,9 +29,9 @@ struct processor {
       if (std::int64_t const known = sysconf(_SC_LEVEL2_CACHE_SIZE); known > 0)
         of.second_level = std::clamp<std::int64_t>(known, 1 << 18, 1 << 22);
 #endif
-#if defined(signature_AMD_ebx)
-      unsigned highest = 0, vendor = 0, ignored = 0;
-      of.foresees = __get_cpuid(0, &highest, &vendor, &ignored, &ignored) == 0 || vendor != signature_AMD_ebx;
+#if defined(__x86_64__) && defined(__GNUC__)
+      __builtin_cpu_init();
+      of.foresees = __builtin_cpu_is("amd") == 0;
 #endif
       return of;
     }();

@@ -71,7 +71,7 @@ struct read_ahead {
   };
 
   /// What is read later than channel `c` of so many.
-  [[nodiscard]] place after(std::int64_t c, std::int64_t length) const {
+  [[nodiscard]] constexpr place after(std::int64_t c, std::int64_t length) const {
     std::int64_t const to = c + channels;
     return to < length ? place{then, to} : place{next, to - length};
   }
@@ -88,11 +88,12 @@ template <class T>
   return (to.channel - c) * x.stride_c + (to.piece.sample - now.sample) * x.stride_n + to.piece.begin - now.begin;
 }
 
-/// Calls f(piece, what is read later) for each piece of group `g` of so many channels.
+/// Calls f(piece, what is read later) for each piece of group `g` of so many channels, which may be none.
 template <class F>
 void for_each_piece_read(groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch,
                          F const& f) {
-  std::int64_t const pieces = fetch.pieces / channels, rest = fetch.pieces % channels;
+  std::int64_t const some = std::max<std::int64_t>(1, channels), pieces = fetch.pieces / some,
+                     rest = fetch.pieces % some;
   parts.for_each_piece(g, pieces, [&](groups::piece const& now, groups::piece const& then, groups::piece const& next) {
     f(now, read_ahead{then, next, rest, fetch.level});
   });

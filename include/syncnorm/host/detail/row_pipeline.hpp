@@ -146,9 +146,8 @@ private:
 /// Whether `map_and_sum_rows` can take `out` and, after it, `next_channels` more channels, and had better.
 template <class Rows, class T, std::size_t Inputs>
 [[nodiscard]] bool suits_map_and_sum(executor_ref exec, std::array<tensor_view<T const>, Inputs> const& in,
-                                     tensor_view<T> const& out, std::int64_t next_channels) {
-  return processor::here().foresees && exec.concurrency() == 1 && out.size() != 0 &&
-         next_channels <= Rows::channels_at_once &&
+                                     tensor_view<T> const& out, std::int64_t next_channels, processor const& on) {
+  return on.foresees && exec.concurrency() == 1 && out.size() != 0 && next_channels <= Rows::channels_at_once &&
          suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
 }
 
