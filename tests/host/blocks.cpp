@@ -1,11 +1,14 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include <doctest/doctest.h>
 #include <syncnorm/host/backward_in_blocks.hpp>
 #include <syncnorm/host/forward_in_blocks.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
 
 #include <host/tensors.hpp>
 
@@ -28,6 +31,29 @@ struct results {
 };
 
 } // namespace
+
+TEST_CASE("in evaluation dy's rows are taken for channels where x's cannot be") {
+  // On a thread of its own, whose scratch memory has not grown yet: it holds what a block's map needs, and no more.
+  std::jthread const fresh{[] {
+    for (auto const& shape : {test::extents{2, 63, 63}, {2, 150, 100}, {40, 63, 21}}) {
+      std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+      CAPTURE(test::name_of(shape));
+      test::tensor<float> x{test::arrangement::nhwc, n, c, s, test::deviates<float>(n, c, s, 1)},
+          dy{test::arrangement::nchw, n, c, s, test::deviates<float>(n, c, s, 2)}, dx{test::arrangement::nchw, n, c, s},
+          y = x;
+      batch_norm<float, self_communicator> layer{{}, c};
+      layer.eval();
+      layer.forward(x.input(), y.view());
+      layer.backward(x.input(), dy.input(), dx.view());
+      auto expected = dy.values();
+      for (auto& each : expected) each *= static_cast<float>(1 / std::sqrt(1 + 1e-5));
+      auto const close = [](float a, float b) {
+        return std::abs(a - b) <= 2 * std::numeric_limits<float>::epsilon() * std::abs(b);
+      };
+      CHECK(std::ranges::equal(dx.values(), expected, close));
+    }
+  }};
+}
 
 TEST_CASE_TEMPLATE("working in blocks gives the bits of whole passes", T, float, double) {
   for (auto const& shape : block_shapes) {

@@ -329,6 +329,24 @@ TEST_CASE("ReLU of what is not finite") {
   }
 }
 
+TEST_CASE("of gradients that are not needed none is written, and the sums are the same") {
+  constexpr std::int64_t n = 2, c = 6;
+  for (std::int64_t const s : {4, 40, 70'000}) {
+    epilogue_problem<float> const p{{n, c, s}, {0, false, counted::all, false}};
+    test::tensor<float> x{test::arrangement::nchw, n, c, s, p.x}, dy{test::arrangement::nchw, n, c, s, p.dy};
+    std::vector<double> sum_dy(c), sum_dy_xmu(c), in_blocks(c), in_blocks_xmu(c);
+    host::serial_executor const serial;
+    host::backward_reduce(serial, dy.input(), x.view(), p.mean, p.inv_std, p.params(), p.epilogue({}), sum_dy,
+                          sum_dy_xmu);
+    host::backward_elemt(serial, dy.input(), x.view(), {}, {}, p.mean, p.inv_std, p.params(), sum_dy, sum_dy_xmu,
+                         p.oracle.count, p.epilogue({}));
+    host::backward_in_blocks(serial, dy.input(), x.view(), {}, {}, p.mean, p.inv_std, p.params(), in_blocks,
+                             in_blocks_xmu, p.oracle.count, p.epilogue({}));
+    CHECK(in_blocks == sum_dy);
+    CHECK(in_blocks_xmu == sum_dy_xmu);
+  }
+}
+
 TEST_CASE("where ReLU is off, nothing of what comes back is left") {
   constexpr std::int64_t n = 3, c = 20;
   for (std::int64_t const s : {4, 40, 300}) {

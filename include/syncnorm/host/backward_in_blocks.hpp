@@ -50,7 +50,7 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                                                               gamma.from(first)};
     };
     return detail::reduce_and_map<T>(
-        exec, blocks, x, 2, reduce,
+        exec, blocks, dy, 2, reduce,
         detail::map_of_channels<T>(detail::linear_op<1>{}, {dy}, {dx}, nullptr, how, terms));
   }
   auto const terms = [&](std::int64_t first, std::int64_t length) {

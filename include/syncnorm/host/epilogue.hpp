@@ -149,6 +149,7 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
       backward_elemt<T>(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
     return;
   }
+  if (dx.data == nullptr && (dresidual.data == nullptr || !epilogue.has_residual())) return;
   using A = accumulate_t<T>;
   A const uncounted = epilogue.written() == nullptr ? A{1} : A{0};
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);

@@ -51,7 +51,7 @@ void for_each_run(executor_ref exec, channel_blocks const& blocks, std::int64_t 
 }
 
 /// For each block of channels: `reduce(first, length)`, and `make_map(first, length, table)` while the block is in the cache,
-/// which makes an `elementwise_map` of `inputs` tensors like `x`. Each thread takes several blocks in a row,
+/// which makes an `elementwise_map` with `x` among its inputs; `inputs` tensors are read. Each thread takes several blocks in a row,
 /// and reads the next while it writes one, if both have room: reading and writing memory at the same time is faster than one
 /// after the other.
 template <class T, class Reduce, class MakeMap>
