@@ -100,7 +100,8 @@ public:
 
   [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, fold_ != 1); }
 
-  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, or, where that is 0, what follows if that is worth it. `stream_fence` must follow.
+  /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, or, where that is 0, what follows if that is worth it.
+  /// `stream_fence` must follow.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
     if (layout_ == layout::strided) return elements(box);
     for_its_kind([&]<bool Masked>(std::bool_constant<Masked>) {
