@@ -32,6 +32,12 @@ template <class T>
   return {nullptr, x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s};
 }
 
+/// Whether a backward pass writes neither gradient: dx is without data, and dresidual is, or there is no residual.
+template <class T>
+[[nodiscard]] bool writes_no_gradient(tensor_view<T> const& dx, tensor_view<T> const& dresidual, bool has_residual) {
+  return dx.data == nullptr && (dresidual.data == nullptr || !has_residual);
+}
+
 template <class T>
 void reduce_epilogue(executor_ref exec, epilogue_operands<T> of, std::span<double> sum_dy,
                      std::span<double> sum_dy_xmu) {
@@ -149,7 +155,7 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
       backward_elemt<T>(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
     return;
   }
-  if (dx.data == nullptr && (dresidual.data == nullptr || !epilogue.has_residual())) return;
+  if (detail::writes_no_gradient(dx, dresidual, epilogue.has_residual())) return;
   using A = accumulate_t<T>;
   A const uncounted = epilogue.written() == nullptr ? A{1} : A{0};
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);

@@ -111,8 +111,8 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
   std::int64_t const inputs = residual ? 3 : 2;
   std::int64_t const block =
       std::min(detail::block_of_channels(epilogue, x, inputs), detail::block_of_channels(epilogue, dy, inputs));
-  bool const sums_alone = dx.data == nullptr && (dresidual.data == nullptr || !residual);
-  if (!epilogue.does_something() || sums_alone || !detail::worth_blocking(exec, x, block)) {
+  if (!epilogue.does_something() || detail::writes_no_gradient(dx, dresidual, residual) ||
+      !detail::worth_blocking(exec, x, block)) {
     backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);
     return;

@@ -86,11 +86,12 @@ public:
         for (std::int64_t c = 0; c < length; ++c) {
           rows.add(c, now, later, begun);
           if (due == 0 || c >= both) continue;
-          auto const to_fetch = later.after(c, length);
-          if (map_fetches)
+          if (map_fetches) {
+            auto const to_fetch = later.after(c, length);
             map_piece(*map, done, c, both, to_fetch.piece, mapped + to_fetch.channel - c);
-          else
+          } else {
             map_piece(*map, done, c, both);
+          }
         }
         for (std::int64_t i = done + 1; i < done + due; ++i)
           for (std::int64_t c = 0; c < both; ++c) map_piece(*map, i, c, both);
