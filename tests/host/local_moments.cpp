@@ -97,6 +97,29 @@ TEST_CASE("a part of the channels has the moments of these channels") {
   }
 }
 
+TEST_CASE_TEMPLATE("where channels are contiguous, a part of them has the bits of all", T, float, double, bfloat16) {
+  for (auto const& shape :
+       {test::extents{9, 3, 100}, {6, 7, 50}, {400, 20, 1}, {5, 45, 21}, {3, 64, 150}, {2, 300, 9}}) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    CAPTURE(test::name_of(shape));
+    auto const values = test::deviates<T>(n, c, s, 5);
+    test::tensor<T> x{test::arrangement::nhwc, n, c, s, values};
+    statistics const all{host::serial_executor{}, x.view()};
+    for (std::int64_t const length : {std::int64_t{1}, std::int64_t{2}, c / 2, c - 1}) {
+      for (std::int64_t const first : {std::int64_t{0}, c - length}) {
+        CAPTURE(first);
+        CAPTURE(length);
+        statistics const part{host::serial_executor{}, x.view().channel_range(first, length)};
+        auto const of_all = [&](std::vector<double> const& each) {
+          return std::vector<double>(each.begin() + first, each.begin() + first + length);
+        };
+        CHECK(part.mean == of_all(all.mean));
+        CHECK(part.m2 == of_all(all.m2));
+      }
+    }
+  }
+}
+
 TEST_CASE("without elements the moments are zero") {
   for (auto const order : test::arrangements) {
     for (auto const& shape : {test::extents{0, 5, 4}, {3, 5, 0}, {0, 0, 0}, {4, 0, 9}}) {

@@ -395,14 +395,12 @@ private:
       put(out, n - L, overlapping, per_output{});
   }
 
-  /// All whole vectors from `i` on; returns where they end. The op and the coefficients are copies, which stay in registers: of
-  /// anything else the compiler must suppose that an element that is written changes it.
+  /// All whole vectors from `i` on; returns where they end. What it takes are copies, which stay in registers: of anything else the
+  /// compiler must suppose that an element that is written changes it.
   template <class K>
-  [[nodiscard, gnu::always_inline]] std::int64_t vectors(pointers const& in, targets const& out, std::int64_t i,
-                                                         std::int64_t n, K const& given, distances const& further,
-                                                         bool fetch, per_output const& streams) const {
+  [[nodiscard, gnu::always_inline]] std::int64_t vectors(pointers in, targets out, std::int64_t i, std::int64_t n, K k,
+                                                         distances further, bool fetch, per_output streams) const {
     auto const op = op_;
-    auto const k = given;
     auto const ask = [&](std::int64_t at) __attribute__((always_inline)) {
       if (!fetch) return;
 #pragma GCC unroll 8

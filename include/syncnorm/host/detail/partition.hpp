@@ -139,9 +139,10 @@ struct groups {
     });
   }
 
-  /// Elements of one channel in group `g`.
+  /// Elements of one channel before group `g`, and in it.
+  [[nodiscard]] constexpr std::int64_t first_element(std::int64_t g) const { return elements_before(begin(g)); }
   [[nodiscard]] constexpr std::int64_t elements(std::int64_t g) const {
-    return elements_before((g + 1) * length) - elements_before(g * length);
+    return first_element(g + 1) - first_element(g);
   }
 
 private:
@@ -162,9 +163,6 @@ private:
   }
 };
 
-/// The most positions of which sums are kept in one number per channel of the type of the elements' arithmetic.
-inline constexpr std::int64_t longest_column = 1024;
-
 /// The entries of a `[C]` array that belong to channels [first, first + length); an empty array stays empty.
 template <class T>
 [[nodiscard]] constexpr std::span<T> channels_of(std::span<T> values, std::int64_t first, std::int64_t length) {
@@ -178,28 +176,6 @@ template <class T>
   if (common_layout(x) == layout::channels) return std::max<std::int64_t>(1, x.channels);
   return std::max<std::int64_t>(1, (std::int64_t{1} << 20) / std::max<std::int64_t>(1, x.count()));
 }
-
-/// Contiguous channels as vectors of `L` lanes. The last vector ends at the last channel and so may overlap the one
-/// before it: sums of it are kept in lanes of their own.
-template <int L>
-class lane_slots {
-public:
-  constexpr explicit lane_slots(std::int64_t channels) : channels_{channels} {}
-
-  /// Lanes in all.
-  [[nodiscard]] constexpr std::int64_t size() const { return ceil_div(channels_, L) * L; }
-
-  /// Calls f(first lane, first channel) for each vector.
-  template <class F>
-  constexpr void for_each(F const& f) const {
-    std::int64_t slot = 0;
-    for (; slot + L <= channels_; slot += L) f(slot, slot);
-    if (slot < channels_) f(slot, channels_ - L);
-  }
-
-private:
-  std::int64_t channels_;
-};
 
 /// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.
 template <class A>

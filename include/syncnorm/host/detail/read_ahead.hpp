@@ -17,24 +17,10 @@ inline constexpr std::int64_t lookahead_bytes = 2048;
 /// The same where channels are contiguous.
 inline constexpr std::int64_t far_lookahead_bytes = 8192;
 
-/// The level of cache for which they are fetched, so many at a position of all tensors. Many lines at once, some of them a power of two
-/// apart, do not all stay in the first; but where a processor begins anew with each loop, few had better be there.
-template <class T>
-[[nodiscard]] int far_lookahead_level(std::int64_t channels, processor const& on = processor::here()) {
-  return on.foresees || channels * static_cast<std::int64_t>(sizeof(T)) > 4096 ? 2 : 1;
-}
-
 /// Elements from those at hand, of one of `inputs` tensors, to those that are fetched for later.
 template <class T>
 [[nodiscard]] constexpr std::int64_t elements_ahead(std::size_t inputs) {
   return far_lookahead_bytes / static_cast<std::int64_t>(inputs * sizeof(T));
-}
-
-/// Positions from one to what is read some time later, with contiguous channels and so many positions at a time.
-template <class T>
-[[nodiscard]] constexpr std::int64_t positions_ahead(std::int64_t channels, std::int64_t at_once = 4) {
-  auto const bytes = at_once * channels * static_cast<std::int64_t>(sizeof(T));
-  return at_once * std::max<std::int64_t>(1, far_lookahead_bytes / bytes);
 }
 
 /// The level of cache for which a reduction fetches what it reads of all `x` later: the second, unless that may all be in there.

@@ -124,8 +124,8 @@ private:
   void add_columns(std::int64_t c, std::int64_t channels, std::int64_t begin, std::int64_t end, double* first,
                    double* second) const {
     constexpr auto room = static_cast<std::size_t>(chunk_channels<A> + lanes);
-    std::array<std::array<A, room>, coefficients> table;
-    std::array<std::array<A, room>, 2> sums;
+    alignas(64) std::array<std::array<A, room>, coefficients> table;
+    alignas(64) std::array<std::array<A, room>, 2> sums;
     for (std::int64_t i = 0; i < channels; ++i) {
       auto const values = op_(c + i);
       // The last vector goes on into the positions of the next channel, which come later.

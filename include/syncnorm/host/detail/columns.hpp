@@ -1,0 +1,239 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/processor.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// Rows of some tensors with contiguous channels, whose columns are summed in the type of the elements' arithmetic. A row is one
+/// position, or several that follow each other: then what a loop goes through is long, and no sum is needed again before it is written.
+template <class T, std::size_t Inputs>
+struct column_run {
+  static constexpr std::size_t longest = 256;
+  static constexpr std::int64_t lanes = native_lanes<accumulate_t<T>>;
+
+  std::array<std::array<T const*, Inputs>, longest> rows;
+  std::size_t count = 0;
+  /// Parts of a row that are contiguous, the columns of each, and elements from one part to the next.
+  std::int64_t parts = 1, width = 0;
+  std::array<std::int64_t, Inputs> step{};
+  std::array<std::int64_t, Inputs> ahead{}; ///< elements from a row to what is fetched meanwhile
+
+  /// Where the sums of a part are after those of the one before. Of a width that is not one of whole vectors, the last vector ends at
+  /// the last column, and so may overlap the one before it; its sums are in places of their own.
+  [[nodiscard]] std::int64_t places() const { return width < lanes ? width : ceil_div(width, lanes) * lanes; }
+
+  /// Columns of consecutive channels, and where their sums are.
+  struct piece {
+    std::int64_t sums, column, channel, count;
+  };
+
+  /// Calls f(piece) for all columns, those of one position after those of another.
+  template <class F>
+  void for_each_piece(std::int64_t channels, F const& f) const {
+    if (width != channels) {
+      for (std::int64_t at = 0; at < width; at += channels) f(piece{at, at, 0, channels});
+      return;
+    }
+    std::int64_t const rest = width < lanes ? 0 : width % lanes, whole = width - rest;
+    for (std::int64_t k = 0; k < parts; ++k) {
+      f(piece{k * places(), k * width, 0, whole});
+      if (rest != 0) f(piece{(k + 1) * places() - rest, k * width + whole, whole, rest});
+    }
+  }
+};
+
+/// A number of each column of a run, or of each channel.
+template <class A>
+struct alignas(64) column_values : std::array<A, static_cast<std::size_t>(chunk_channels<float>)> {};
+
+/// Calls f(place, first column) for each vector of columns [i, width), of which those before are whole vectors.
+template <int L, class F>
+[[gnu::always_inline]] inline void for_each_vector(std::int64_t i, std::int64_t width, F const& f) {
+  for (; i + L <= width; i += L) f(i, i);
+  if (i < width) f(i, width - L);
+}
+
+/// Σ a and Σ a·b of the columns of `run`; `Op` is one of `short_row_sums`, whose coefficient j of column c is values[j][c]. Fetches
+/// for a level of cache; 0: nothing.
+template <int L, int Level, class T, class Op, class A = accumulate_t<T>>
+[[gnu::noinline]] void sum_columns(Op const& given, column_run<T, Op::inputs> const& run,
+                                   std::array<column_values<A>, Op::coefficients> const& values,
+                                   column_values<A>& firsts, column_values<A>& seconds) {
+  using vector = vector_t<A, L>;
+  constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients;
+  constexpr std::int64_t line = std::max<std::int64_t>(L, line_elements<T>); // what is fetched at once
+  auto const op = given;
+  auto const ahead = run.ahead, step = run.step;
+  std::int64_t const parts = run.parts, width = run.width, places = run.places();
+  std::fill_n(firsts.data(), parts * places, A{0});
+  std::fill_n(seconds.data(), parts * places, A{0});
+  for (std::size_t r = 0; r < run.count; ++r) {
+    auto from = run.rows[r];
+    A *first = firsts.data(), *second = seconds.data();
+    for (std::int64_t k = 0; k < parts; ++k) {
+      auto const sum = [&](std::int64_t at, std::int64_t c) __attribute__((always_inline)) {
+        std::array<vector, inputs> in;
+        std::array<vector, coefficients> of_column;
+#pragma GCC unroll 8
+        for (std::size_t j = 0; j < inputs; ++j) in[j] = load<L>(from[j] + c);
+#pragma GCC unroll 8
+        for (std::size_t j = 0; j < coefficients; ++j) of_column[j] = load<L>(values[j].data() + k * width + c);
+        auto const [a, b] = op.apply(in, of_column);
+        store<L>(first + at, load<L>(first + at) + a);
+        store<L>(second + at, multiply_add<vector>(a, b, load<L>(second + at)));
+      };
+      std::int64_t i = 0;
+      if constexpr (Level != 0) {
+        for (; i + line <= width; i += line) {
+#pragma GCC unroll 8
+          for (std::size_t j = 0; j < inputs; ++j) prefetch<line, Level>(from[j], i + ahead[j]);
+#pragma GCC unroll 8
+          for (std::int64_t c = i; c < i + line; c += L) sum(c, c);
+        }
+      }
+      for_each_vector<L>(i, width, sum);
+      first += places, second += places;
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < inputs; ++j) from[j] += step[j];
+    }
+  }
+}
+
+/// The same in vectors as wide as fit. A processor that begins anew with each loop had better have what is fetched in its first
+/// cache.
+template <class T, class Op, class A = accumulate_t<T>>
+void sum_columns(Op const& op, column_run<T, Op::inputs> const& run,
+                 std::array<column_values<A>, Op::coefficients> const& values, column_values<A>& firsts,
+                 column_values<A>& seconds) {
+  constexpr int lanes = native_lanes<A>;
+  if (run.width < lanes)
+    sum_columns<1, 0>(op, run, values, firsts, seconds);
+  else if (processor::here().foresees)
+    sum_columns<lanes, 2>(op, run, values, firsts, seconds);
+  else
+    sum_columns<lanes, 1>(op, run, values, firsts, seconds);
+}
+
+/// The positions of tensors with contiguous channels, as runs of rows. What is summed with what depends on strides and not on how many
+/// of the channels there are here.
+template <class T, std::size_t Inputs>
+class column_runs {
+public:
+  using run = column_run<T, Inputs>;
+  using views = std::array<tensor_view<T const>, Inputs>;
+
+  /// `in`: at most chunk_channels. `mask`: of the positions that count; null: all.
+  column_runs(views const& in, groups const& parts, prepared_mask const* mask)
+      : in_{in}, parts_{parts}, mask_{mask}, channels_{in[0].channels} {
+    if (in[0].spatial == 1)
+      for (auto& x : in_) x.stride_s = x.stride_n;
+    std::int64_t const step = in_[0].stride_s;
+    in_order_ = mask == nullptr && all([](auto const& x) {
+                  return x.samples == 1 || x.spatial == 1 || x.stride_n == x.spatial * x.stride_s;
+                });
+    constexpr std::int64_t widest = 1024 / sizeof(accumulate_t<T>), fewest_rows = 4;
+    std::int64_t const fit = std::min(widest / std::max<std::int64_t>(1, step), parts.elements(0) / fewest_rows);
+    if (!in_order_ || step < channels_ || fit < 2 || !all([&](auto const& x) { return x.stride_s == step; })) return;
+    std::int64_t const some = in_whole_lines<accumulate_t<T>>(fit, step);
+    if (some * step % run::lanes == 0) positions_ = some;
+  }
+
+  /// Positions of a row.
+  [[nodiscard]] std::int64_t positions() const { return positions_; }
+
+  /// Calls f(run) for each run of rows of group `g`, those of one position last.
+  template <class F>
+  void for_each(std::int64_t g, F const& f) const {
+    run now;
+    auto const flush = [&] {
+      if (now.count != 0) f(std::as_const(now));
+      now.count = 0;
+    };
+    auto const rows_of = [&](std::int64_t positions) {
+      flush();
+      bool const contiguous = in_[0].stride_s == channels_;
+      now.parts = contiguous ? 1 : positions;
+      now.width = contiguous ? positions * channels_ : channels_;
+      std::int64_t const later =
+          std::max<std::int64_t>(1, elements_ahead<T>(Inputs) / (positions * channels_)) * positions;
+      for (std::size_t j = 0; j < Inputs; ++j) {
+        now.step[j] = in_[j].stride_s;
+        now.ahead[j] = later * in_[j].stride_s;
+      }
+    };
+    auto const add = [&](std::int64_t n, std::int64_t s) {
+      for (std::size_t j = 0; j < Inputs; ++j) now.rows[now.count][j] = &in_[j](n, 0, s);
+      if (++now.count == run::longest) flush();
+    };
+    rows_of(positions_);
+    if (in_order_) {
+      std::int64_t at = parts_.first_element(g);
+      std::int64_t const end = at + parts_.elements(g);
+      for (; at + positions_ <= end; at += positions_) add(0, at);
+      rows_of(1);
+      for (; at < end; ++at) add(0, at);
+    } else {
+      parts_.for_each_piece(g, [&](groups::piece const& piece) {
+        std::uint8_t const* const counts = mask_ == nullptr ? nullptr : mask_->row(piece.sample) + piece.begin;
+        for (std::int64_t s = 0; s < piece.length; ++s)
+          if (counts == nullptr || counts[s] != 0) add(piece.sample, piece.begin + s);
+      });
+    }
+    flush();
+  }
+
+private:
+  template <class Holds>
+  [[nodiscard]] bool all(Holds const& holds) const {
+    return std::ranges::all_of(in_, holds);
+  }
+
+  views in_;
+  groups parts_;
+  prepared_mask const* mask_;
+  std::int64_t channels_, positions_ = 1;
+  bool in_order_; ///< all count, and samples follow each other like positions do
+};
+
+/// Σ a and Σ a·b per channel over the positions of group `g` that count, in double where runs meet, with the coefficients that `op`
+/// has.
+template <class T, class Op>
+void sum_channels(Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in, groups const& parts,
+                  prepared_mask const* mask, std::int64_t g, double* first, double* second) {
+  using A = accumulate_t<T>;
+  column_runs<T, Op::inputs> const runs{in, parts, mask};
+  std::int64_t const channels = in[0].channels;
+  std::array<column_values<A>, Op::coefficients> values;
+  column_values<A> firsts, seconds;
+  for (std::int64_t c = 0; c < channels; ++c) {
+    auto const of_channel = op(c);
+    for (std::size_t j = 0; j < Op::coefficients; ++j)
+      for (std::int64_t k = 0; k < runs.positions(); ++k)
+        values[j][static_cast<std::size_t>(k * channels + c)] = of_channel[j];
+  }
+  std::fill_n(first, channels, 0.0);
+  std::fill_n(second, channels, 0.0);
+  runs.for_each(g, [&](auto const& run) {
+    sum_columns<T>(op, run, values, firsts, seconds);
+    run.for_each_piece(channels, [&](auto const& piece) {
+      A const* const a = firsts.data() + piece.sums;
+      A const* const b = seconds.data() + piece.sums;
+      for (std::int64_t i = 0; i < piece.count; ++i) first[piece.channel + i] += static_cast<double>(a[i]);
+      for (std::int64_t i = 0; i < piece.count; ++i) second[piece.channel + i] += static_cast<double>(b[i]);
+    });
+  });
+}
+
+} // namespace syncnorm::host::detail
