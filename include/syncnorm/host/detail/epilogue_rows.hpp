@@ -35,28 +35,6 @@ template <class T>
   return of.residual.data == nullptr ? common_layout(of.dy, of.x) : common_layout(of.dy, of.x, of.residual);
 }
 
-/// Up to `Most` channels of the operands, their coefficients, and what rounding takes off their means.
-template <class T, std::size_t Most>
-struct epilogue_part {
-  using A = accumulate_t<T>;
-
-  tensor_view<T const> dy, x, residual;
-  std::array<A, Most> center, scale, shift;
-  std::array<double, Most> lost;
-
-  epilogue_part(epilogue_operands<T> const& of, std::int64_t first, std::int64_t length)
-      : dy{of.dy.channel_range(first, length)}, x{of.x.channel_range(first, length)}, residual{
-                                                                                          of.residual.channel_range(
-                                                                                              first, length)} {
-    for (std::int64_t i = 0; i < length; ++i) {
-      auto const c = static_cast<std::size_t>((first + i) / of.fold), to = static_cast<std::size_t>(i);
-      auto const k = make_normalize_coefficients<A>(of.mean[c], of.inv_std[c], of.gamma[c], of.beta[c]);
-      center[to] = k.center, scale[to] = k.scale, shift[to] = k.shift;
-      lost[to] = lost_by_rounding<A>(of.mean[c]);
-    }
-  }
-};
-
 /// Σ dv and Σ dv·(x − mean) of a few channels, row piece by row piece, where dv = dy·f′(v) is the gradient before the
 /// activation; see gradient_rows.
 template <class T>
@@ -68,8 +46,16 @@ public:
 
   /// Channels [first, first + length) of the operands, up to channels_at_once.
   epilogue_rows(epilogue_operands<T> const& of, std::int64_t first, std::int64_t length)
-      : part_{of, first, length}, mask_{of.mask}, slope_{of.slope}, has_residual_{of.residual.data != nullptr},
-        contiguous_{common_layout(of) == layout::rows} {}
+      : dy_{of.dy.channel_range(first, length)}, x_{of.x.channel_range(first, length)},
+        residual_{of.residual.channel_range(first, length)}, mask_{of.mask}, slope_{of.slope},
+        has_residual_{of.residual.data != nullptr}, contiguous_{common_layout(of) == layout::rows} {
+    for (std::int64_t i = 0; i < length; ++i) {
+      auto const c = static_cast<std::size_t>((first + i) / of.fold), to = static_cast<std::size_t>(i);
+      auto const k = make_normalize_coefficients<A>(of.mean[c], of.inv_std[c], of.gamma[c], of.beta[c]);
+      center_[to] = k.center, scale_[to] = k.scale, shift_[to] = k.shift;
+      lost_[to] = lost_by_rounding<A>(of.mean[c]);
+    }
+  }
 
   void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
     auto const i = static_cast<std::size_t>(c);
@@ -78,8 +64,8 @@ public:
     row const at{*this, now, c};
     sums<1> all{};
     if (contiguous_ && now.length >= native_lanes<A>) {
-      all = at.template sum_vectors<native_lanes<A>>(now.length, lookahead(part_.dy, c, now, later),
-                                                     lookahead(part_.x, c, now, later), later.level);
+      all = at.template sum_vectors<native_lanes<A>>(now.length, lookahead(dy_, c, now, later),
+                                                     lookahead(x_, c, now, later), later.level);
     } else {
       for (std::int64_t s = 0; s < now.length; ++s) at.add(all, s);
     }
@@ -88,10 +74,10 @@ public:
   }
 
   void finish(std::int64_t, double* sum_dy, double* sum_dy_xmu) const {
-    for (std::int64_t c = 0; c < part_.x.channels; ++c) {
+    for (std::int64_t c = 0; c < x_.channels; ++c) {
       auto const i = static_cast<std::size_t>(c);
       sum_dy[c] = first_[i];
-      sum_dy_xmu[c] = multiply_add(-part_.lost[i], first_[i], second_[i]);
+      sum_dy_xmu[c] = multiply_add(-lost_[i], first_[i], second_[i]);
     }
   }
 
@@ -125,12 +111,14 @@ private:
     A center, scale, shift, slope;
 
     row(epilogue_rows const& of, groups::piece const& now, std::int64_t c)
-        : dy{&of.part_.dy(now.sample, c, now.begin)}, x{&of.part_.x(now.sample, c, now.begin)},
-          residual{of.has_residual_ ? &of.part_.residual(now.sample, c, now.begin) : nullptr},
-          dy_step{of.part_.dy.stride_s}, x_step{of.part_.x.stride_s}, residual_step{of.part_.residual.stride_s},
-          mask{of.mask_ == nullptr ? nullptr : of.mask_->row(now.sample) + now.begin},
-          center{of.part_.center[static_cast<std::size_t>(c)]}, scale{of.part_.scale[static_cast<std::size_t>(c)]},
-          shift{of.part_.shift[static_cast<std::size_t>(c)]}, slope{of.slope_} {}
+        : dy{&of.dy_(now.sample, c, now.begin)}, x{&of.x_(now.sample, c, now.begin)},
+          residual{of.has_residual_ ? &of.residual_(now.sample, c, now.begin) : nullptr}, dy_step{of.dy_.stride_s},
+          x_step{of.x_.stride_s}, residual_step{of.residual_.stride_s}, mask{of.mask_ == nullptr
+                                                                                 ? nullptr
+                                                                                 : of.mask_->row(now.sample) +
+                                                                                       now.begin},
+          center{of.center_[static_cast<std::size_t>(c)]}, scale{of.scale_[static_cast<std::size_t>(c)]},
+          shift{of.shift_[static_cast<std::size_t>(c)]}, slope{of.slope_} {}
 
     void add(sums<1>& to, std::int64_t s) const {
       if (mask != nullptr && mask[s] == 0) return;
@@ -206,11 +194,15 @@ private:
     }
   };
 
-  epilogue_part<T, static_cast<std::size_t>(channels_at_once)> part_;
+  static constexpr auto most = static_cast<std::size_t>(channels_at_once);
+
+  tensor_view<T const> dy_, x_, residual_;
   prepared_mask const* mask_;
   A slope_;
   bool has_residual_, contiguous_;
-  std::array<double, static_cast<std::size_t>(channels_at_once)> first_, second_;
+  std::array<A, most> center_, scale_, shift_;
+  std::array<double, most> lost_; ///< what rounding takes off the means
+  std::array<double, most> first_, second_;
 };
 
 } // namespace syncnorm::host::detail
