@@ -176,6 +176,56 @@ TEST_CASE_TEMPLATE("moments are those of the positions that count", T, float,
     }
 }
 
+TEST_CASE_TEMPLATE("first elements far from the rest cost moments of those that count no accuracy", T, float, float16) {
+  for (auto const& shape : {test::extents{1, 2, 4096}, {40, 3, 784}, {64, 4, 196}, {90, 20, 49}, {700, 17, 1}}) {
+    for (std::int64_t const far : {1, 4, 16}) {
+      epilogue_problem<T> p{shape, {1, false, counted::most, true}};
+      for (std::int64_t i = 0; i < p.n * p.c * p.s; ++i) {
+        auto& value = p.x[static_cast<std::size_t>(i)];
+        if (i / (p.c * p.s) * p.s + i % p.s >= far) value = static_cast<T>(static_cast<float>(value) + 100);
+      }
+      p.oracle.x = wide(p.x);
+      p.oracle.forward();
+      for (auto const order : test::arrangements) {
+        CAPTURE(test::name_of(shape));
+        CAPTURE(test::name_of(order));
+        CAPTURE(far);
+        test::tensor<T> x{order, p.n, p.c, p.s, p.x};
+        std::vector<double> mean(p.mean.size()), m2(mean);
+        host::local_moments(host::serial_executor{}, x.input(), mask_of(p.mask.data(), p.n, p.s), mean, m2);
+        for (std::size_t c = 0; c < m2.size(); ++c)
+          CHECK(static_cast<double>(std::abs(m2[c] / p.oracle.m2[c] - 1)) <= 1e-5);
+      }
+    }
+  }
+}
+
+TEST_CASE_TEMPLATE("sums through an epilogue are as accurate wherever their operands lie", T, float, float16) {
+  for (std::int64_t const s : {500, 2048, 5000}) {
+    for (auto const& chose : {choices[0], choices[1], choices[6]}) {
+      epilogue_problem<T> p{{2, 3, s}, chose};
+      // A gradient of one sign, whose sums grow.
+      for (auto& value : p.dy) value = static_cast<float>(value) == 0 ? value : static_cast<T>(0.9902344F);
+      auto const expected = p.oracle.backward(wide(p.dy), 0, p.n);
+      for (auto const of_x : test::arrangements) {
+        for (auto const of_dy : test::arrangements) {
+          CAPTURE(s);
+          CAPTURE(name_of(chose));
+          CAPTURE(test::name_of(of_x));
+          CAPTURE(test::name_of(of_dy));
+          test::tensor<T> x{of_x, p.n, p.c, p.s, p.x}, dy{of_dy, p.n, p.c, p.s, p.dy};
+          test::tensor<T> residual{of_dy, p.n, p.c, p.s, chose.residual ? p.residual : p.x};
+          std::vector<double> sum_dy(3), sum_dy_xmu(3);
+          host::backward_reduce(host::serial_executor{}, dy.input(), x.input(), p.mean, p.inv_std, p.params(),
+                                host::prepared_epilogue<T>{p.epilogue(residual.input())}, sum_dy, sum_dy_xmu);
+          CHECK(difference(sum_dy, expected.sum_dy, static_cast<long double>(2 * s) / 4) <= 5e-6);
+          CHECK(difference(sum_dy_xmu, expected.sum_dy_xmu, static_cast<long double>(2 * s) / 4) <= 5e-6);
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("a mask of other strides, and one by which all count") {
   constexpr std::int64_t n = 3, s = 20;
   epilogue_problem<float> const p{{n, 5, s}, {1, false, counted::most, false}};

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -358,6 +359,32 @@ TEST_CASE("x is back after a pass in place, and stays there") {
       what = error.what();
     }
     CHECK_MESSAGE(what.find("rank 0: y is [4, 3, 9], expected [4, 3, 10]") != std::string::npos, what);
+  });
+}
+
+TEST_CASE("a backward pass in place whose epilogue is wrong leaves y to the one that is right") {
+  run_ranks(2, [&](thread_communicator const& comm) {
+    std::vector<float> x(2 * 3 * 4), dy(x.size()), dx(x.size());
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      x[i] = static_cast<float>(test::noise(static_cast<std::uint64_t>(comm.rank()), i));
+      dy[i] = static_cast<float>(i % 5);
+    }
+    auto const from = x;
+    auto const view = [](auto& values) { return syncnorm::nchw(values.data(), 2, 3, 4); };
+    syncnorm::batch_norm_epilogue<float> const right{syncnorm::activation::leaky_relu(0.25)};
+    std::vector<std::uint8_t> const mask(8);
+    std::vector<syncnorm::batch_norm_epilogue<float>> const wrong{
+        {syncnorm::activation{std::numeric_limits<double>::quiet_NaN()}},
+        {right.activation, {}, syncnorm::mask_of(mask.data(), 2, 3)}};
+    syncnorm::batch_norm<float, thread_communicator> layer{comm, 3};
+    layer.forward_in_place(view(x), right);
+    for (auto const& each : wrong)
+      CHECK_THROWS_AS(layer.backward_in_place(view(x), view(dy), view(dx), comm.rank() == 1 ? each : right),
+                      syncnorm::invalid_argument_error);
+    layer.backward_in_place(view(x), view(dy), view(dx), right);
+    float worst = 0;
+    for (std::size_t i = 0; i < x.size(); ++i) worst = test::worse_of(worst, std::abs(x[i] - from[i]));
+    CHECK(worst <= 1e-6F);
   });
 }
 

@@ -52,7 +52,7 @@ public:
   }
 
   /// Makes y, which the forward pass wrote over x, x again, unless it is so already. Positions that a mask made 0 become
-  /// anything finite, on which no gradient depends. Says what is wrong with y, or nothing.
+  /// anything, on which no gradient depends. Says what is wrong with y, or nothing.
   template <class P>
   [[nodiscard]] std::string restore(host::executor_ref exec, tensor_view<T> y, affine_parameters<P> affine,
                                     batch_norm_saved const& saved, batch_norm_epilogue<T> const& epilogue) {
@@ -77,7 +77,7 @@ public:
     check.output(x, "x", like_);
     check.channel_values(affine.gamma, "gamma", channels);
     check.channel_values(affine.beta, "beta", channels);
-    if (epilogue.has_residual()) check.same_extents(epilogue.residual, "the residual", like_);
+    check.epilogue(epilogue, like_, "the residual", "the mask");
     check.require(y.channels == channels, [&] { return check.text("the statistics have ", channels, " channels"); });
     if (check.failed() || y.size() == 0) return check.fault();
     host::prepared_epilogue<T> const prepared{{epilogue.activation, epilogue.residual}};

@@ -48,6 +48,26 @@ void pilot_means(column_run<T, 1> const& run, column_values<A>& means) {
   }
 }
 
+/// Makes pivots about which sums cancel the means. Whether there are such.
+template <class T, class A>
+[[nodiscard]] bool settle(column_run<T, 1> const& run, std::int64_t channels, column_values<A> const& firsts,
+                          column_values<A> const& seconds, column_values<A>& pivots) {
+  double const n = static_cast<double>(run.count);
+  bool any = false;
+  run.for_each_piece(channels, [&](auto const& piece) {
+    A const* const a = firsts.data() + piece.sums;
+    A const* const b = seconds.data() + piece.sums;
+    A* const about = pivots.data() + piece.column;
+    for (std::int64_t i = 0; i < piece.count; ++i) {
+      double const sum = static_cast<double>(a[i]);
+      if (!sums_cancel(sum, static_cast<double>(b[i]), n)) continue;
+      about[i] = static_cast<A>(static_cast<double>(about[i]) + sum / n);
+      any = true;
+    }
+  });
+  return any;
+}
+
 /// Moments of contiguous channels over group `g`, `elements` positions, not none. `mask`: of the positions that count; null: all.
 template <class T>
 void column_moments(tensor_view<T const> const& x, groups const& parts, prepared_mask const* mask, std::int64_t g,
@@ -63,6 +83,8 @@ void column_moments(tensor_view<T const> const& x, groups const& parts, prepared
     run.width < lanes ? pilot_means<1>(run, pivots[0]) : pilot_means<lanes>(run, pivots[0]);
     sum_columns<T>(moment_terms<A>{}, run, pivots, firsts, seconds);
     double const n = static_cast<double>(run.count);
+    if (settle(run, x.channels, firsts, seconds, pivots[0]))
+      sum_columns<T>(moment_terms<A>{}, run, pivots, firsts, seconds);
     run.for_each_piece(x.channels, [&](auto const& piece) {
       A const* const about = pivots[0].data() + piece.column;
       A const* const a = firsts.data() + piece.sums;

@@ -61,14 +61,11 @@ public:
     auto const i = static_cast<std::size_t>(c);
     if (!begun) first_[i] = second_[i] = 0;
     if (mask_ != nullptr && mask_->at(now).counted == 0) return;
-    row const at{*this, now, c};
-    sums<1> all{};
-    if (contiguous_ && now.length >= native_lanes<A>) {
-      all = at.template sum_vectors<native_lanes<A>>(now.length, lookahead(dy_, c, now, later),
-                                                     lookahead(x_, c, now, later), later.level);
-    } else {
-      for (std::int64_t s = 0; s < now.length; ++s) at.add(all, s);
-    }
+    sums<1> const all = contiguous_
+                            ? sum(row_of(c, now, &dy_(now.sample, c, now.begin), &x_(now.sample, c, now.begin),
+                                         has_residual_ ? &residual_(now.sample, c, now.begin) : nullptr),
+                                  now.length, lookahead(dy_, c, now, later), lookahead(x_, c, now, later), later.level)
+                            : sum_copies(c, now);
     first_[i] += static_cast<double>(all.dy);
     second_[i] += static_cast<double>(all.product);
   }
@@ -103,33 +100,23 @@ private:
     }
   };
 
-  /// One piece of one channel.
+  /// One piece of one channel, of elements of type `E`.
+  template <class E>
   struct row {
-    T const *dy, *x, *residual;
-    std::int64_t dy_step, x_step, residual_step;
+    E const *dy, *x, *residual;
     std::uint8_t const* mask;
     A center, scale, shift, slope;
 
-    row(epilogue_rows const& of, groups::piece const& now, std::int64_t c)
-        : dy{&of.dy_(now.sample, c, now.begin)}, x{&of.x_(now.sample, c, now.begin)},
-          residual{of.has_residual_ ? &of.residual_(now.sample, c, now.begin) : nullptr}, dy_step{of.dy_.stride_s},
-          x_step{of.x_.stride_s}, residual_step{of.residual_.stride_s}, mask{of.mask_ == nullptr
-                                                                                 ? nullptr
-                                                                                 : of.mask_->row(now.sample) +
-                                                                                       now.begin},
-          center{of.center_[static_cast<std::size_t>(c)]}, scale{of.scale_[static_cast<std::size_t>(c)]},
-          shift{of.shift_[static_cast<std::size_t>(c)]}, slope{of.slope_} {}
-
     void add(sums<1>& to, std::int64_t s) const {
       if (mask != nullptr && mask[s] == 0) return;
-      A const d = load<1>(x + s * x_step) - center;
+      A const d = load<1>(x + s) - center;
       A v = multiply_add(d, scale, shift);
-      if (residual != nullptr) v += load<1>(residual + s * residual_step);
-      A const g = activation_gradient(v, load<1>(dy + s * dy_step), slope);
+      if (residual != nullptr) v += load<1>(residual + s);
+      A const g = activation_gradient(v, load<1>(dy + s), slope);
       to.add({g, d});
     }
 
-    /// What vector `i` of contiguous elements adds.
+    /// What vector `i` adds.
     template <int L>
     [[nodiscard, gnu::always_inline]] terms<L> at(std::int64_t i) const {
       using vector = vector_t<A, L>;
@@ -146,7 +133,7 @@ private:
     /// What the two vectors from `i` on add.
     template <int L>
     [[gnu::always_inline]] void add_two(sums<L>& to0, sums<L>& to1, std::int64_t i) const {
-      if constexpr (weaves<T, L>) {
+      if constexpr (weaves<E, L>) {
         using vector = vector_t<A, L>;
         vector const p = splat<A, L>(center), k = splat<A, L>(scale), b = splat<A, L>(shift), zero{};
         auto const [x0, x1] = load_pair<L>(x + i);
@@ -160,7 +147,7 @@ private:
         auto const [dy0, dy1] = load_pair<L>(dy + i);
         vector g0 = activation_gradient(v0, dy0, slope), g1 = activation_gradient(v1, dy1, slope);
         if (mask != nullptr) {
-          auto const counted = counted_pair<T, L>(mask + i);
+          auto const counted = counted_pair<E, L>(mask + i);
           g0 = counted[0] ? g0 : zero, d0 = counted[0] ? d0 : zero;
           g1 = counted[1] ? g1 : zero, d1 = counted[1] ? d1 : zero;
         }
@@ -193,6 +180,35 @@ private:
               sum_lanes<A, L>((of[0].product + of[1].product) + (of[2].product + of[3].product))};
     }
   };
+
+  template <class E>
+  [[nodiscard]] row<E> row_of(std::int64_t c, groups::piece const& now, E const* dy, E const* x,
+                              E const* residual) const {
+    auto const i = static_cast<std::size_t>(c);
+    std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(now.sample) + now.begin;
+    return {dy, x, residual, mask, center_[i], scale_[i], shift_[i], slope_};
+  }
+
+  template <class E>
+  [[nodiscard]] static sums<1> sum(row<E> const& of, std::int64_t n, std::int64_t dy_ahead, std::int64_t x_ahead,
+                                   int fetch) {
+    constexpr int lanes = native_lanes<A>;
+    if (n >= lanes) return of.template sum_vectors<lanes>(n, dy_ahead, x_ahead, fetch);
+    sums<1> all{};
+    for (std::int64_t s = 0; s < n; ++s) of.add(all, s);
+    return all;
+  }
+
+  [[nodiscard, gnu::noinline]] sums<1> sum_copies(std::int64_t c, groups::piece const& now) const {
+    std::array<std::array<A, static_cast<std::size_t>(row_cut::longest<T>)>, 3> copies;
+    auto const copy = [&](tensor_view<T const> const& from, std::size_t to) {
+      for (std::int64_t s = 0; s < now.length; ++s)
+        copies[to][static_cast<std::size_t>(s)] = load<1>(&from(now.sample, c, now.begin + s));
+      return static_cast<A const*>(copies[to].data());
+    };
+    A const *const dy = copy(dy_, 0), *const x = copy(x_, 1);
+    return sum(row_of(c, now, dy, x, has_residual_ ? copy(residual_, 2) : nullptr), now.length, 0, 0, 0);
+  }
 
   static constexpr auto most = static_cast<std::size_t>(channels_at_once);
 

@@ -15,17 +15,6 @@
 
 namespace syncnorm::host::detail {
 
-/// The mean of the first elements that count, up to a vector of the `counted`, or the first of fewer.
-template <class T, class A = accumulate_t<T>>
-[[nodiscard]] inline A pilot_mean_of_counted(T const* x, std::uint8_t const* mask, std::int64_t counted) {
-  constexpr int lanes = native_lanes<A>;
-  std::array<A, static_cast<std::size_t>(lanes)> first{};
-  std::int64_t const n = std::min<std::int64_t>(counted, lanes);
-  for (std::int64_t i = 0, found = 0; found < n; ++i)
-    if (mask[i] != 0) first[static_cast<std::size_t>(found++)] = load<1>(x + i);
-  return pilot_mean(first.data(), n);
-}
-
 /// The differences of elements that count, and 0 of others, which may be anything, no numbers, too.
 template <class T>
 struct by_mask {
@@ -63,24 +52,20 @@ public:
     if (!begun) begun_[i] = false;
     auto const& counted = parts_.mask.at(now);
     if (counted.counted == 0) return;
-    std::int64_t const begin = now.begin + counted.first, length = counted.last - counted.first;
-    std::int64_t const ahead = lookahead(x_, c, now, later);
-    int const fetch = later.level;
-    if (!contiguous_)
-      add_strided(c, now.sample, begin, length, counted.counted);
-    else if (counted.contiguous())
-      add_piece(sums_[i], &x_(now.sample, c, begin), length, ahead, fetch, begun_[i]);
-    else
-      add_some(sums_[i], &x_(now.sample, c, begin), parts_.mask.row(now.sample) + begin, length, counted.counted, ahead,
-               fetch, begun_[i]);
+    auto const add_to = [&](pivoted_sums<A>& sums) {
+      add_elements(sums, c, now, lookahead(x_, c, now, later), later.level);
+    };
+    begun_[i] ? add_to(sums_[i]) : begin_sums(sums_[i], pilot(c, now), counted.counted, add_to);
     begun_[i] = true;
   }
 
   void finish(std::int64_t group, double* mean, double* m2) const {
-    auto const count = static_cast<double>(parts_.elements(group));
+    auto const n = static_cast<double>(parts_.elements(group));
     for (std::int64_t c = 0; c < x_.channels; ++c) {
       mean[c] = m2[c] = 0;
-      if (count > 0) finish_moments(sums_[static_cast<std::size_t>(c)], 1 / count, mean[c], m2[c]);
+      if (n == 0) continue;
+      auto const& sums = sums_[static_cast<std::size_t>(c)];
+      (sums.cancel(n) ? sums_about(sums.mean(n), c, group) : sums).finish(n, mean[c], m2[c]);
     }
   }
 
@@ -90,22 +75,43 @@ public:
   }
 
 private:
-  static void add_some(pivoted_sums<A>& sum, T const* x, std::uint8_t const* mask, std::int64_t n, std::int64_t counted,
-                       std::int64_t ahead, int fetch, bool begun) {
-    if (!begun) sum = pivoted_sums<A>{pilot_mean_of_counted(x, mask, counted)};
-    sum.add(x, n, ahead, fetch, by_mask<T>{mask});
-    if (!begun) sum.settle(counted);
+  [[nodiscard]] pivoted_sums<A> sums_about(A pivot, std::int64_t c, std::int64_t group) const {
+    pivoted_sums<A> sums{pivot};
+    parts_.for_each_piece(group, [&](groups::piece const& piece) { add_elements(sums, c, piece, 0, 0); });
+    return sums;
   }
 
-  [[gnu::noinline]] void add_strided(std::int64_t c, std::int64_t sample, std::int64_t begin, std::int64_t length,
-                                     std::int64_t counted) {
-    auto const i = static_cast<std::size_t>(c);
+  /// The mean of the first elements of a piece that count, up to a vector, or the first of fewer.
+  [[nodiscard]] A pilot(std::int64_t c, groups::piece const& piece) const {
+    constexpr std::int64_t lanes = native_lanes<A>;
+    std::array<A, static_cast<std::size_t>(lanes)> first{};
+    std::int64_t const n = std::min<std::int64_t>(parts_.mask.at(piece).counted, lanes);
+    std::uint8_t const* const mask = parts_.mask.row(piece.sample);
+    for (std::int64_t s = piece.begin, found = 0; found < n; ++s)
+      if (mask[s] != 0) first[static_cast<std::size_t>(found++)] = load<1>(&x_(piece.sample, c, s));
+    return pilot_mean(first.data(), n);
+  }
+
+  void add_elements(pivoted_sums<A>& sums, std::int64_t c, groups::piece const& piece, std::int64_t ahead,
+                    int fetch) const {
+    auto const& counted = parts_.mask.at(piece);
+    std::int64_t const begin = piece.begin + counted.first, length = counted.last - counted.first;
+    if (!contiguous_)
+      add_copies(sums, c, piece.sample, begin, length);
+    else if (counted.contiguous())
+      sums.add(&x_(piece.sample, c, begin), length, ahead, fetch);
+    else
+      sums.add(&x_(piece.sample, c, begin), length, ahead, fetch, by_mask<T>{parts_.mask.row(piece.sample) + begin});
+  }
+
+  [[gnu::noinline]] void add_copies(pivoted_sums<A>& sums, std::int64_t c, std::int64_t sample, std::int64_t begin,
+                                    std::int64_t length) const {
     std::array<A, static_cast<std::size_t>(row_cut::longest<T>)> row;
     std::uint8_t const* const mask = parts_.mask.row(sample) + begin;
     A* to = row.data();
     for (std::int64_t s = 0; s < length; ++s)
       if (mask[s] != 0) *to++ = load<1>(&x_(sample, c, begin + s));
-    add_piece(sums_[i], row.data(), counted, 0, 0, begun_[i]);
+    sums.add(static_cast<A const*>(row.data()), to - row.data(), 0, 0);
   }
 
   tensor_view<T const> x_;

@@ -26,6 +26,19 @@ struct all_count {
   }
 };
 
+/// m2 and mean from Σ (x − pivot) and Σ (x − pivot)².
+inline void finish_moments(double pivot, double first, double second, double inverse, double& mean, double& m2) {
+  mean = multiply_add(first, inverse, pivot);
+  // A NaN stays one: max returns its first argument unless that is the smaller.
+  m2 = std::max(multiply_add(-first * inverse, first, second), 0.0);
+}
+
+/// Whether the squares of n differences from a pivot are little but what it is off by, which m2 does without: then what rounding takes
+/// off them may be too much of m2, and they had better be summed about the mean.
+[[nodiscard]] inline bool sums_cancel(double first, double second, double n) {
+  return 4 * first * first > 3 * n * second;
+}
+
 /// Σ (x − pivot) and Σ (x − pivot)² of some channel's pieces, in one number per lane: pieces are added up without adding
 /// up lanes.
 template <class A>
@@ -82,23 +95,42 @@ struct pivoted_sums {
     second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
   }
 
-  /// Goes over to another pivot after `n` elements.
-  void move_to(A other, double n) {
-    double const t = static_cast<double>(pivot) - static_cast<double>(other),
-                 sum = sum_lanes<double, native_lanes<double>>(first);
-    double const squares = sum_lanes<double, native_lanes<double>>(second);
-    pivot = other;
-    first = in_first_lane(multiply_add(n, t, sum));
-    second = in_first_lane(multiply_add(t, multiply_add(n, t, 2 * sum), squares));
+  /// The mean, and Σ (x − mean)², of the `n` elements so far.
+  void finish(double n, double& mean, double& m2) const {
+    finish_moments(static_cast<double>(pivot), sum(), squares(), 1 / n, mean, m2);
   }
 
-  /// Takes the mean of the `n` elements so far for the pivot, if they are a long piece.
-  void settle(std::int64_t n) {
-    if (n < groups::long_piece) return;
-    double const count = static_cast<double>(n), sum = sum_lanes<double, native_lanes<double>>(first);
-    move_to(static_cast<A>(static_cast<double>(pivot) + sum / count), count);
+  [[nodiscard]] bool cancel(double n) const { return sums_cancel(sum(), squares(), n); }
+  [[nodiscard]] A mean(double n) const { return static_cast<A>(static_cast<double>(pivot) + sum() / n); }
+
+  /// Goes over to another pivot after `n` elements.
+  void move_to(A other, double n) {
+    double const t = static_cast<double>(pivot) - static_cast<double>(other), of_all = sum(), of_squares = squares();
+    pivot = other;
+    first = in_first_lane(multiply_add(n, t, of_all));
+    second = in_first_lane(multiply_add(t, multiply_add(n, t, 2 * of_all), of_squares));
   }
+
+private:
+  [[nodiscard]] double sum() const { return sum_lanes<double, native_lanes<double>>(first); }
+  [[nodiscard]] double squares() const { return sum_lanes<double, native_lanes<double>>(second); }
 };
+
+/// The sums of a channel's first piece, of `n` elements that count, as `add` adds it: about `pilot`, and then, if it is a long piece,
+/// about its mean.
+template <class A, class Add>
+void begin_sums(pivoted_sums<A>& sums, A pilot, std::int64_t n, Add const& add) {
+  sums = pivoted_sums<A>{pilot};
+  add(sums);
+  if (n < groups::long_piece) return;
+  auto const count = static_cast<double>(n);
+  A const mean = sums.mean(count);
+  if (sums.cancel(count)) {
+    sums = pivoted_sums<A>{mean};
+    add(sums);
+  }
+  sums.move_to(sums.mean(count), count);
+}
 
 /// The mean of a vector at the beginning, or the first of fewer elements.
 template <class T, class A = accumulate_t<T>>
@@ -107,32 +139,10 @@ template <class T, class A = accumulate_t<T>>
   return n < lanes ? load<1>(x) : sum_lanes<A, lanes>(load<lanes>(x)) * static_cast<A>(1.0 / lanes);
 }
 
-/// Adds a piece of `n` elements, not the first one if it has `begun`. The pivot is the mean of the first piece, or of a vector
-/// of a short one.
-template <class A, class T>
-inline void add_piece(pivoted_sums<A>& sum, T const* x, std::int64_t n, std::int64_t ahead, int fetch, bool begun) {
-  if (!begun) sum = pivoted_sums<A>{pilot_mean(x, n)};
-  sum.add(x, n, ahead, fetch);
-  if (!begun) sum.settle(n);
-}
-
-/// m2 and mean from Σ (x − pivot) and Σ (x − pivot)².
-inline void finish_moments(double pivot, double first, double second, double inverse, double& mean, double& m2) {
-  mean = multiply_add(first, inverse, pivot);
-  // A NaN stays one: max returns its first argument unless that is the smaller.
-  m2 = std::max(multiply_add(-first * inverse, first, second), 0.0);
-}
-template <class A>
-inline void finish_moments(pivoted_sums<A> const& sum, double inverse, double& mean, double& m2) {
-  finish_moments(static_cast<double>(sum.pivot), sum_lanes<double, native_lanes<double>>(sum.first),
-                 sum_lanes<double, native_lanes<double>>(sum.second), inverse, mean, m2);
-}
-
 /// Moments of a few channels, row piece by row piece; the sums of a group of pieces at a time.
 ///
-/// They are sums about one pivot per channel and group: they cancel only as far as that is far from the mean, and it is the
-/// mean of the first piece, or of a vector of a short one, so that the loss is bounded by the spread that these elements
-/// themselves cause.
+/// They are sums about one pivot per channel and group: the mean of the first piece, or of a vector of a short one, or where that is
+/// so far from the mean that they cancel, the mean, for which the group is read again.
 template <class T>
 class moment_rows {
   using A = accumulate_t<T>;
@@ -146,18 +156,22 @@ public:
 
   /// Adds a piece of channel `c`, and fetches what is read later; `begun`: not the first of its group.
   void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
-    auto& sum = sums_[static_cast<std::size_t>(c)];
-    if (contiguous_)
-      add_piece(sum, &x_(now.sample, c, now.begin), now.length, lookahead(x_, c, now, later), later.level, begun);
-    else
-      add_strided(sum, c, now, begun);
+    auto& sums = sums_[static_cast<std::size_t>(c)];
+    std::int64_t const ahead = lookahead(x_, c, now, later);
+    int const fetch = later.level;
+    with_elements(c, now, [&](auto const* x) {
+      auto const add_to = [&](pivoted_sums<A>& to) { to.add(x, now.length, ahead, fetch); };
+      begun ? add_to(sums) : begin_sums(sums, pilot_mean(x, now.length), now.length, add_to);
+    });
   }
 
   /// The moments of all channels over the group that was added.
   void finish(std::int64_t group, double* mean, double* m2) const {
-    double const inverse = 1 / static_cast<double>(parts_.elements(group));
-    for (std::int64_t c = 0; c < x_.channels; ++c)
-      finish_moments(sums_[static_cast<std::size_t>(c)], inverse, mean[c], m2[c]);
+    auto const n = static_cast<double>(parts_.elements(group));
+    for (std::int64_t c = 0; c < x_.channels; ++c) {
+      auto const& sums = sums_[static_cast<std::size_t>(c)];
+      (sums.cancel(n) ? sums_about(sums.mean(n), c, group) : sums).finish(n, mean[c], m2[c]);
+    }
   }
 
   static void merge(std::int64_t before, std::int64_t more, double* mean, double* m2, double const* mean_more,
@@ -167,11 +181,28 @@ public:
   }
 
 private:
-  [[gnu::noinline]] void add_strided(pivoted_sums<A>& sum, std::int64_t c, groups::piece const& piece, bool begun) {
+  [[nodiscard]] pivoted_sums<A> sums_about(A pivot, std::int64_t c, std::int64_t group) const {
+    pivoted_sums<A> sums{pivot};
+    parts_.for_each_piece(group, [&](groups::piece const& piece) {
+      with_elements(c, piece, [&](auto const* x) { sums.add(x, piece.length, 0, 0); });
+    });
+    return sums;
+  }
+
+  /// Calls f(the elements of a piece, one after the other).
+  template <class F>
+  void with_elements(std::int64_t c, groups::piece const& piece, F const& f) const {
+    if (contiguous_)
+      f(&x_(piece.sample, c, piece.begin));
+    else
+      with_copies(c, piece, f);
+  }
+  template <class F>
+  [[gnu::noinline]] void with_copies(std::int64_t c, groups::piece const& piece, F const& f) const {
     std::array<A, static_cast<std::size_t>(row_cut::longest<T>)> row{};
     for (std::int64_t s = 0; s < piece.length; ++s)
       row[static_cast<std::size_t>(s)] = load<1>(&x_(piece.sample, c, piece.begin + s));
-    add_piece(sum, row.data(), piece.length, 0, 0, begun);
+    f(static_cast<A const*>(row.data()));
   }
 
   tensor_view<T const> x_;

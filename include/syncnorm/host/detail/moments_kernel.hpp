@@ -64,11 +64,20 @@ private:
       pivots[static_cast<std::size_t>(c)] =
           sum_lanes<A, lanes>(pilot) * static_cast<A>(1.0 / static_cast<double>(short_row_pilot));
     }
-    short_row_sums<T, moment_terms<A>> const sums{{pivots.data()}, {x}};
-    sums(begin, parts_.end(group), mean, m2);
-    double const inverse = 1 / static_cast<double>(parts_.elements(group));
-    for (std::int64_t c = 0; c < x.channels; ++c)
-      finish_moments(static_cast<double>(pivots[static_cast<std::size_t>(c)]), mean[c], m2[c], inverse, mean[c], m2[c]);
+    auto const sum = [&](std::int64_t first, std::int64_t length) {
+      short_row_sums<T, moment_terms<A>> const sums{{pivots.data() + first}, {x.channel_range(first, length)}};
+      sums(begin, parts_.end(group), mean + first, m2 + first);
+    };
+    sum(0, x.channels);
+    auto const n = static_cast<double>(parts_.elements(group));
+    for (std::int64_t c = 0; c < x.channels; ++c) {
+      auto& pivot = pivots[static_cast<std::size_t>(c)];
+      if (sums_cancel(mean[c], m2[c], n)) {
+        pivot = static_cast<A>(static_cast<double>(pivot) + mean[c] / n);
+        sum(c, 1);
+      }
+      finish_moments(static_cast<double>(pivot), mean[c], m2[c], 1 / n, mean[c], m2[c]);
+    }
   }
 
   tensor_view<T const> x_;
