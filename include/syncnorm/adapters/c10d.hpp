@@ -160,6 +160,8 @@ private:
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter
 /// one of the group's own wins, and for a longer one Gloo's group, when it is destroyed, waits for what has timed out here.
+/// Ranks are to pass messages of one length: where another rank's is longer, a process group of Gloo ends the process from a thread of
+/// its own (libtorch 1.13), and the others hear of a lost connection. `gloo_communicator` has an error on every rank there.
 /// A process whose SIGPIPE has the default action ignores it from here on, because a backend's writing to a dead peer
 /// would otherwise end the process.
 class c10d_communicator {

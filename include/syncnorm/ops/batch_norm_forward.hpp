@@ -29,8 +29,9 @@ namespace syncnorm {
 ///
 /// x, y `[N, C, S]`, y may be x; N and S may differ between ranks and be zero. Collective: one allgather once the
 /// workspace has been used, none with one rank. Every rank gets the same bits of mean, inv_std and running statistics.
-/// Statistics are merged in double; where no rank has a sample nothing changes. On an error, which every rank throws,
-/// running statistics are unchanged, and `saved` leaves nothing for a backward pass.
+/// Statistics are merged in double; where no position of any rank counts, mean and inv_std are 0, so that outputs are beta and the
+/// residual, activated, unless they are masked to 0, and nothing else changes. On an error, which every rank throws, running
+/// statistics are unchanged, and `saved` leaves nothing for a backward pass.
 /// Throws invalid_argument_error (an argument of any rank; n = 1), mismatch_error, communicator_error.
 /// An epilogue activates, adds a residual and masks; it is this rank's own, and rank by rank may differ.
 /// Source: Ioffe and Szegedy, "Batch normalization", 2015.
