@@ -6,6 +6,7 @@
 
 #include <doctest/doctest.h>
 #include <syncnorm/host/combine.hpp>
+#include <syncnorm/host/combine_gated.hpp>
 
 #include <host/tensors.hpp>
 
@@ -77,4 +78,69 @@ TEST_CASE("where positions do not count, a combination is its second term, if it
   };
   CHECK(run({2, 0.5, 0, 0, 1}, view(b)) == std::vector<double>{8, 10, 15, 29});
   CHECK(run({2, 0, 0, 0, 1}, {}) == std::vector<double>{3, 0, 0, 9});
+}
+
+TEST_CASE_TEMPLATE("a combination that an activation lets back is rounded once", T, float,
+                   float16 AND_UNSANITIZED(double)) {
+  constexpr std::int64_t n = 3, c = 19, s = 23;
+  auto const a = test::deviates<T>(n, c, s, 1), b = test::deviates<T>(n, c, s, 2),
+             x = test::deviates<T>(n, c, s, 3, 100), residual = test::deviates<T>(n, c, s, 4);
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(n * s));
+  for (std::size_t i = 0; i < mask.size(); ++i) mask[i] = i % 3 != 0;
+  std::vector<float> gamma, beta;
+  std::vector<double> mean, inv_std;
+  for (int i = 0; i < static_cast<int>(c); ++i) {
+    gamma.push_back(static_cast<float>(i % 4) - 1.5F);
+    beta.push_back(static_cast<float>(i % 3) / 8 - 0.0625F);
+    mean.push_back(100.1 + i);
+    inv_std.push_back(0.5 + i / 16.0);
+  }
+  constexpr double slope = 1.0 / 64;
+  for (int terms = 0; terms < 8; ++terms) {
+    for (bool const has_residual : {false, true}) {
+      auto channels = make_channels(c, terms);
+      // More than float16 holds, before the slope.
+      channels[6].shift += 1e5;
+      std::vector<long double> expected;
+      bool large = false;
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        auto const channel = i / static_cast<std::size_t>(s) % static_cast<std::size_t>(c);
+        auto const& k = channels[channel];
+        long double const d = static_cast<long double>(x[i]) - static_cast<long double>(k.mean);
+        long double const v = d * inv_std[channel] * gamma[channel] + beta[channel] +
+                              (has_residual ? static_cast<long double>(residual[i]) : 0);
+        long double const sum = k.scale_a * static_cast<long double>(a[i]) +
+                                k.scale_b * static_cast<long double>(b[i]) + d * k.scale_x + k.shift;
+        bool const counts =
+            mask[i / static_cast<std::size_t>(c * s) * static_cast<std::size_t>(s) + i % static_cast<std::size_t>(s)] !=
+            0;
+        expected.push_back(!counts ? 0 : v > 0 ? sum : sum * slope);
+        large |= counts && v <= 0 && channel == 6;
+      }
+      CHECK(large);
+      for (auto const order : test::arrangements) {
+        CAPTURE(test::name_of(order));
+        CAPTURE(terms);
+        CAPTURE(has_residual);
+        test::tensor<T> of_a{order, n, c, s, a}, of_b{order, n, c, s, b}, of_x{order, n, c, s, x},
+            of_residual{order, n, c, s, residual}, out{order, n, c, s};
+        batch_norm_epilogue<T> epilogue{{slope}, {}, mask_of(mask.data(), n, s), masked_outputs::zero};
+        if (has_residual) epilogue.residual = of_residual.view();
+        host::combine_gated<T>(host::serial_executor{}, of_a.view(), of_b.view(), of_x.view(), out.view(), channels,
+                               mean, inv_std, affine_parameters<float>{gamma, beta}, epilogue);
+        auto const got = out.values();
+        for (std::size_t i = 0; i < got.size(); ++i) {
+          if (std::abs(expected[i]) > 6e4L && sizeof(T) == 2) continue; // infinite as it should be, or nearly
+          long double const scale =
+              1 + std::abs(expected[i]) +
+              (i / static_cast<std::size_t>(s) % static_cast<std::size_t>(c) == 6 ? 1e5L * slope : 0);
+          double const tolerance = sizeof(T) == 2 ? 0x1p-10 : 16 * test::accuracy<T>;
+          CHECK(static_cast<double>(
+                    std::abs(static_cast<long double>(static_cast<accumulate_t<T>>(got[i])) - expected[i]) / scale) <=
+                tolerance);
+        }
+        CHECK(out.intact());
+      }
+    }
+  }
 }

@@ -20,6 +20,21 @@ namespace syncnorm::host {
 
 namespace detail {
 
+/// Tensors of a combination, of which a default view is none, nor is one whose scale is 0 in every channel.
+template <class T, std::size_t Most>
+struct combined_tensors {
+  std::array<tensor_view<T const>, Most> tensors;
+  std::array<double combination::*, Most> scales{};
+  std::size_t count = 0;
+
+  void add(std::span<combination const> channels, tensor_view<T const> const& tensor, double combination::*scale) {
+    auto const is_zero = [&](combination const& of) { return of.*scale == 0; };
+    if (tensor.data == nullptr || std::ranges::all_of(channels, is_zero)) return;
+    tensors[count] = tensor;
+    scales[count++] = scale;
+  }
+};
+
 /// The last of `Inputs` tensors is centred, the others are not.
 template <class A, std::size_t Inputs>
 struct combine_terms {
@@ -53,29 +68,21 @@ requires element<T>
 void combine(executor_ref exec, std::type_identity_t<tensor_view<T const>> a,
              std::type_identity_t<tensor_view<T const>> b, std::type_identity_t<tensor_view<T const>> x,
              tensor_view<T> out, std::span<combination const> channels, stores how = stores::automatic) {
-  std::array<tensor_view<T const>, 3> in;
-  std::array<double combination::*, 3> scales{};
-  std::size_t terms = 0;
-  auto const add = [&](tensor_view<T const> const& tensor, double combination::*scale) {
-    auto const is_zero = [&](combination const& of) { return of.*scale == 0; };
-    if (tensor.data == nullptr || std::ranges::all_of(channels, is_zero)) return;
-    in[terms] = tensor;
-    scales[terms++] = scale;
-  };
-  add(a, &combination::scale_a);
-  add(b, &combination::scale_b);
-  auto const others = terms;
-  add(x, &combination::scale_x);
+  detail::combined_tensors<T, 3> in;
+  in.add(channels, a, &combination::scale_a);
+  in.add(channels, b, &combination::scale_b);
+  auto const others = in.count;
+  in.add(channels, x, &combination::scale_x);
   auto const run = [&]<std::size_t Inputs>(std::integral_constant<std::size_t, Inputs>) {
-    detail::combine_terms<accumulate_t<T>, Inputs> terms_of{channels, {}, terms > others};
+    detail::combine_terms<accumulate_t<T>, Inputs> terms{channels, {}, Inputs > others};
     std::array<tensor_view<T const>, Inputs> used;
-    std::copy_n(in.begin(), Inputs, used.begin());
-    std::copy_n(scales.begin(), Inputs, terms_of.scales.begin());
-    detail::map_elements<T>(exec, detail::linear_op<Inputs>{}, terms_of, used, {out}, nullptr, how);
+    std::copy_n(in.tensors.begin(), Inputs, used.begin());
+    std::copy_n(in.scales.begin(), Inputs, terms.scales.begin());
+    detail::map_elements<T>(exec, detail::linear_op<Inputs>{}, terms, used, {out}, nullptr, how);
   };
-  if (terms == 3) return run(std::integral_constant<std::size_t, 3>{});
-  if (terms == 2) return run(std::integral_constant<std::size_t, 2>{});
-  if (terms == 1) return run(std::integral_constant<std::size_t, 1>{});
+  if (in.count == 3) return run(std::integral_constant<std::size_t, 3>{});
+  if (in.count == 2) return run(std::integral_constant<std::size_t, 2>{});
+  if (in.count == 1) return run(std::integral_constant<std::size_t, 1>{});
   exec.for_each(out.samples, [&](std::int64_t n) {
     for (std::int64_t s = 0; s < out.spatial; ++s)
       for (std::int64_t c = 0; c < out.channels; ++c)

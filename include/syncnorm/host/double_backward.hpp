@@ -13,6 +13,7 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/combine.hpp>
+#include <syncnorm/host/combine_gated.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/epilogue.hpp>
@@ -104,9 +105,10 @@ void second_order_elemt(executor_ref exec, second_order_operands<T> const& of, t
   // The gradient to x comes first, since the other may overwrite g.
   if (of.to_x.data != nullptr) combine_counted(exec, of.u, g, of.x, of.to_x, for_x, of.epilogue.counted(), how);
   if (of.to_dy.data == nullptr) return;
-  bool const gates = of.epilogue.gates(); // reads again what is written
-  combine(exec, of.u, of.v, of.x, of.to_dy, for_dy, gates ? stores::cached : how);
-  if (gates) activation_gradient<T>(exec, of.to_dy, of.x, of.to_dy, of.mean, of.inv_std, of.affine, of.epilogue);
+  if (of.epilogue.gates())
+    combine_gated(exec, of.u, of.v, of.x, of.to_dy, for_dy, of.mean, of.inv_std, of.affine, of.epilogue, how);
+  else
+    combine(exec, of.u, of.v, of.x, of.to_dy, for_dy, how);
 }
 
 /// Calls f(executor, operands, first, length) for blocks of channels of which everything fits the cache, or for all.
