@@ -47,15 +47,14 @@ struct pipeline_reading {
 /// that the block before is done with when as much of the next as fits beside it has been read. `Rows` has what `moment_rows`
 /// has, `Map` is an `elementwise_map`, `Parts` are the groups of pieces, masked ones perhaps.
 ///
-/// On a processor that would lose what it foresees by such turns, sums a block, and maps it while it fetches the next, unless that
-/// is several tensors that do not fit the cache.
+/// On a processor that would lose what it foresees by such turns, sums a block, and maps it while it fetches the next.
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
   /// `block`: the extents of what is mapped at a time.
   row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
                processor const& on = processor::here())
-      : parts_{parts}, samples_{block.samples}, takes_turns_{on.foresees || overflows(block, reading, on)},
+      : parts_{parts}, samples_{block.samples}, takes_turns_{on.foresees},
         map_fetches_{reading.map_fetches},
         fetch_{takes_turns_ ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
     // Of several tensors it is no gain: memory takes longer to read than to write.
@@ -110,12 +109,6 @@ public:
   }
 
 private:
-  /// Whether what is summed of a block are several tensors that do not fit the cache.
-  static bool overflows(tensor_view<T const> const& block, pipeline_reading const& reading, processor const& on) {
-    std::int64_t const bytes = block.size() * reading.summed * static_cast<std::int64_t>(sizeof(T));
-    return reading.summed > 1 && bytes > on.room_for_blocks();
-  }
-
   /// Has a block of `bytes` mapped before more of the next one is read than fits beside it; not where both fit, nor where not even
   /// one does, which is read from memory again in any case.
   void limit_lead(std::int64_t bytes, processor const& on) {
