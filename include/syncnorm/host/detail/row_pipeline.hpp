@@ -54,8 +54,7 @@ public:
   /// `block`: the extents of what is mapped at a time.
   row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
                processor const& on = processor::here())
-      : parts_{parts}, samples_{block.samples}, takes_turns_{on.foresees},
-        map_fetches_{reading.map_fetches},
+      : parts_{parts}, samples_{block.samples}, takes_turns_{on.foresees}, map_fetches_{reading.map_fetches},
         fetch_{takes_turns_ ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
     // Of several tensors it is no gain: memory takes longer to read than to write.
     if (reading.summed == 1) limit_lead(block.size() * static_cast<std::int64_t>(sizeof(T)), on);
