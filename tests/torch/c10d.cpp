@@ -180,6 +180,67 @@ TEST_CASE("operations in flight behind one that has failed are not waited for") 
   });
 }
 
+TEST_CASE("collectives of other lengths or kinds than the others' are an error on every rank, and data of any length "
+          "arrives") {
+  using collective = std::function<void(c10d_communicator const&)>;
+  auto const gathers = [](std::size_t n) {
+    return collective{[n](c10d_communicator const& comm) {
+      std::vector<double> const in(n, comm.rank());
+      std::vector<double> out(3 * n);
+      comm.allgather(std::span{in}, std::span{out});
+    }};
+  };
+  auto const reduces = [](std::size_t n) {
+    return collective{[n](c10d_communicator const& comm) {
+      std::vector<double> const in(n, comm.rank());
+      std::vector<double> out(n);
+      comm.allreduce(std::span{in}, std::span{out}, syncnorm::reduce_op::sum);
+    }};
+  };
+  // Of some of these a backend would end the process.
+  std::vector<std::array<collective, 3>> const disagreements{{gathers(8), gathers(900), gathers(8)},
+                                                             {gathers(600), gathers(700), gathers(20000)},
+                                                             {reduces(8), reduces(900), reduces(9)},
+                                                             {reduces(2000), gathers(2000), gathers(2000)},
+                                                             {gathers(0), gathers(1), gathers(0)}};
+  for (auto const& each : disagreements)
+    run_group(
+        3,
+        [&](group_ptr const& group) {
+          c10d_communicator const comm{group};
+          auto const rank = static_cast<std::size_t>(comm.rank());
+          gathers(5)(comm);
+          auto const text = message_of<syncnorm::mismatch_error>([&] { each[rank](comm); });
+          CHECK_MESSAGE(text.find("ranks disagree on collective 1: ") != std::string::npos, text);
+          CHECK_THROWS_AS(gathers(5)(comm), syncnorm::communicator_error);
+        },
+        2s);
+  run_group(3, [&](group_ptr const& group) {
+    c10d_communicator const comm{group};
+    auto const rank = comm.rank();
+    for (std::size_t const n :
+         {0, 1, 1014, 1015, 9206, 9207, 40000}) { // 4056 bytes fit the first message, and 32 KiB each other
+      CAPTURE(n);
+      std::vector<float> in(n), all(3 * n), sum(n), most(n), from_last(n);
+      for (std::size_t i = 0; i < n; ++i) in[i] = static_cast<float>(i % 1000) + static_cast<float>(rank);
+      comm.allgather(std::span<float const>{in}, std::span{all});
+      comm.allreduce(std::span<float const>{in}, std::span{sum}, syncnorm::reduce_op::sum);
+      comm.allreduce(std::span<float const>{in}, std::span{most}, syncnorm::reduce_op::max);
+      from_last = in;
+      comm.broadcast(std::span{from_last}, 2);
+      std::size_t wrong = 0;
+      for (std::size_t i = 0; i < n; ++i) {
+        auto const value = static_cast<float>(i % 1000);
+        for (std::size_t r = 0; r < 3; ++r) wrong += all[r * n + i] != value + static_cast<float>(r);
+        wrong += sum[i] != 3 * value + 3;
+        wrong += most[i] != value + 2;
+        wrong += from_last[i] != value + 2;
+      }
+      CHECK(wrong == 0);
+    }
+  });
+}
+
 TEST_CASE("the group's own timeout and a lost peer are errors of syncnorm") {
   run_group(
       2,

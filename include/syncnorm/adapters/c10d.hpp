@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <syncnorm/adapters/detail/broken_pipe.hpp>
+#include <syncnorm/adapters/detail/collective_header.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/timeout.hpp>
 
@@ -51,6 +52,7 @@ struct c10d_state {
   c10::intrusive_ptr<::c10d::ProcessGroup> group;
   std::chrono::milliseconds timeout;
   std::atomic<bool> failed = false;
+  std::atomic<std::int64_t> started = 0; ///< operations
 
   /// Marks the communicator as unusable and throws `thrown` as one of syncnorm's own.
   [[noreturn]] void fail(char const* operation, std::exception_ptr const& thrown) {
@@ -79,6 +81,99 @@ struct c10d_state {
   }
 };
 
+/// A collective as what the backend is asked for: messages of one length on every rank, whatever the data's, since a backend may end
+/// the process where they differ. The first is an allgather of headers, with the data or the beginning of it; what is left goes in
+/// frames. All are begun at once; where headers differ, nobody waits for the rest.
+struct c10d_operation {
+  static constexpr std::size_t head = 4096, frame = 32'768, room = head - sizeof(collective_header);
+
+  std::shared_ptr<c10d_state> state;
+  char const* name;
+  collective_header header;
+  std::int64_t number = 0;  ///< of operations of this communicator, which other ranks may have made at another time
+  std::size_t bytes = 0;    ///< of this rank
+  std::byte* out = nullptr; ///< where the result goes
+  at::Tensor heads;         ///< of all ranks
+  std::vector<at::Tensor> frames; ///< results
+  std::vector<c10::intrusive_ptr<::c10d::Work>> works;
+  void (*take)(c10d_operation const&) = nullptr; ///< the result out of heads and frames
+
+  [[nodiscard]] std::size_t ranks() const { return static_cast<std::size_t>(state->group->getSize()); }
+  /// Data that the head of rank `r` brings.
+  [[nodiscard]] std::byte const* data_of(std::size_t r) const {
+    return static_cast<std::byte const*>(heads.data_ptr()) + r * head + sizeof(collective_header);
+  }
+  [[nodiscard]] collective_header header_of(std::size_t r) const {
+    collective_header of_rank;
+    std::memcpy(&of_rank, static_cast<std::byte const*>(heads.data_ptr()) + r * head, sizeof of_rank);
+    return of_rank;
+  }
+  /// Rank `r`'s part of frame `i`, and where its bytes belong in the data of a rank.
+  [[nodiscard]] std::byte const* frame_of(std::size_t i, std::size_t r) const {
+    return static_cast<std::byte const*>(frames[i].data_ptr()) + r * frame;
+  }
+
+  /// Begins with the header and so many bytes of data.
+  void begin(std::byte const* data, std::size_t count) {
+    auto const own = at::empty({static_cast<std::int64_t>(head)}, at::kByte);
+    number = state->started++;
+    std::memcpy(own.data_ptr(), &header, sizeof header);
+    if (count != 0) std::memcpy(static_cast<std::byte*>(own.data_ptr()) + sizeof header, data, count);
+    heads = at::empty({static_cast<std::int64_t>(ranks()), static_cast<std::int64_t>(head)}, at::kByte);
+    gather(own, heads);
+  }
+  void gather(at::Tensor const& own, at::Tensor const& all) {
+    std::vector<std::vector<at::Tensor>> outputs{all.unbind()};
+    std::vector<at::Tensor> inputs{own};
+    ::c10d::AllgatherOptions options;
+    options.timeout = state->timeout;
+    works.push_back(state->group->allgather(outputs, inputs, options));
+  }
+  /// Calls f(a frame with so much of the data from `from` on) for each frame; what is left of the last is 0.
+  template <class F>
+  void for_each_frame(std::byte const* data, std::size_t from, at::ScalarType type, F const& f) {
+    for (; from < bytes; from += frame) {
+      auto const own = at::zeros({static_cast<std::int64_t>(frame / at::elementSize(type))}, type);
+      std::memcpy(own.data_ptr(), data + from, std::min(frame, bytes - from));
+      f(own);
+    }
+  }
+
+  /// Whether there is something to wait for.
+  [[nodiscard]] bool in_flight() const {
+    if (!works.front()->isCompleted()) return true;
+    if (!works.front()->isSuccess() || !mismatch().empty()) return false;
+    return !std::ranges::all_of(works, [](auto const& work) { return work->isCompleted(); });
+  }
+  [[nodiscard]] std::string mismatch() const {
+    return describe_mismatch(static_cast<int>(ranks()), [&](int r) {
+      auto called = header_of(static_cast<std::size_t>(r)).called;
+      called.sequence = number;
+      return called;
+    });
+  }
+
+  /// Waits for all, each no longer than `remaining()`, and takes the result. Throws what failed.
+  template <class Remaining>
+  void finish(Remaining const& remaining) {
+    auto const wait = [&](auto const& work) {
+      try {
+        bool const completed = work->wait(remaining());
+        TORCH_CHECK(completed, "the operation was aborted");
+      } catch (...) {
+        state->fail(name, std::current_exception());
+      }
+    };
+    wait(works.front());
+    if (auto const text = mismatch(); !text.empty()) {
+      state->failed = true;
+      throw mismatch_error{text};
+    }
+    std::for_each(works.begin() + 1, works.end(), wait);
+    take(*this);
+  }
+};
+
 } // namespace detail
 
 /// An operation in flight in a process group. Its timeout counts from the first call of `test` or `wait`. Where an earlier one has
@@ -90,11 +185,7 @@ public:
   c10d_work& operator=(c10d_work&& other) noexcept {
     if (this != &other) {
       drop();
-      state_ = std::move(other.state_);
-      work_ = std::move(other.work_);
-      result_ = std::move(other.result_);
-      operation_ = other.operation_;
-      out_ = other.out_;
+      operation_ = std::move(other.operation_);
       deadline_ = other.deadline_;
     }
     return *this;
@@ -103,39 +194,30 @@ public:
 
   /// Whether the operation has completed. Throws what failed, a timeout too.
   bool test() {
-    if (!work_) return true;
-    if (!work_->isCompleted() && !state_->failed && remaining().count() > 0) return false;
+    if (!operation_) return true;
+    if (operation_->in_flight() && !operation_->state->failed && remaining().count() > 0) return false;
     wait();
     return true;
   }
 
   /// Blocks until the operation has completed. Throws what failed.
   void wait() {
-    if (!work_) return;
+    if (!operation_) return;
     // Released first, so that this handle is done whether or not the wait throws.
-    auto const work = std::exchange(work_, {});
-    if (!work->isCompleted()) state_->require_usable(operation_);
-    try {
-      // To the backend 0 means no timeout at all.
-      bool const completed = work->wait(std::max(remaining(), std::chrono::milliseconds{1}));
-      TORCH_CHECK(completed, "the operation was aborted");
-      std::memcpy(out_, result_.data_ptr(), result_.nbytes());
-    } catch (...) {
-      state_->fail(operation_, std::current_exception());
-    }
-    result_.reset();
+    auto const operation = std::exchange(operation_, {});
+    if (operation->in_flight()) operation->state->require_usable(operation->name);
+    // To the backend 0 means no timeout at all.
+    operation->finish([&] { return std::max(remaining(operation->state->timeout), std::chrono::milliseconds{1}); });
   }
 
 private:
   friend class c10d_communicator;
-  c10d_work(std::shared_ptr<detail::c10d_state> state, c10::intrusive_ptr<::c10d::Work> work, at::Tensor result,
-            char const* operation, void* out)
-      : state_{std::move(state)}, work_{std::move(work)}, result_{std::move(result)}, operation_{operation}, out_{out} {
-  }
+  explicit c10d_work(std::unique_ptr<detail::c10d_operation> operation) : operation_{std::move(operation)} {}
 
-  std::chrono::milliseconds remaining() {
+  std::chrono::milliseconds remaining() { return remaining(operation_->state->timeout); }
+  std::chrono::milliseconds remaining(std::chrono::milliseconds timeout) {
     auto const now = std::chrono::steady_clock::now();
-    if (!deadline_) deadline_ = now + state_->timeout;
+    if (!deadline_) deadline_ = now + timeout;
     return std::chrono::ceil<std::chrono::milliseconds>(*deadline_ - now);
   }
 
@@ -146,11 +228,7 @@ private:
     }
   }
 
-  std::shared_ptr<detail::c10d_state> state_;
-  c10::intrusive_ptr<::c10d::Work> work_;
-  at::Tensor result_;
-  char const* operation_ = "";
-  void* out_ = nullptr;
+  std::unique_ptr<detail::c10d_operation> operation_;
   std::optional<std::chrono::steady_clock::time_point> deadline_;
 };
 
@@ -160,8 +238,8 @@ private:
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter
 /// one of the group's own wins, and for a longer one Gloo's group, when it is destroyed, waits for what has timed out here.
-/// Ranks are to pass messages of one length: where another rank's is longer, a process group of Gloo ends the process from a thread of
-/// its own (libtorch 1.13), and the others hear of a lost connection. `gloo_communicator` has an error on every rank there.
+/// Messages go in frames, the first of 4 KiB with a header, so that ranks whose collectives differ all get a mismatch_error, after which
+/// the communicator is unusable: of messages of different lengths a process group of Gloo ends the process (libtorch 1.13).
 /// A process whose SIGPIPE has the default action ignores it from here on, because a backend's writing to a dead peer
 /// would otherwise end the process.
 class c10d_communicator {
@@ -194,57 +272,119 @@ public:
 
   template <wire_type T>
   [[nodiscard]] c10d_work allgather_async(std::span<T const> in, std::span<T> out) const {
-    return start("allgather", in, out, [&](at::Tensor const& own) {
-      auto const all = at::empty({size(), own.numel()}, own.options());
-      std::vector<std::vector<at::Tensor>> outputs{all.unbind()};
-      std::vector<at::Tensor> inputs{own};
-      ::c10d::AllgatherOptions options;
-      options.timeout = state_->timeout;
-      return std::pair{state_->group->allgather(outputs, inputs, options), all};
-    });
+    using operation = detail::c10d_operation;
+    return start("allgather", detail::make_header<T>(detail::collective_kind::allgather, in.size()), in, out,
+                 [&](operation& of, std::byte const* data) {
+                   of.begin(data, std::min(of.bytes, operation::room));
+                   of.for_each_frame(data, operation::room, at::kByte, [&](at::Tensor const& own) {
+                     of.frames.push_back(at::empty({size(), own.numel()}, own.options()));
+                     of.gather(own, of.frames.back());
+                   });
+                   of.take = [](operation const& done) {
+                     for (std::size_t r = 0; r < done.ranks(); ++r) {
+                       std::byte* const to = done.out + r * done.bytes;
+                       std::memcpy(to, done.data_of(r), std::min(done.bytes, operation::room));
+                       for (std::size_t i = 0, at = operation::room; at < done.bytes; ++i, at += operation::frame)
+                         std::memcpy(to + at, done.frame_of(i, r), std::min(operation::frame, done.bytes - at));
+                     }
+                   };
+                 });
   }
   template <reducible_type T>
   [[nodiscard]] c10d_work allreduce_async(std::span<T const> in, std::span<T> out, reduce_op op) const {
-    return start("allreduce", in, out, [&](at::Tensor const& own) {
-      std::vector<at::Tensor> tensors{own};
-      ::c10d::AllreduceOptions options;
-      options.reduceOp = detail::c10d_reduce_op(op);
-      options.timeout = state_->timeout;
-      return std::pair{state_->group->allreduce(tensors, options), own};
-    });
+    using operation = detail::c10d_operation;
+    return start("allreduce", detail::make_header<T>(detail::collective_kind::allreduce, in.size(), -1, op), in, out,
+                 [&](operation& of, std::byte const* data) {
+                   if (of.bytes <= operation::room) { // put together here, in the order of ranks
+                     of.begin(data, of.bytes);
+                     of.take = [](operation const& done) {
+                       auto const value_of = [&](std::size_t r, std::size_t i) {
+                         T value;
+                         std::memcpy(&value, done.data_of(r) + i * sizeof(T), sizeof value);
+                         return value;
+                       };
+                       for (std::size_t i = 0; i < done.bytes / sizeof(T); ++i) {
+                         T all = value_of(0, i);
+                         for (std::size_t r = 1; r < done.ranks(); ++r)
+                           all = reduce(done.header.called.op, all, value_of(r, i));
+                         std::memcpy(done.out + i * sizeof(T), &all, sizeof all);
+                       }
+                     };
+                     return;
+                   }
+                   of.begin(nullptr, 0);
+                   of.for_each_frame(data, 0, detail::c10d_type<T>(), [&](at::Tensor const& own) {
+                     std::vector<at::Tensor> tensors{own};
+                     ::c10d::AllreduceOptions options;
+                     options.reduceOp = detail::c10d_reduce_op(op);
+                     options.timeout = state_->timeout;
+                     of.works.push_back(state_->group->allreduce(tensors, options));
+                     of.frames.push_back(own);
+                   });
+                   of.take = take_frames;
+                 });
   }
 
   template <wire_type T>
   void broadcast(std::span<T> data, int root) const {
-    start("broadcast", std::span<T const>{data}, data, [&](at::Tensor const& own) {
-      std::vector<at::Tensor> tensors{own};
-      ::c10d::BroadcastOptions options;
-      options.rootRank = root;
-      options.timeout = state_->timeout;
-      return std::pair{state_->group->broadcast(tensors, options), own};
-    }).wait();
+    detail::require_rank(root, size());
+    using operation = detail::c10d_operation;
+    start("broadcast", detail::make_header<T>(detail::collective_kind::broadcast, data.size(), root),
+          std::span<T const>{data}, data,
+          [&](operation& of, std::byte const* bytes) {
+            if (of.bytes <= operation::room) {
+              of.begin(bytes, of.bytes);
+              of.take = [](operation const& done) {
+                std::memcpy(done.out, done.data_of(static_cast<std::size_t>(done.header.called.root)), done.bytes);
+              };
+              return;
+            }
+            of.begin(nullptr, 0);
+            of.for_each_frame(bytes, 0, at::kByte, [&](at::Tensor const& own) {
+              std::vector<at::Tensor> tensors{own};
+              ::c10d::BroadcastOptions options;
+              options.rootRank = root;
+              options.timeout = state_->timeout;
+              of.works.push_back(state_->group->broadcast(tensors, options));
+              of.frames.push_back(own);
+            });
+            of.take = take_frames;
+          })
+        .wait();
   }
 
 private:
-  /// Starts what `launch(own)` makes of a copy of `in`. An empty operation has nothing to say on any rank, and the
-  /// backends refuse it.
+  static void take_frames(detail::c10d_operation const& done) {
+    for (std::size_t i = 0, at = 0; at < done.bytes; ++i, at += detail::c10d_operation::frame)
+      std::memcpy(done.out + at, done.frame_of(i, 0), std::min(detail::c10d_operation::frame, done.bytes - at));
+  }
+  template <class T>
+  static T reduce(reduce_op op, T a, T b) {
+    return op == reduce_op::sum ? static_cast<T>(a + b) : op == reduce_op::min ? std::min(a, b) : std::max(a, b);
+  }
+
+  /// Starts what `launch(operation, in)` begins.
   template <class T, class Launch>
-  c10d_work start(char const* operation, std::span<T const> in, std::span<T> out, Launch const& launch) const {
-    state_->require_usable(operation);
-    if (in.empty()) return {};
+  c10d_work start(char const* name, detail::collective_header const& header, std::span<T const> in, std::span<T> out,
+                  Launch const& launch) const {
+    state_->require_usable(name);
     if (size() == 1) {
-      std::memmove(out.data(), in.data(), in.size_bytes());
+      if (!in.empty()) std::memmove(out.data(), in.data(), in.size_bytes());
       return {};
     }
     try {
       // The backend's threads write to the tensors, and may not where these belong to inference mode.
       c10::InferenceMode const normal_mode{false};
-      auto const own = at::empty({static_cast<std::int64_t>(in.size())}, at::dtype(detail::c10d_type<T>()));
-      std::memcpy(own.data_ptr(), in.data(), in.size_bytes());
-      auto [work, result] = launch(own);
-      return {state_, std::move(work), std::move(result), operation, out.data()};
+      auto operation = std::make_unique<detail::c10d_operation>();
+      operation->state = state_;
+      operation->name = name;
+      operation->header = header;
+      operation->bytes = in.size_bytes();
+      operation->out = reinterpret_cast<std::byte*>(out.data());
+      launch(*operation, reinterpret_cast<std::byte const*>(in.data()));
+      return c10d_work{std::move(operation)};
     } catch (...) {
-      state_->fail(operation, std::current_exception());
+      state_->fail(name, std::current_exception());
     }
   }
 
