@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -18,6 +17,7 @@
 #include <syncnorm/adapters/detail/broken_pipe.hpp>
 #include <syncnorm/adapters/detail/c10d_operation.hpp>
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/rank_order.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/timeout.hpp>
 
@@ -33,7 +33,6 @@ public:
     if (this != &other) {
       drop();
       operation_ = std::move(other.operation_);
-      deadline_ = other.deadline_;
     }
     return *this;
   }
@@ -42,7 +41,7 @@ public:
   /// Whether the operation has completed. Throws what failed, a timeout too.
   bool test() {
     if (!operation_) return true;
-    if (operation_->in_flight() && !operation_->state->failed && remaining().count() > 0) return false;
+    if (operation_->in_flight() && !operation_->state->failed && operation_->remaining().count() > 0) return false;
     wait();
     return true;
   }
@@ -53,20 +52,12 @@ public:
     // Released first, so that this handle is done whether or not the wait throws.
     auto const operation = std::exchange(operation_, {});
     if (operation->in_flight()) operation->state->require_usable(operation->name);
-    // To the backend 0 means no timeout at all.
-    operation->finish([&] { return std::max(remaining(operation->state->timeout), std::chrono::milliseconds{1}); });
+    operation->finish();
   }
 
 private:
   friend class c10d_communicator;
   explicit c10d_work(std::unique_ptr<detail::c10d_operation> operation) : operation_{std::move(operation)} {}
-
-  std::chrono::milliseconds remaining() { return remaining(operation_->state->timeout); }
-  std::chrono::milliseconds remaining(std::chrono::milliseconds timeout) {
-    auto const now = std::chrono::steady_clock::now();
-    if (!deadline_) deadline_ = now + timeout;
-    return std::chrono::ceil<std::chrono::milliseconds>(*deadline_ - now);
-  }
 
   void drop() noexcept {
     try {
@@ -76,7 +67,6 @@ private:
   }
 
   std::unique_ptr<detail::c10d_operation> operation_;
-  std::optional<std::chrono::steady_clock::time_point> deadline_;
 };
 
 /// The ranks of a c10d process group, by its backend for CPU tensors (Gloo, MPI). It shares the ownership of the group,
@@ -145,30 +135,20 @@ public:
                    if (of.bytes <= operation::room) { // put together here, in the order of ranks
                      of.begin(data, of.bytes);
                      of.take = [](operation const& done) {
-                       auto const value_of = [&](std::size_t r, std::size_t i) {
-                         T value;
-                         std::memcpy(&value, done.data_of(r) + i * sizeof(T), sizeof value);
-                         return value;
-                       };
-                       for (std::size_t i = 0; i < done.bytes / sizeof(T); ++i) {
-                         T all = value_of(0, i);
-                         for (std::size_t r = 1; r < done.ranks(); ++r)
-                           all = reduce(done.header.called.op, all, value_of(r, i));
-                         std::memcpy(done.out + i * sizeof(T), &all, sizeof all);
-                       }
+                       detail::fold_in_rank_order(std::span{reinterpret_cast<T*>(done.out), done.bytes / sizeof(T)},
+                                                  static_cast<int>(done.ranks()), done.header.called.op, [&](int r) {
+                                                    return reinterpret_cast<T const*>(
+                                                        done.data_of(static_cast<std::size_t>(r)));
+                                                  });
                      };
                      return;
                    }
-                   of.begin(nullptr, 0);
-                   of.for_each_frame(data, 0, detail::c10d_type<T>(), [&](at::Tensor const& own) {
-                     std::vector<at::Tensor> tensors{own};
+                   of.begin_in_place(data, detail::c10d_type<T>(), [&](std::vector<at::Tensor>& tensors) {
                      ::c10d::AllreduceOptions options;
                      options.reduceOp = detail::c10d_reduce_op(op);
                      options.timeout = state_->timeout;
-                     of.works.push_back(state_->group->allreduce(tensors, options));
-                     of.frames.push_back(own);
+                     return state_->group->allreduce(tensors, options);
                    });
-                   of.take = take_frames;
                  });
   }
 
@@ -186,30 +166,17 @@ public:
               };
               return;
             }
-            of.begin(nullptr, 0);
-            of.for_each_frame(bytes, 0, at::kByte, [&](at::Tensor const& own) {
-              std::vector<at::Tensor> tensors{own};
+            of.begin_in_place(bytes, at::kByte, [&](std::vector<at::Tensor>& tensors) {
               ::c10d::BroadcastOptions options;
               options.rootRank = root;
               options.timeout = state_->timeout;
-              of.works.push_back(state_->group->broadcast(tensors, options));
-              of.frames.push_back(own);
+              return state_->group->broadcast(tensors, options);
             });
-            of.take = take_frames;
           })
         .wait();
   }
 
 private:
-  static void take_frames(detail::c10d_operation const& done) {
-    for (std::size_t i = 0, at = 0; at < done.bytes; ++i, at += detail::c10d_operation::frame)
-      std::memcpy(done.out + at, done.frame_of(i, 0), std::min(detail::c10d_operation::frame, done.bytes - at));
-  }
-  template <class T>
-  static T reduce(reduce_op op, T a, T b) {
-    return op == reduce_op::sum ? static_cast<T>(a + b) : op == reduce_op::min ? std::min(a, b) : std::max(a, b);
-  }
-
   /// Starts what `launch(operation, in)` begins.
   template <class T, class Launch>
   c10d_work start(char const* name, detail::collective_header const& header, std::span<T const> in, std::span<T> out,
@@ -222,12 +189,8 @@ private:
     try {
       // The backend's threads write to the tensors, and may not where these belong to inference mode.
       c10::InferenceMode const normal_mode{false};
-      auto operation = std::make_unique<detail::c10d_operation>();
-      operation->state = state_;
-      operation->name = name;
-      operation->header = header;
-      operation->bytes = in.size_bytes();
-      operation->out = reinterpret_cast<std::byte*>(out.data());
+      std::unique_ptr<detail::c10d_operation> operation{
+          new detail::c10d_operation{state_, name, header, reinterpret_cast<std::byte*>(out.data())}};
       launch(*operation, reinterpret_cast<std::byte const*>(in.data()));
       return c10d_work{std::move(operation)};
     } catch (...) {

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -85,12 +86,13 @@ struct c10d_operation {
   std::shared_ptr<c10d_state> state;
   char const* name;
   collective_header header;
-  std::int64_t number = 0;  ///< of operations of this communicator, which other ranks may have made at another time
-  std::size_t bytes = 0;    ///< of this rank
-  std::byte* out = nullptr; ///< where the result goes
-  at::Tensor heads;         ///< of all ranks
-  std::vector<at::Tensor> frames; ///< results
-  std::vector<c10::intrusive_ptr<::c10d::Work>> works;
+  std::byte* out;                       ///< where the result goes
+  std::size_t bytes = bytes_of(header); ///< of this rank
+  std::int64_t number = 0; ///< of operations of this communicator, which other ranks may have made at another time
+  std::optional<std::chrono::steady_clock::time_point> deadline{};
+  at::Tensor heads{};               ///< of all ranks
+  std::vector<at::Tensor> frames{}; ///< results
+  std::vector<c10::intrusive_ptr<::c10d::Work>> works{};
   void (*take)(c10d_operation const&) = nullptr; ///< the result out of heads and frames
 
   [[nodiscard]] std::size_t ranks() const { return static_cast<std::size_t>(state->group->getSize()); }
@@ -134,6 +136,28 @@ struct c10d_operation {
     }
   }
 
+  /// Begins with the header, and launches a collective of its own for each frame of the data, whose result is in the frame.
+  template <class Launch>
+  void begin_in_place(std::byte const* data, at::ScalarType type, Launch const& launch) {
+    begin(nullptr, 0);
+    for_each_frame(data, 0, type, [&](at::Tensor const& own) {
+      std::vector<at::Tensor> tensors{own};
+      works.push_back(launch(tensors));
+      frames.push_back(own);
+    });
+    take = [](c10d_operation const& done) {
+      for (std::size_t i = 0, at = 0; at < done.bytes; ++i, at += frame)
+        std::memcpy(done.out + at, done.frame_of(i, 0), std::min(frame, done.bytes - at));
+    };
+  }
+
+  /// Of the timeout, which begins with the first call.
+  [[nodiscard]] std::chrono::milliseconds remaining() {
+    auto const now = std::chrono::steady_clock::now();
+    if (!deadline) deadline = now + state->timeout;
+    return std::chrono::ceil<std::chrono::milliseconds>(*deadline - now);
+  }
+
   /// Whether there is something to wait for.
   [[nodiscard]] bool in_flight() const {
     if (!works.front()->isCompleted()) return true;
@@ -148,12 +172,12 @@ struct c10d_operation {
     });
   }
 
-  /// Waits for all, each no longer than `remaining()`, and takes the result. Throws what failed.
-  template <class Remaining>
-  void finish(Remaining const& remaining) {
+  /// Waits for all, and takes the result. Throws what failed.
+  void finish() {
     auto const wait = [&](auto const& work) {
       try {
-        bool const completed = work->wait(remaining());
+        // To the backend 0 means no timeout at all.
+        bool const completed = work->wait(std::max(remaining(), std::chrono::milliseconds{1}));
         TORCH_CHECK(completed, "the operation was aborted");
       } catch (...) {
         state->fail(name, std::current_exception());
