@@ -17,7 +17,7 @@
 namespace syncnorm::host {
 
 /// dv = dy·f′(gamma·(x − mean)·inv_std + beta + residual), and 0 where the output is 0 by the mask: the gradient of what was
-/// activated, and the linear map by which a second derivative goes back to dy.
+/// activated.
 ///
 /// Shapes: dy, x, dv and the residual `[N, C, S]`, the mask `[N, S]`, the rest `[C]`. Local. dv may be dy.
 template <class T>

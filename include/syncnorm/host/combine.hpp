@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 #include <type_traits>
+#include <utility>
 
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
@@ -32,6 +33,15 @@ struct combined_tensors {
     if (tensor.data == nullptr || std::ranges::all_of(channels, is_zero)) return;
     tensors[count] = tensor;
     scales[count++] = scale;
+  }
+
+  /// Calls f(`count`) with that as a constant.
+  template <class F>
+  void with_count(F const& f) const {
+    [&]<std::size_t... N>(std::index_sequence<N...>) {
+      ((count == N ? f(std::integral_constant<std::size_t, N>{}) : void()), ...);
+    }
+    (std::make_index_sequence<Most + 1>{});
   }
 };
 
@@ -73,20 +83,20 @@ void combine(executor_ref exec, std::type_identity_t<tensor_view<T const>> a,
   in.add(channels, b, &combination::scale_b);
   auto const others = in.count;
   in.add(channels, x, &combination::scale_x);
-  auto const run = [&]<std::size_t Inputs>(std::integral_constant<std::size_t, Inputs>) {
-    detail::combine_terms<accumulate_t<T>, Inputs> terms{channels, {}, Inputs > others};
-    std::array<tensor_view<T const>, Inputs> used;
-    std::copy_n(in.tensors.begin(), Inputs, used.begin());
-    std::copy_n(in.scales.begin(), Inputs, terms.scales.begin());
-    detail::map_elements<T>(exec, detail::linear_op<Inputs>{}, terms, used, {out}, nullptr, how);
-  };
-  if (in.count == 3) return run(std::integral_constant<std::size_t, 3>{});
-  if (in.count == 2) return run(std::integral_constant<std::size_t, 2>{});
-  if (in.count == 1) return run(std::integral_constant<std::size_t, 1>{});
-  exec.for_each(out.samples, [&](std::int64_t n) {
-    for (std::int64_t s = 0; s < out.spatial; ++s)
-      for (std::int64_t c = 0; c < out.channels; ++c)
-        out(n, c, s) = from_double<T>(channels[static_cast<std::size_t>(c)].shift);
+  in.with_count([&]<std::size_t Inputs>(std::integral_constant<std::size_t, Inputs>) {
+    if constexpr (Inputs == 0) {
+      exec.for_each(out.samples, [&](std::int64_t n) {
+        for (std::int64_t s = 0; s < out.spatial; ++s)
+          for (std::int64_t c = 0; c < out.channels; ++c)
+            out(n, c, s) = from_double<T>(channels[static_cast<std::size_t>(c)].shift);
+      });
+    } else {
+      detail::combine_terms<accumulate_t<T>, Inputs> terms{channels, {}, Inputs > others};
+      std::array<tensor_view<T const>, Inputs> used;
+      std::copy_n(in.tensors.begin(), Inputs, used.begin());
+      std::copy_n(in.scales.begin(), Inputs, terms.scales.begin());
+      detail::map_elements<T>(exec, detail::linear_op<Inputs>{}, terms, used, {out}, nullptr, how);
+    }
   });
 }
 

@@ -101,12 +101,8 @@ void combine_gated(executor_ref exec, std::type_identity_t<tensor_view<T const>>
     if constexpr (Residual) used[Terms + 1] = epilogue.residual();
     detail::map_elements<T>(exec, op{epilogue.slope()}, terms_of, used, {out}, epilogue.written(), how);
   };
-  auto const run_with = [&]<class Terms>(Terms some) {
-    epilogue.has_residual() ? run(some, std::true_type{}) : run(some, std::false_type{});
-  };
-  if (in.count == 2) return run_with(std::integral_constant<std::size_t, 2>{});
-  if (in.count == 1) return run_with(std::integral_constant<std::size_t, 1>{});
-  run_with(std::integral_constant<std::size_t, 0>{});
+  in.with_count(
+      [&](auto terms) { epilogue.has_residual() ? run(terms, std::true_type{}) : run(terms, std::false_type{}); });
 }
 
 } // namespace syncnorm::host

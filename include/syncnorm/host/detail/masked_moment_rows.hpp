@@ -60,12 +60,12 @@ public:
   }
 
   void finish(std::int64_t group, double* mean, double* m2) const {
-    auto const n = static_cast<double>(parts_.elements(group));
+    bool const any = parts_.elements(group) != 0;
     for (std::int64_t c = 0; c < x_.channels; ++c) {
       mean[c] = m2[c] = 0;
-      if (n == 0) continue;
-      auto const& sums = sums_[static_cast<std::size_t>(c)];
-      (sums.cancel(n) ? sums_about(sums.mean(n), c, group) : sums).finish(n, mean[c], m2[c]);
+      if (any)
+        finish_group(sums_[static_cast<std::size_t>(c)], parts_, group, mean[c], m2[c],
+                     [&](pivoted_sums<A>& sums, groups::piece const& piece) { add_elements(sums, c, piece, 0, 0); });
     }
   }
 
@@ -75,12 +75,6 @@ public:
   }
 
 private:
-  [[nodiscard]] pivoted_sums<A> sums_about(A pivot, std::int64_t c, std::int64_t group) const {
-    pivoted_sums<A> sums{pivot};
-    parts_.for_each_piece(group, [&](groups::piece const& piece) { add_elements(sums, c, piece, 0, 0); });
-    return sums;
-  }
-
   /// The mean of the first elements of a piece that count, up to a vector, or the first of fewer.
   [[nodiscard]] A pilot(std::int64_t c, groups::piece const& piece) const {
     constexpr std::int64_t lanes = native_lanes<A>;

@@ -132,6 +132,18 @@ void begin_sums(pivoted_sums<A>& sums, A pilot, std::int64_t n, Add const& add) 
   sums.move_to(sums.mean(count), count);
 }
 
+/// The moments of a channel over group `g` from its sums, which are made again about the mean where they cancel; add(sums, piece) adds
+/// a piece.
+template <class A, class Parts, class Add>
+void finish_group(pivoted_sums<A> const& sums, Parts const& parts, std::int64_t g, double& mean, double& m2,
+                  Add const& add) {
+  auto const n = static_cast<double>(parts.elements(g));
+  if (!sums.cancel(n)) return sums.finish(n, mean, m2);
+  pivoted_sums<A> about_mean{sums.mean(n)};
+  parts.for_each_piece(g, [&](groups::piece const& piece) { add(about_mean, piece); });
+  about_mean.finish(n, mean, m2);
+}
+
 /// The mean of a vector at the beginning, or the first of fewer elements.
 template <class T, class A = accumulate_t<T>>
 [[nodiscard]] inline A pilot_mean(T const* x, std::int64_t n) {
@@ -167,11 +179,11 @@ public:
 
   /// The moments of all channels over the group that was added.
   void finish(std::int64_t group, double* mean, double* m2) const {
-    auto const n = static_cast<double>(parts_.elements(group));
-    for (std::int64_t c = 0; c < x_.channels; ++c) {
-      auto const& sums = sums_[static_cast<std::size_t>(c)];
-      (sums.cancel(n) ? sums_about(sums.mean(n), c, group) : sums).finish(n, mean[c], m2[c]);
-    }
+    for (std::int64_t c = 0; c < x_.channels; ++c)
+      finish_group(sums_[static_cast<std::size_t>(c)], parts_, group, mean[c], m2[c],
+                   [&](pivoted_sums<A>& sums, groups::piece const& piece) {
+                     with_elements(c, piece, [&](auto const* x) { sums.add(x, piece.length, 0, 0); });
+                   });
   }
 
   static void merge(std::int64_t before, std::int64_t more, double* mean, double* m2, double const* mean_more,
@@ -181,14 +193,6 @@ public:
   }
 
 private:
-  [[nodiscard]] pivoted_sums<A> sums_about(A pivot, std::int64_t c, std::int64_t group) const {
-    pivoted_sums<A> sums{pivot};
-    parts_.for_each_piece(group, [&](groups::piece const& piece) {
-      with_elements(c, piece, [&](auto const* x) { sums.add(x, piece.length, 0, 0); });
-    });
-    return sums;
-  }
-
   /// Calls f(the elements of a piece, one after the other).
   template <class F>
   void with_elements(std::int64_t c, groups::piece const& piece, F const& f) const {
