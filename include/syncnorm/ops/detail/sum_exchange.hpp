@@ -44,6 +44,10 @@ public:
     agreed_ = agreed;
     first_ = agreed ? legal : std::min(legal, static_cast<std::size_t>(head_channels));
     message_ = header_size + (agreed ? legal : static_cast<std::size_t>(head_channels));
+    // Room for both kinds of messages, so that a pass after the first allocates nothing.
+    auto const most = header_size + std::max(legal, static_cast<std::size_t>(head_channels));
+    send_.reserve(most);
+    receive_.reserve(ranks_ * most);
     values_.assign(legal, 0.0);
     send_.assign(message_, 0.0);
     receive_.resize(ranks_ * message_);
