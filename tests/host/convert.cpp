@@ -9,6 +9,7 @@
 #include <doctest/doctest.h>
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/streaming.hpp>
 
 using namespace syncnorm;
 namespace vectors = syncnorm::host::detail;

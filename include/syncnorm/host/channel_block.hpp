@@ -6,6 +6,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/processor.hpp>
+#include <syncnorm/host/detail/vector.hpp>
 
 namespace syncnorm::host {
 
@@ -23,7 +24,7 @@ inline constexpr std::int64_t narrowest_column_bytes = 1 << 10;
 template <class T>
 [[nodiscard]] std::int64_t channel_block(tensor_view<T> const& x, std::int64_t inputs = 1,
                                          std::int64_t block_bytes = channel_block_bytes()) {
-  constexpr std::int64_t bytes = sizeof(T), line = 64 / bytes;
+  constexpr std::int64_t bytes = sizeof(T), line = detail::line_elements<T>;
   std::int64_t const channel = std::max<std::int64_t>(1, x.count() * bytes * inputs);
   std::int64_t const fit = block_bytes / channel, all = std::max<std::int64_t>(1, x.channels);
   if (detail::has_rows(x) && x.stride_c == x.spatial) return std::min(detail::in_whole_lines<T>(fit, x.spatial), all);

@@ -17,6 +17,7 @@
 
 #include <syncnorm/comm/detail/signature.hpp>
 #include <syncnorm/comm/timeout.hpp>
+#include <syncnorm/core/detail/cache_line.hpp>
 #include <syncnorm/core/error.hpp>
 
 namespace syncnorm::detail {
@@ -32,7 +33,7 @@ inline void relax() noexcept {
 
 /// What one rank brings to one operation. On cache lines of its own, since ranks write theirs at the same
 /// time.
-struct alignas(64) thread_deposit {
+struct alignas(cache_line) thread_deposit {
   signature what;
   std::size_t root_extent = 0; // of the buffer that only the root of a scatter or reduce has
   std::vector<std::byte> data;
@@ -42,7 +43,7 @@ struct alignas(64) thread_deposit {
 
 /// One operation. A rank writes its deposit, then counts itself in `arrived`; once all have, all read the
 /// deposits, and count themselves in `consumed`; the last one recycles the slot.
-struct alignas(64) thread_slot {
+struct alignas(cache_line) thread_slot {
   static constexpr std::size_t common_bytes = 4096; // which no operation has to allocate
 
   explicit thread_slot(int size) : deposits(static_cast<std::size_t>(size)) {
@@ -187,7 +188,7 @@ public:
   }
 
 private:
-  struct alignas(64) cursor {
+  struct alignas(cache_line) cursor {
     thread_slot* slot;
   };
   struct newborn {
@@ -327,8 +328,8 @@ private:
   bool spin_;
   std::vector<cursor> upcoming_;
 
-  alignas(64) std::atomic<thread_slot*> spare_{nullptr}; // the slot that was used last
-  alignas(64) std::atomic<int> sleepers_{0};
+  alignas(cache_line) std::atomic<thread_slot*> spare_{nullptr}; // the slot that was used last
+  alignas(cache_line) std::atomic<int> sleepers_{0};
   std::atomic<bool> failed_{false};
   // Written once, before failed_ is set; read after it was seen.
   bool timed_out_ = false;

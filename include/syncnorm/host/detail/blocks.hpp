@@ -9,7 +9,7 @@
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
-#include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/streaming.hpp>
 #include <syncnorm/host/executor.hpp>
 
 namespace syncnorm::host::detail {

@@ -6,7 +6,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/processor.hpp>
-#include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/streaming.hpp>
 #include <syncnorm/host/executor.hpp>
 
 namespace syncnorm::host::detail {

@@ -14,8 +14,7 @@ namespace syncnorm::host::detail {
 /// where the lanes are a page of it.
 template <class A>
 [[nodiscard]] constexpr std::int64_t coefficient_step(std::int64_t lanes) {
-  constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(A));
-  return (ceil_div(lanes, line) + 5) * line;
+  return (ceil_div(lanes, line_elements<A>) + 5) * line_elements<A>;
 }
 
 /// Numbers that so many coefficients of a channel take for tensors like `x`.

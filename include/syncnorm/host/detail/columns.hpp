@@ -13,6 +13,7 @@
 #include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/vector.hpp>
 
 namespace syncnorm::host::detail {
 
@@ -56,7 +57,7 @@ struct column_run {
 
 /// A number of each column of a run, or of each channel.
 template <class A>
-struct alignas(64) column_values : std::array<A, static_cast<std::size_t>(chunk_channels<float>)> {};
+struct alignas(cache_line) column_values : std::array<A, static_cast<std::size_t>(chunk_channels<float>)> {};
 
 /// Calls f(place, first column) for each vector of columns [i, width), of which those before are whole vectors.
 template <int L, class F>

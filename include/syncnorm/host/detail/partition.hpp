@@ -8,6 +8,7 @@
 #include <span>
 #include <type_traits>
 
+#include <syncnorm/core/detail/cache_line.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -185,8 +186,8 @@ inline constexpr std::int64_t chunk_channels = 4096 / static_cast<std::int64_t>(
 /// whole lines of the cache, if they are enough. A line that is read or written in two parts takes longer than two lines.
 template <class T>
 [[nodiscard]] constexpr std::int64_t in_whole_lines(std::int64_t fit, std::int64_t spatial) {
-  constexpr std::uint64_t line = 64;
   auto const most = static_cast<std::uint64_t>(std::max<std::int64_t>(1, fit));
+  constexpr std::uint64_t line = syncnorm::detail::cache_line;
   std::uint64_t const whole_lines = line / std::gcd(line, static_cast<std::uint64_t>(spatial) * sizeof(T));
   std::uint64_t const step = std::min(whole_lines, std::bit_floor(most));
   return static_cast<std::int64_t>(most / step * step);

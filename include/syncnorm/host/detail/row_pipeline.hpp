@@ -19,7 +19,8 @@
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
-#include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/streaming.hpp>
+#include <syncnorm/host/detail/vector.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include <syncnorm/core/detail/cache_line.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
 
 namespace syncnorm::host::detail {
@@ -28,7 +29,7 @@ struct line_allocator {
   }
 
 private:
-  static constexpr std::align_val_t line{64};
+  static constexpr std::align_val_t line{syncnorm::detail::cache_line};
 };
 
 /// Memory that the calling thread keeps from call to call, so that repeated calls allocate nothing. It is the lease's

@@ -10,6 +10,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/vector.hpp>
 
 namespace syncnorm::host::detail {
 
@@ -124,8 +125,8 @@ private:
   void add_columns(std::int64_t c, std::int64_t channels, std::int64_t begin, std::int64_t end, double* first,
                    double* second) const {
     constexpr auto room = static_cast<std::size_t>(chunk_channels<A> + lanes);
-    alignas(64) std::array<std::array<A, room>, coefficients> table;
-    alignas(64) std::array<std::array<A, room>, 2> sums;
+    alignas(cache_line) std::array<std::array<A, room>, coefficients> table;
+    alignas(cache_line) std::array<std::array<A, room>, 2> sums;
     for (std::int64_t i = 0; i < channels; ++i) {
       auto const values = op_(c + i);
       // The last vector goes on into the positions of the next channel, which come later.

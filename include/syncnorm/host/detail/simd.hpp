@@ -71,97 +71,6 @@ template <int Lanes, class T>
   }
 }
 
-/// Whether `stream` bypasses the cache for vectors of elements of type `T`.
-template <class T>
-inline constexpr bool can_stream =
-#if defined(__x86_64__) && defined(__SSE2__)
-    packs<T>;
-#else
-    false;
-#endif
-
-/// A store of `bits` that bypasses the cache, if there is one of their size.
-template <class Bits>
-[[gnu::always_inline]] inline void stream_bits(void* to, Bits const& bits) {
-  constexpr std::size_t bytes = sizeof bits;
-#if defined(__x86_64__) && defined(__SSE2__)
-  if constexpr (bytes == 4) {
-    _mm_stream_si32(static_cast<int*>(to), reinterpret<int>(bits));
-    return;
-  } else if constexpr (bytes == 8) {
-    _mm_stream_si64(static_cast<long long*>(to), reinterpret<long long>(bits));
-    return;
-  } else if constexpr (bytes == 16) {
-    _mm_stream_si128(static_cast<__m128i*>(to), reinterpret<__m128i>(bits));
-    return;
-  }
-#if defined(__AVX__)
-  else if constexpr (bytes == 32) {
-    _mm256_stream_si256(static_cast<__m256i*>(to), reinterpret<__m256i>(bits));
-    return;
-  }
-#endif
-#if defined(__AVX512F__)
-  else if constexpr (bytes == 64) {
-    _mm512_stream_si512(static_cast<__m512i*>(to), reinterpret<__m512i>(bits));
-    return;
-  }
-#endif
-#endif
-  std::memcpy(to, &bits, bytes);
-}
-
-/// A store that bypasses the cache. Full vectors must be aligned to their size; `stream_fence` must follow before the
-/// writing thread tells another of the data.
-template <int Lanes, class T>
-[[gnu::always_inline]] inline void stream(T* to, vector_t<accumulate_t<T>, Lanes> const& v) {
-  if constexpr (can_stream<T>)
-    stream_bits(to, pack<T, Lanes>(v));
-  else
-    store<Lanes>(to, v);
-}
-
-/// Elements of a full register, to which streamed runs are aligned.
-template <class T>
-inline constexpr int stream_lanes = simd_bytes / static_cast<int>(sizeof(T));
-
-/// Elements of a line of the cache.
-template <class T>
-inline constexpr std::int64_t line_elements = 64 / static_cast<std::int64_t>(sizeof(T));
-
-/// Elements from the last line of the cache that begins before `to`, or there.
-template <class T>
-[[nodiscard, gnu::always_inline]] inline std::int64_t elements_since_line(T const* to) {
-  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % 64 / sizeof(T));
-}
-
-/// Elements from the last place before `to`, or there, that a full register may be streamed to.
-template <class T>
-[[nodiscard, gnu::always_inline]] inline std::int64_t elements_since_vector(T const* to) {
-  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
-}
-
-/// Lanes [first, last) of `v`, each to its place from `to` on, and no other; past the cache if `Stream`, as far as they are
-/// whole numbers of four bytes: a line of which the cache gets a part would have to be read first.
-template <bool Stream, int Lanes, class T>
-[[gnu::always_inline]] inline void put_lanes(T* to, vector_t<accumulate_t<T>, Lanes> const& v, std::int64_t first,
-                                             std::int64_t last) {
-  std::array<T, static_cast<std::size_t>(Lanes)> all;
-  store<Lanes>(all.data(), v);
-  constexpr std::int64_t word = sizeof(T) < 4 ? 4 / static_cast<std::int64_t>(sizeof(T)) : 1;
-  bool const words =
-      (reinterpret_cast<std::uintptr_t>(to + first) | reinterpret_cast<std::uintptr_t>(to + last)) % 4 == 0;
-  if (Stream && can_stream<T> && words) {
-    for (; first < last; first += word) {
-      std::array<std::byte, static_cast<std::size_t>(word) * sizeof(T)> bits;
-      std::memcpy(&bits, all.data() + first, sizeof bits);
-      stream_bits(to + first, bits);
-    }
-  } else {
-    std::memcpy(static_cast<void*>(to + first), all.data() + first, static_cast<std::size_t>(last - first) * sizeof(T));
-  }
-}
-
 /// The lanes of `a` and then those of `b`, in registers.
 template <class Vector, std::size_t... Lane>
 [[nodiscard, gnu::always_inline]] inline auto join(Vector const& a, Vector const& b, std::index_sequence<Lane...>) {
@@ -182,19 +91,7 @@ requires packs<T>
                 std::make_index_sequence<static_cast<std::size_t>(2 * Lanes)>{});
 }
 
-/// Two vectors one after the other: as one, where they fill a register together. Aligned to that.
-template <int Lanes, class T>
-[[gnu::always_inline]] inline void stream_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0,
-                                              vector_t<accumulate_t<T>, Lanes> const& v1) {
-  if constexpr (can_stream<T> && stream_lanes<T> == 2 * Lanes) {
-    stream_bits(to, pack_two<T, Lanes>(v0, v1));
-  } else {
-    stream<Lanes>(to, v0);
-    stream<Lanes>(to + Lanes, v1);
-  }
-}
-
-/// The same through the cache, of any alignment.
+/// Two vectors one after the other, of any alignment.
 template <int Lanes, class T>
 [[gnu::always_inline]] inline void store_two(T* to, vector_t<accumulate_t<T>, Lanes> const& v0,
                                              vector_t<accumulate_t<T>, Lanes> const& v1) {
@@ -256,15 +153,6 @@ template <int Lanes, class T>
   }
 }
 
-/// Aligned like `stream_two`.
-template <int Lanes, class T>
-[[gnu::always_inline]] inline void stream_pair(T* to, std::array<vector_t<accumulate_t<T>, Lanes>, 2> const& v) {
-  if constexpr (weaves<T, Lanes> && can_stream<T> && stream_lanes<T> == 2 * Lanes)
-    stream_bits(to, weave_bfloat16<Lanes>(v[0], v[1]));
-  else
-    stream_two<Lanes>(to, v[0], v[1]);
-}
-
 /// Of any alignment.
 template <int Lanes, class T>
 [[gnu::always_inline]] inline void store_pair(T* to, std::array<vector_t<accumulate_t<T>, Lanes>, 2> const& v) {
@@ -276,13 +164,6 @@ template <int Lanes, class T>
   }
 }
 
-/// Makes the streamed stores of this thread visible before what it stores next.
-[[gnu::always_inline]] inline void stream_fence() {
-#if defined(__x86_64__) && defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
-
 /// Asks for the cache lines of `Elements` elements from base[first] on, which may be outside of all memory; for the
 /// second-level cache if `Level` is 2. A loop that does some arithmetic per line needs it: the processor itself looks
 /// ahead only as far as it can keep instructions waiting.
@@ -290,7 +171,7 @@ template <std::int64_t Elements, int Level = 1, class T>
 [[gnu::always_inline]] inline void prefetch(T const* base, std::int64_t first) {
   auto const address = reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first) * sizeof(T);
 #pragma GCC unroll 8
-  for (std::uintptr_t i = 0; i < Elements * sizeof(T); i += 64)
+  for (std::uintptr_t i = 0; i < Elements * sizeof(T); i += cache_line)
     __builtin_prefetch(reinterpret_cast<void const*>(address + i), 0, Level == 1 ? 3 : 2);
 }
 

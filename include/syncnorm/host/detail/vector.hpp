@@ -1,5 +1,9 @@
 #pragma once
 
+#include <cstdint>
+
+#include <syncnorm/core/detail/cache_line.hpp>
+
 #if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__x86_64__) && defined(__SSE2__)
@@ -32,6 +36,12 @@ struct vector_of<A, 1> {
 /// `Lanes` values of type `A`.
 template <class A, int Lanes>
 using vector_t = typename vector_of<A, Lanes>::type;
+
+using syncnorm::detail::cache_line;
+
+/// Elements of a line of the cache.
+template <class T>
+inline constexpr std::int64_t line_elements = static_cast<std::int64_t>(cache_line / sizeof(T));
 
 /// Lanes of a full register.
 template <class A>
