@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -13,7 +12,6 @@
 #include <new>
 #include <span>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,6 +19,7 @@
 
 #include <syncnorm/adapters/detail/broken_pipe.hpp>
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/gloo_driver.hpp>
 #include <syncnorm/adapters/detail/gloo_slot.hpp>
 #include <syncnorm/adapters/gloo_error.hpp>
 #include <syncnorm/comm/timeout.hpp>
@@ -60,14 +59,7 @@ public:
   gloo_channel(gloo_channel const&) = delete;
   gloo_channel& operator=(gloo_channel const&) = delete;
   ~gloo_channel() {
-    if (driver_.joinable()) {
-      {
-        std::lock_guard const lock{queue_mutex_};
-        stopping_ = true;
-      }
-      queue_changed_.notify_all();
-      driver_.join();
-    }
+    driver_.stop();
     if (failed_) return;
     // A queued send whose buffer is gone would block its connection, which may have other users.
     try {
@@ -163,14 +155,7 @@ public:
 
   /// Has the channel's thread drive the operation.
   void drive_in_background(gloo_slot& slot) {
-    if (slot.queued || slot.done) return;
-    {
-      std::lock_guard const lock{queue_mutex_};
-      if (!driver_.joinable()) driver_ = std::thread{[this] { drive_queue(); }};
-      queue_.push_back(&slot);
-      slot.queued = true;
-    }
-    queue_changed_.notify_all();
+    if (!slot.queued && !slot.done) driver_.add(slot);
   }
 
   /// Returns whether the operation has completed; rethrows what failed.
@@ -183,12 +168,10 @@ public:
 
   /// Returns when the operation has completed; rethrows what failed.
   void wait(gloo_slot& slot) {
-    if (slot.queued) {
-      std::unique_lock lock{queue_mutex_};
-      slot_done_.wait(lock, [&] { return slot.done.load(); });
-    } else if (!slot.done) {
+    if (slot.queued)
+      driver_.wait(slot);
+    else if (!slot.done)
       drive(slot);
-    }
     if (slot.error) std::rethrow_exception(slot.error);
   }
 
@@ -200,7 +183,7 @@ public:
     for_each_peer([&](int r) { received = std::min(received, header_of(*slot, r).all_received_below); });
     received_below_ = std::max(received_below_, received);
     // A layer exchanges the same memory in every step. After an error receives may be pending in the buffers.
-    if (!slot->error) keep_idle(slot->bulk);
+    if (!slot->error) idle_.keep(slot->bulk);
     slot->error = nullptr;
     slot->pending.clear();
     slot->bulk_receives.clear();
@@ -227,7 +210,7 @@ public:
   }
 
 private:
-  static constexpr std::size_t announced_ahead = 4, most_idle = 256;
+  static constexpr std::size_t announced_ahead = 4;
   static constexpr int signal_bits = 4; // of the phase in a tag
 
   [[nodiscard]] static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
@@ -310,25 +293,10 @@ private:
   }
 
   gloo_buffer* add_bulk(gloo_slot& slot, std::span<std::byte> memory) {
-    auto buffer = take_idle(memory);
+    auto buffer = idle_.take(memory);
     if (!buffer) buffer = context_->createUnboundBuffer(memory.data(), memory.size());
     slot.bulk.push_back(std::move(buffer));
     return slot.bulk.back().get();
-  }
-  std::unique_ptr<gloo_buffer> take_idle(std::span<std::byte> memory) {
-    std::lock_guard const lock{idle_mutex_};
-    auto const found = std::ranges::find_if(
-        idle_, [&](auto const& each) { return each->ptr == memory.data() && each->size == memory.size(); });
-    if (found == idle_.end()) return nullptr;
-    auto buffer = std::move(*found);
-    idle_.erase(found);
-    return buffer;
-  }
-  void keep_idle(std::vector<std::unique_ptr<gloo_buffer>>& buffers) {
-    std::lock_guard const lock{idle_mutex_};
-    for (auto& buffer : buffers) idle_.push_back(std::move(buffer));
-    if (idle_.size() > most_idle)
-      idle_.erase(idle_.begin(), idle_.end() - static_cast<std::ptrdiff_t>(most_idle)); // the oldest
   }
 
   void require_usable() {
@@ -382,20 +350,6 @@ private:
                                     " ms in " + describe(header_of(slot, rank()).called) + " for rank " + missing};
   }
 
-  void drive_queue() {
-    std::unique_lock lock{queue_mutex_};
-    for (;;) {
-      queue_changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      auto& slot = *queue_.front();
-      queue_.erase(queue_.begin());
-      lock.unlock();
-      drive(slot);
-      lock.lock();
-      slot_done_.notify_all();
-    }
-  }
-
   /// Runs `f`, making gloo_error of what Gloo throws, after which the channel cannot be used.
   template <class F>
   void guarded(F f) {
@@ -424,18 +378,13 @@ private:
   std::vector<std::uint32_t> open_;  // collectives in flight, in order
   // Vectors, since a deque allocates now and then as things pass through it.
   std::vector<std::unique_ptr<gloo_slot>> announced_, free_;
-  std::mutex idle_mutex_;
-  std::vector<std::unique_ptr<gloo_buffer>> idle_; // of bulk data that were exchanged lately
+  idle_gloo_buffers idle_; // of bulk data that were exchanged lately
 
   std::atomic<bool> failed_ = false;
   std::mutex reason_mutex_;
   std::string reason_;
 
-  std::thread driver_;
-  std::mutex queue_mutex_;
-  std::condition_variable queue_changed_, slot_done_;
-  std::vector<gloo_slot*> queue_;
-  bool stopping_ = false;
+  gloo_driver driver_{[this](gloo_slot& slot) { drive(slot); }};
 };
 
 } // namespace syncnorm::detail

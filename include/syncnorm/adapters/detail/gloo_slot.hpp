@@ -1,11 +1,15 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include <gloo/transport/unbound_buffer.h>
@@ -26,6 +30,34 @@ struct gloo_transfer {
   void wait(std::chrono::milliseconds timeout) const {
     direction == kind::receive ? buffer->waitRecv(timeout) : buffer->waitSend(timeout);
   }
+};
+
+/// Buffers over memory that is not exchanged at the moment, the latest ones. For several threads.
+class idle_gloo_buffers {
+public:
+  /// The one over `memory`, if there is one.
+  [[nodiscard]] std::unique_ptr<gloo_buffer> take(std::span<std::byte const> memory) {
+    std::lock_guard const lock{mutex_};
+    auto const found = std::ranges::find_if(
+        buffers_, [&](auto const& each) { return each->ptr == memory.data() && each->size == memory.size(); });
+    if (found == buffers_.end()) return nullptr;
+    auto buffer = std::move(*found);
+    buffers_.erase(found);
+    return buffer;
+  }
+
+  void keep(std::vector<std::unique_ptr<gloo_buffer>>& buffers) {
+    std::lock_guard const lock{mutex_};
+    for (auto& buffer : buffers) buffers_.push_back(std::move(buffer));
+    if (buffers_.size() > most)
+      buffers_.erase(buffers_.begin(), buffers_.end() - static_cast<std::ptrdiff_t>(most)); // the oldest
+  }
+
+private:
+  static constexpr std::size_t most = 256;
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<gloo_buffer>> buffers_;
 };
 
 /// The memory of one packet from every rank, and the operation that is using it. Slots are reused.
