@@ -1,5 +1,7 @@
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <span>
 #include <string>
@@ -213,6 +215,35 @@ TEST_CASE_TEMPLATE("the passes of power norm are those of their definitions", T,
           check_problem(p, order);
         }
       }
+}
+
+TEST_CASE_TEMPLATE("large outputs, which are written past the cache, have the same bits", T, float, bfloat16) {
+  constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T)), channels = 4, positions = 2 * line;
+  std::int64_t const n = host::streaming_bytes / (channels * positions * static_cast<std::int64_t>(sizeof(T))) + 3;
+  auto const size = static_cast<std::size_t>(n * channels * positions);
+  std::vector<T> x(size), dy(size), memory(size + 2 * line);
+  for (std::size_t i = 0; i < size; ++i) {
+    x[i] = T(static_cast<float>(i % 1013) / 512);
+    dy[i] = T(static_cast<float>(i % 769) / 512 - 1);
+  }
+  auto* const first_line = memory.data() + (64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64) / sizeof(T);
+  auto const check = [&](auto const& view, std::size_t of_channels) {
+    std::vector<double> ones(of_channels, 1.0), a(of_channels), b(of_channels);
+    auto const read = [&](std::vector<T> const& values) { return view(values.data()); };
+    for (std::int64_t const groups : {0, 4}) {
+      std::vector<std::vector<T>> y, dx;
+      for (T* const out : {first_line, first_line + 1}) { // of which the second begins in the middle of a line
+        host::channel_scaling const scaling{groups, 1e-3};
+        host::power_forward<T>(host::serial_executor{}, read(x), view(out), {}, scaling, ones, {}, a, b);
+        y.emplace_back(out, out + size);
+        host::power_backward<T>(host::serial_executor{}, read(dy), read(x), view(out), {}, scaling, ones, ones, a, b);
+        dx.emplace_back(out, out + size);
+      }
+      for (auto const& two : {y, dx}) CHECK(std::memcmp(two[0].data(), two[1].data(), size * sizeof(T)) == 0);
+    }
+  };
+  check([&](auto* data) { return nhwc(data, n, channels * positions, 1); }, channels * positions);
+  check([&](auto* data) { return nchw(data, n, channels, positions); }, channels);
 }
 
 TEST_CASE("without parameters y is u by its root") {

@@ -10,7 +10,6 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/power_kernel.hpp>
-#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -21,8 +20,6 @@ namespace syncnorm::host::detail {
 template <class T, bool Scaled, bool Sums, bool Map>
 class power_backward_kernel {
   using A = accumulate_t<T>;
-  /// Pieces shorter than this go element by element into double.
-  static constexpr std::int64_t shortest = 8;
 
 public:
   /// `dy_scale`, `u_scale`: `[C]`, or null.
@@ -37,46 +34,37 @@ public:
   [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy,
                                     double* sum_dy_u) const {
     if (layout_ == layout::channels)
-      parts_.cut.length >= shortest ? positions<A>(first, length, group, sum_dy, sum_dy_u)
-                                    : positions<double>(first, length, group, sum_dy, sum_dy_u);
+      positions(first, length, group, sum_dy, sum_dy_u);
     else
       rows(first, length, group, sum_dy, sum_dy_u);
   }
 
 private:
-  /// Contiguous channels, one position at a time. Sums are kept in `Sum` within a run.
-  template <class Sum>
+  [[nodiscard]] bool is_in_place() const { return dx_.data == dy_.data || dx_.data == x_.data; }
+
+  /// Contiguous channels, one position at a time.
   void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
-    constexpr bool direct = std::is_same_v<Sum, double>;
-    scratch_lease<Sum> scratch{Sums && !direct ? 2 * length : 0};
-    parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
-      Sum *of_dy = nullptr, *of_dy_u = nullptr;
-      if constexpr (Sums && direct) {
-        of_dy = sum_dy;
-        of_dy_u = sum_dy_u;
-      } else if constexpr (Sums) {
-        of_dy = scratch.data();
-        of_dy_u = of_dy + length;
-        std::fill_n(of_dy, 2 * length, Sum{0});
-      }
+    auto const dy = dy_.channel_range(first, length), x = x_.channel_range(first, length);
+    auto const dx = Map ? dx_.channel_range(first, length) : tensor_view<T>{};
+    bool const streams = Map && streams_lines(dx, layout_, dx_, is_in_place());
+    std::int64_t const ahead = elements_to_fetch(x, 2);
+    position_sums<A> sums{Sums ? length : 0, sum_dy, sum_dy_u};
+    parts_.for_each_piece(group, [&](groups::piece const& at) {
       for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
-        T* const dx = Map ? &dx_(at.sample, first, s) : nullptr;
+        T* const to = Map ? &dx(at.sample, 0, s) : nullptr;
         if (!is_masked(mask_, at.sample, s))
-          position<Sum>(&dy_(at.sample, first, s), &x_(at.sample, first, s), dx, first, length, of_dy, of_dy_u);
+          position(&dy(at.sample, 0, s), &x(at.sample, 0, s), to, first, length, ahead, streams, sums);
         else if constexpr (Map)
-          std::fill_n(dx, length, static_cast<T>(A{0}));
-      }
-      if constexpr (Sums && !direct) {
-        add_to(sum_dy, of_dy, length);
-        add_to(sum_dy_u, of_dy_u, length);
+          std::fill_n(to, length, static_cast<T>(A{0}));
       }
     });
+    sums.finish();
   }
 
-  template <class Sum>
-  void position(T const* dy, T const* x, T* dx, std::int64_t first, std::int64_t length, Sum* of_dy,
-                Sum* of_dy_u) const {
-    constexpr int lanes = native_lanes<Sum>;
+  void position(T const* dy, T const* x, T* dx, std::int64_t first, std::int64_t length, std::int64_t ahead,
+                bool streams, position_sums<A>& sums) const {
+    constexpr int lanes = native_lanes<A>;
+    A *const of_dy = sums.first(), *const of_dy_u = sums.second();
     std::int64_t const width = Scaled ? scaling_.width : length;
     for (std::int64_t begin = 0; begin < length; begin += width) {
       auto const gradient = [&]<int L>(std::int64_t c, vector_t<A, L> const& g, vector_t<A, L> const& u) {
@@ -84,15 +72,17 @@ private:
       };
       A root = 1, along = 0; // the mean of du·u, through which x acts on its group's root
       if constexpr (Scaled) {
-        lane_sum<A, native_lanes<A>> squares, products;
-        for_each_vector<native_lanes<A>>(width, [&]<int L>(std::int64_t i) {
+        lane_sum<A, lanes> squares, products;
+        for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+          fetch<L>(x, begin + i + ahead);
           auto const v = load<L>(x + begin + i);
           squares.template add<L>(v * v);
         });
         root = scaling_.template inverse_root<A>(squares.total());
         if constexpr (Map) {
-          for_each_vector<native_lanes<A>>(width, [&]<int L>(std::int64_t i) {
+          for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
             std::int64_t const c = begin + i;
+            fetch<L>(dy, c + ahead);
             auto const u = load<L>(x + c) * splat<A, L>(root);
             products.template add<L>(gradient.template operator()<L>(c, load<L>(dy + c), u) * u);
           });
@@ -101,29 +91,30 @@ private:
       }
       for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
         std::int64_t const c = begin + i;
+        if constexpr (!Scaled) fetch<L>(x, c + ahead);
+        if constexpr (!Scaled || !Map) fetch<L>(dy, c + ahead);
         auto const g = load<L>(dy + c);
         auto u = load<L>(x + c);
         if constexpr (Scaled) u *= splat<A, L>(root);
         if constexpr (Map) {
           auto du = gradient.template operator()<L>(c, g, u);
           if constexpr (Scaled) du = splat<A, L>(root) * (du - u * splat<A, L>(along));
-          store<L>(dx + c, du);
+          put<L>(dx + c, du, streams);
         }
-        if constexpr (Sums && std::is_same_v<Sum, A>) {
+        if constexpr (Sums) {
           store<L>(of_dy + c, load<L>(of_dy + c) + g);
           store<L>(of_dy_u + c, load<L>(of_dy_u + c) + g * u);
-        } else if constexpr (Sums) {
-          store<L>(of_dy + c, load<L>(of_dy + c) + to_double<A, L>(g));
-          store<L>(of_dy_u + c, load<L>(of_dy_u + c) + to_double<A, L>(g) * to_double<A, L>(u));
         }
       });
     }
+    sums.next();
   }
 
   /// Contiguous rows, or any strides: a run of one channel at a time.
   void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
     constexpr int lanes = native_lanes<A>;
     run_buffer<A> root, along, keep, dy_copy, x_copy, dx_copy;
+    bool const streams = Map && streams_lines(dx_, layout_, dx_, is_in_place());
     std::int64_t const width = Scaled ? scaling_.width : 1;
     parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       bool any_masked = false;
@@ -149,14 +140,15 @@ private:
             if constexpr (Map) {
               auto du = g * splat<A, L>(dy_scale_[c]) + u * splat<A, L>(u_scale_[c]);
               if constexpr (Scaled) du = load<L>(root.data() + i) * (du - u * load<L>(along.data() + i));
-              store<L>(dx + i, any_masked ? kept<A, L>(load<L>(keep.data() + i), du) : du);
+              put<L>(dx + i, any_masked ? kept<A, L>(load<L>(keep.data() + i), du) : du,
+                     streams && dx != dx_copy.data());
             }
             if constexpr (Sums) {
               of_dy.template add<L>(g);
               of_dy_u.template add<L>(any_masked ? kept<A, L>(load<L>(keep.data() + i), g * u) : g * u);
             }
           });
-          if constexpr (Map) finish_run(dx_, c, at, dx, dx_copy.data());
+          if constexpr (Map) finish_run(dx_, c, at, dx, dx_copy.data(), streams);
           if constexpr (Sums) {
             sum_dy[c - first] += static_cast<double>(of_dy.total());
             sum_dy_u[c - first] += static_cast<double>(of_dy_u.total());

@@ -10,7 +10,6 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/power_kernel.hpp>
-#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail {
@@ -20,8 +19,6 @@ namespace syncnorm::host::detail {
 template <class T, bool Scaled, bool Sums, bool Map>
 class power_forward_kernel {
   using A = accumulate_t<T>;
-  /// Pieces shorter than this go element by element into double.
-  static constexpr std::int64_t shortest = 8;
 
 public:
   /// `scale`, `shift`: `[C]`, or null.
@@ -36,51 +33,39 @@ public:
   [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* counted,
                                     double* masked) const {
     if (layout_ == layout::channels)
-      parts_.cut.length >= shortest ? positions<A>(first, length, group, counted, masked)
-                                    : positions<double>(first, length, group, counted, masked);
+      positions(first, length, group, counted, masked);
     else
       rows(first, length, group, counted, masked);
   }
 
 private:
-  /// Contiguous channels, one position at a time. Squares are summed in `Sum` within a run.
-  template <class Sum>
+  /// Contiguous channels, one position at a time.
   void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
-    constexpr bool direct = std::is_same_v<Sum, double>;
-    scratch_lease<Sum> scratch{Sums && !direct ? 2 * length : 0};
-    parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
-      Sum *of_counted = nullptr, *of_masked = nullptr;
-      if constexpr (Sums && direct) {
-        of_counted = counted;
-        of_masked = masked;
-      } else if constexpr (Sums) {
-        of_counted = scratch.data();
-        of_masked = of_counted + length;
-        std::fill_n(of_counted, 2 * length, Sum{0});
-      }
-      bool any_masked = false;
+    auto const x = x_.channel_range(first, length);
+    auto const y = Map ? y_.channel_range(first, length) : tensor_view<T>{};
+    bool const streams = Map && streams_lines(y, layout_, y_, x.data == y.data);
+    std::int64_t const ahead = elements_to_fetch(x, 1);
+    position_sums<A> sums{Sums ? length : 0, counted, masked};
+    parts_.for_each_piece(group, [&](groups::piece const& at) {
       for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
-        bool const hidden = is_masked(mask_, at.sample, s);
-        any_masked = any_masked || hidden;
-        position<Sum>(&x_(at.sample, first, s), Map ? &y_(at.sample, first, s) : nullptr, first, length,
-                      hidden ? of_masked : of_counted);
-      }
-      if constexpr (Sums && !direct) {
-        add_to(counted, of_counted, length);
-        if (any_masked) add_to(masked, of_masked, length);
+        position(&x(at.sample, 0, s), Map ? &y(at.sample, 0, s) : nullptr, first, length, ahead, streams,
+                 is_masked(mask_, at.sample, s) ? sums.second() : sums.first());
+        sums.next();
       }
     });
+    sums.finish();
   }
 
-  template <class Sum>
-  void position(T const* x, T* y, std::int64_t first, std::int64_t length, Sum* sums) const {
-    constexpr int lanes = native_lanes<Sum>;
+  void position(T const* x, T* y, std::int64_t first, std::int64_t length, std::int64_t ahead, bool streams,
+                A* sums) const {
+    constexpr int lanes = native_lanes<A>;
     std::int64_t const width = Scaled ? scaling_.width : length;
     for (std::int64_t begin = 0; begin < length; begin += width) {
       A root = 1;
       if constexpr (Scaled) {
-        lane_sum<A, native_lanes<A>> squares;
-        for_each_vector<native_lanes<A>>(width, [&]<int L>(std::int64_t i) {
+        lane_sum<A, lanes> squares;
+        for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+          fetch<L>(x, begin + i + ahead);
           auto const v = load<L>(x + begin + i);
           squares.template add<L>(v * v);
         });
@@ -88,15 +73,11 @@ private:
       }
       for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
         std::int64_t const c = begin + i;
+        if constexpr (!Scaled) fetch<L>(x, c + ahead);
         auto u = load<L>(x + c);
         if constexpr (Scaled) u *= splat<A, L>(root);
-        if constexpr (Map) store<L>(y + c, u * load<L>(scale_ + first + c) + load<L>(shift_ + first + c));
-        if constexpr (Sums && std::is_same_v<Sum, A>)
-          store<L>(sums + c, load<L>(sums + c) + u * u);
-        else if constexpr (Sums) {
-          auto const wide = to_double<A, L>(u);
-          store<L>(sums + c, load<L>(sums + c) + wide * wide);
-        }
+        if constexpr (Map) put<L>(y + c, u * load<L>(scale_ + first + c) + load<L>(shift_ + first + c), streams);
+        if constexpr (Sums) store<L>(sums + c, load<L>(sums + c) + u * u);
       });
     }
   }
@@ -105,6 +86,7 @@ private:
   void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
     constexpr int lanes = native_lanes<A>;
     run_buffer<A> root, keep, x_copy, y_copy;
+    bool const streams = Map && streams_lines(y_, layout_, y_, x_.data == y_.data);
     std::int64_t const width = Scaled ? scaling_.width : 1;
     parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       bool any_masked = false;
@@ -122,7 +104,8 @@ private:
           for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
             auto u = load<L>(x + i);
             if constexpr (Scaled) u *= load<L>(root.data() + i);
-            if constexpr (Map) store<L>(y + i, u * splat<A, L>(scale_[c]) + splat<A, L>(shift_[c]));
+            if constexpr (Map)
+              put<L>(y + i, u * splat<A, L>(scale_[c]) + splat<A, L>(shift_[c]), streams && y != y_copy.data());
             if constexpr (Sums) {
               if (!any_masked) return of_counted.template add<L>(u * u);
               auto const k = load<L>(keep.data() + i);
@@ -130,7 +113,7 @@ private:
               of_masked.template add<L>(kept<A, L>(A{1} - k, u * u));
             }
           });
-          if constexpr (Map) finish_run(y_, c, at, y, y_copy.data());
+          if constexpr (Map) finish_run(y_, c, at, y, y_copy.data(), streams);
           if constexpr (Sums) {
             counted[c - first] += static_cast<double>(of_counted.total());
             if (any_masked) masked[c - first] += static_cast<double>(of_masked.total());

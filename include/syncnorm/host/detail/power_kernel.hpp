@@ -7,14 +7,19 @@
 #include <cstdint>
 #include <span>
 #include <type_traits>
+#include <utility>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/streaming.hpp>
+#include <syncnorm/host/detail/vector.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
 
 // What the kernels of power norm have in common. Each of its passes reads its tensors once, sums and writes on the way,
 // and scales groups of channels first where it has to.
@@ -52,6 +57,37 @@ inline void for_each_vector(std::int64_t n, F const& f) {
   for (; i < n; ++i) f.template operator()<1>(i);
 }
 
+/// Whether an output is streamed past the cache: where it consists of whole lines, those of positions or of rows. It is as large as
+/// `all` of which it is a part.
+template <class T>
+[[nodiscard]] bool streams_lines(tensor_view<T> const& out, layout of, tensor_view<T> const& all, bool in_place) {
+  auto const [step, length] =
+      of == layout::channels ? std::pair{out.stride_s, out.channels} : std::pair{out.stride_c, out.spatial};
+  bool const contiguous = of != layout::strided && (of == layout::channels ? out.stride_c : out.stride_s) == 1;
+  return can_stream<T> && contiguous && stores_for(all) == stores::streaming && !in_place &&
+         elements_since_line(out.data) == 0 && (out.stride_n | step | length) % line_elements<T> == 0;
+}
+
+/// Writes a vector or a single element, the former past the cache if it `streams`.
+template <int Lanes, class T>
+[[gnu::always_inline]] inline void put(T* to, vector_t<accumulate_t<T>, Lanes> const& v, bool streams) {
+  if (Lanes > 1 && streams)
+    stream<Lanes>(to, v);
+  else
+    store<Lanes>(to, v);
+}
+
+/// Elements from a position of contiguous channels, of so many tensors like `x`, to what is fetched meanwhile.
+template <class T>
+[[nodiscard]] std::int64_t elements_to_fetch(tensor_view<T> const& x, std::size_t inputs) {
+  std::int64_t const next = x.spatial == 1 ? x.stride_n : x.stride_s;
+  return next * std::max<std::int64_t>(1, elements_ahead<T>(inputs) / x.channels);
+}
+template <int Lanes, class T>
+[[gnu::always_inline]] inline void fetch(T const* from, std::int64_t first) {
+  if constexpr (Lanes > 1) prefetch<Lanes>(from, first);
+}
+
 /// The elements of a run of channel `c`: where they are if possible, else copied to `buffer`.
 template <class T, class A = accumulate_t<T>>
 [[nodiscard]] A const* fetch_run(tensor_view<T const> const& x, std::int64_t c, groups::piece const& at, A* buffer) {
@@ -77,11 +113,13 @@ template <class T, class A = accumulate_t<T>>
 }
 
 template <class T, class A = accumulate_t<T>>
-void finish_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at, A const* written, A const* buffer) {
+void finish_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at, A const* written, A const* buffer,
+                bool streams) {
   if (written != buffer) return;
   T* const to = &y(at.sample, c, at.begin);
   if (y.stride_s == 1)
-    for_each_vector<native_lanes<A>>(at.length, [&]<int L>(std::int64_t i) { store<L>(to + i, load<L>(buffer + i)); });
+    for_each_vector<native_lanes<A>>(at.length,
+                                     [&]<int L>(std::int64_t i) { put<L>(to + i, load<L>(buffer + i), streams); });
   else
     for (std::int64_t i = 0; i < at.length; ++i) to[i * y.stride_s] = static_cast<T>(buffer[i]);
 }
@@ -115,6 +153,39 @@ void add_to(double* sums, A const* piece, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) sums[i] += static_cast<double>(piece[i]);
 }
 
+/// Two sums for each of some channels, in `A` over some hundred positions, and of these in double.
+template <class A>
+class position_sums {
+public:
+  /// `channels` 0: none.
+  position_sums(std::int64_t channels, double* first, double* second)
+      : scratch_{2 * channels}, channels_{channels}, first_{first}, second_{second} {
+    std::fill_n(scratch_.data(), 2 * channels, A{0});
+  }
+
+  [[nodiscard]] A* first() { return scratch_.data(); }
+  [[nodiscard]] A* second() { return scratch_.data() + channels_; }
+
+  /// After each position.
+  void next() {
+    if (++count_ == most) finish();
+  }
+  void finish() {
+    add_to(first_, first(), channels_);
+    add_to(second_, second(), channels_);
+    std::fill_n(scratch_.data(), 2 * channels_, A{0});
+    count_ = 0;
+  }
+
+private:
+  static constexpr int most = 256;
+
+  scratch_lease<A> scratch_;
+  std::int64_t channels_;
+  double *first_, *second_;
+  int count_ = 0;
+};
+
 /// Channels that a task of power norm takes: whole groups, and a page of contiguous channels or some rows.
 template <class T>
 [[nodiscard]] std::int64_t power_chunk(tensor_view<T> const& x, layout order, channel_groups const& scaling) {
@@ -146,6 +217,7 @@ void run_power(executor_ref exec, groups const& parts, std::int64_t channels, st
       std::fill_n(b, length, 0.0);
     }
     kernel(first, length, g, a, b);
+    stream_fence();
   });
   if constexpr (Sums)
     for (std::int64_t g = 0; g < parts.count; ++g) {
