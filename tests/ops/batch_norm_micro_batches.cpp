@@ -42,6 +42,23 @@ TEST_CASE("micro-batches need neither several ranks nor the same number on each"
     FAIL_CHECK(failure);
 }
 
+// As many channels as make up several blocks of the second-level cache, which a rank takes one after the other, and ranks exchange part
+// after part.
+TEST_CASE("micro-batches whose channels are taken in blocks are their concatenation") {
+  test::micro_batch_share const one{{2, 3, 0, 1}}, two{{3, 1}, {0, 2, 1}};
+  for (auto const order : {test::layout::nchw, test::layout::nhwc}) {
+    auto const positions = test::sanitized ? 3000 : 12'000;
+    for (auto const& failure : test::check_micro_batches<float>(syncnorm::self_communicator{}, one, order, 40,
+                                                                syncnorm::exchange_policy::automatic, positions))
+      FAIL_CHECK(failure);
+    syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+      for (auto const& failure :
+           test::check_micro_batches<float>(comm, two, order, 40, syncnorm::exchange_policy::automatic, positions))
+        FAIL_CHECK(failure);
+    });
+  }
+}
+
 TEST_CASE("micro-batches in evaluation, with frozen statistics, and without running statistics") {
   std::vector<double> x(2 * 3 * 4), y(x.size()), dx(x.size()), whole_y(x.size()), whole_dx(x.size());
   for (std::size_t i = 0; i < x.size(); ++i) x[i] = test::noise(1, i);

@@ -30,8 +30,9 @@ inline std::vector<micro_batch_share> const micro_batch_shares{
 template <class T, syncnorm::communicator C>
 std::vector<std::string> check_micro_batches(C const& comm, micro_batch_share const& shares, layout order,
                                              std::int64_t channels,
-                                             syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic) {
-  std::int64_t const spatial = order == layout::nc ? 1 : 5;
+                                             syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic,
+                                             std::int64_t positions = 5) {
+  std::int64_t const spatial = order == layout::nc ? 1 : positions;
   double const eps = 1e-3, momentum = 0.3;
   auto const rank = static_cast<std::size_t>(syncnorm::rank(comm));
   auto const total = [](auto const& of) { return std::accumulate(of.begin(), of.end(), std::int64_t{0}); };

@@ -11,6 +11,7 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/epilogue_in_blocks.hpp>
 #include <syncnorm/host/executor.hpp>
@@ -19,6 +20,7 @@
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
+#include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
@@ -105,29 +107,7 @@ public:
   }
 
   void local(channel_span part, std::span<double> sum_dy, std::span<double> sum_dy_xmu) override {
-    if (check_.failed()) return;
-    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
-    auto const reduce = [&](std::size_t k, std::span<double> first, std::span<double> second) {
-      auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
-      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something())
-        host::backward_reduce(exec_, dy, x, mean, part_of(std::span<double const>{saved_->inv_std}, part),
-                              affine_of(part), epilogue.channel_range(part.first, part.length), first, second);
-      else
-        host::backward_reduce(exec_, dy, x, mean, first, second);
-    };
-    if (in_.x.size() == 1) return reduce(0, sum_dy, sum_dy_xmu);
-    std::ranges::fill(sum_dy, 0.0);
-    std::ranges::fill(sum_dy_xmu, 0.0);
-    auto const length = sum_dy.size();
-    buffers_->scratch.resize(2 * length);
-    auto const more = std::span{buffers_->scratch};
-    for (std::size_t k = 0; k < in_.x.size(); ++k) {
-      reduce(k, more.first(length), more.subspan(length));
-      for (std::size_t c = 0; c < length; ++c) {
-        sum_dy[c] += more[c];
-        sum_dy_xmu[c] += more[length + c];
-      }
-    }
+    if (!check_.failed()) local_by(exec_, part, sum_dy, sum_dy_xmu);
   }
 
   void accept(exchange_summary const&) override {
@@ -139,25 +119,7 @@ public:
     return {part_of(std::span{buffers_->first}, part), part_of(std::span{buffers_->second}, part)};
   }
 
-  void apply(channel_span part) override {
-    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
-    auto const inv_std = part_of(std::span<double const>{saved_->inv_std}, part);
-    auto const sum_dy = part_of(std::span<double const>{buffers_->first}, part);
-    auto const sum_dy_xmu = part_of(std::span<double const>{buffers_->second}, part);
-    for (auto k = in_.x.size(); k-- > 0;) {
-      auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
-      auto const stores = host::stores_for(in_.x[k]);
-      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something()) {
-        if (in_.dx.empty() && !is_wanted(dresidual(k))) continue;
-        host::backward_elemt(exec_, dy, x, part_of(in_.dx.empty() ? tensor_view<T>{} : in_.dx[k], part),
-                             part_of(dresidual(k), part), mean, inv_std, affine_of(part), sum_dy, sum_dy_xmu,
-                             saved_->count, epilogue.channel_range(part.first, part.length), stores);
-      } else if (!in_.dx.empty()) {
-        host::backward_elemt(exec_, dy, x, part_of(in_.dx[k], part), mean, inv_std, part_of(in_.affine.gamma, part),
-                             sum_dy, sum_dy_xmu, saved_->count, stores, next_of(in_.x, k, 2, part));
-      }
-    }
-  }
+  void apply(channel_span part) override { apply_by(exec_, part); }
 
   void apply_and_local(channel_span part, channel_span next, std::span<double> next_sum_dy,
                        std::span<double> next_sum_dy_xmu) override {
@@ -187,13 +149,62 @@ public:
                                std::span<double const>{saved_->mean}, std::span<double const>{saved_->inv_std},
                                in_.affine, sum_dy, sum_dy_xmu, saved_->count, (*epilogues_)[0]);
     } else {
-      local(all, sum_dy, sum_dy_xmu);
-      apply(all);
+      host::for_each_block(exec_, channels_, in_.x, 2,
+                           [&](host::executor_ref exec, std::int64_t first, std::int64_t length) {
+                             channel_span const part{first, length};
+                             auto const [of_dy, of_dy_xmu] = totals(part);
+                             local_by(exec, part, of_dy, of_dy_xmu);
+                             apply_by(exec, part);
+                           });
     }
     commit(all, sum_dy, sum_dy_xmu);
   }
 
 private:
+  void local_by(host::executor_ref exec, channel_span part, std::span<double> sum_dy,
+                std::span<double> sum_dy_xmu) const {
+    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
+    auto const reduce = [&](std::size_t k, std::span<double> first, std::span<double> second) {
+      auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
+      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something())
+        host::backward_reduce(exec, dy, x, mean, part_of(std::span<double const>{saved_->inv_std}, part),
+                              affine_of(part), epilogue.channel_range(part.first, part.length), first, second);
+      else
+        host::backward_reduce(exec, dy, x, mean, first, second);
+    };
+    if (in_.x.size() == 1) return reduce(0, sum_dy, sum_dy_xmu);
+    std::ranges::fill(sum_dy, 0.0);
+    std::ranges::fill(sum_dy_xmu, 0.0);
+    batch_values more{sum_dy.size()};
+    for (std::size_t k = 0; k < in_.x.size(); ++k) {
+      reduce(k, more.first(), more.second());
+      for (std::size_t c = 0; c < sum_dy.size(); ++c) {
+        sum_dy[c] += more.first()[c];
+        sum_dy_xmu[c] += more.second()[c];
+      }
+    }
+  }
+
+  void apply_by(host::executor_ref exec, channel_span part) {
+    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
+    auto const inv_std = part_of(std::span<double const>{saved_->inv_std}, part);
+    auto const sum_dy = part_of(std::span<double const>{buffers_->first}, part);
+    auto const sum_dy_xmu = part_of(std::span<double const>{buffers_->second}, part);
+    for (auto k = in_.x.size(); k-- > 0;) {
+      auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
+      auto const stores = host::stores_for(in_.x[k]);
+      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something()) {
+        if (in_.dx.empty() && !is_wanted(dresidual(k))) continue;
+        host::backward_elemt(exec, dy, x, part_of(in_.dx.empty() ? tensor_view<T>{} : in_.dx[k], part),
+                             part_of(dresidual(k), part), mean, inv_std, affine_of(part), sum_dy, sum_dy_xmu,
+                             saved_->count, epilogue.channel_range(part.first, part.length), stores);
+      } else if (!in_.dx.empty()) {
+        host::backward_elemt(exec, dy, x, part_of(in_.dx[k], part), mean, inv_std, part_of(in_.affine.gamma, part),
+                             sum_dy, sum_dy_xmu, saved_->count, stores, next_of(in_.x, k, 2, part));
+      }
+    }
+  }
+
   [[nodiscard]] static bool is_wanted(tensor_view<T> const& gradient) {
     return gradient.data != nullptr || gradient.samples != 0 || gradient.channels != 0 || gradient.spatial != 0;
   }

@@ -11,6 +11,7 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/epilogue_in_blocks.hpp>
 #include <syncnorm/host/executor.hpp>
@@ -21,6 +22,7 @@
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
+#include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
@@ -113,21 +115,7 @@ public:
   }
 
   void local(channel_span part, std::span<double> mean, std::span<double> m2) override {
-    if (check_.failed()) return;
-    if (in_.x.size() == 1) return moments_of(0, part, mean, m2);
-    std::ranges::fill(mean, 0.0);
-    std::ranges::fill(m2, 0.0);
-    auto const length = mean.size();
-    buffers_->scratch.resize(2 * length);
-    auto const more_mean = std::span{buffers_->scratch}.first(length);
-    auto const more_m2 = std::span{buffers_->scratch}.subspan(length);
-    std::int64_t merged = 0;
-    for (std::size_t k = 0; k < in_.x.size(); ++k) {
-      auto const more = counted(k);
-      moments_of(k, part, more_mean, more_m2);
-      merge_channels(merged, mean, m2, more, more_mean, more_m2);
-      merged += more;
-    }
+    if (!check_.failed()) local_by(exec_, part, mean, m2);
   }
 
   void accept(exchange_summary const& all) override {
@@ -149,21 +137,7 @@ public:
     return {part_of(std::span{saved_->mean}, part), part_of(std::span{buffers_->first}, part)};
   }
 
-  void apply(channel_span part) override {
-    finish(part);
-    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
-    auto const inv_std = part_of(std::span<double const>{saved_->inv_std}, part);
-    affine_parameters<P> const affine{part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)};
-    for (auto k = in_.x.size(); k-- > 0;) { // backwards: what was read last is the likeliest to be in the cache
-      auto const x = part_of(in_.x[k], part);
-      auto const y = part_of(in_.y[k], part);
-      auto const stores = host::stores_for(in_.y[k]);
-      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something())
-        host::normalize(exec_, x, y, mean, inv_std, affine, epilogue.channel_range(part.first, part.length), stores);
-      else
-        host::normalize(exec_, x, y, mean, inv_std, affine, stores, next_of(in_.x, k, 1, part));
-    }
-  }
+  void apply(channel_span part) override { apply_by(exec_, part); }
 
   void apply_and_local(channel_span part, channel_span next, std::span<double> next_mean,
                        std::span<double> next_m2) override {
@@ -197,8 +171,13 @@ public:
           },
           (*epilogues_)[0]);
     } else {
-      local(all, saved_->mean, buffers_->first);
-      apply(all);
+      host::for_each_block(exec_, channels_, in_.x, 1,
+                           [&](host::executor_ref exec, std::int64_t first, std::int64_t length) {
+                             channel_span const part{first, length};
+                             auto const [mean, m2] = totals(part);
+                             local_by(exec, part, mean, m2);
+                             apply_by(exec, part);
+                           });
     }
     commit(all, {}, {});
   }
@@ -207,8 +186,36 @@ private:
   /// Elements of a channel of micro-batch k that count.
   [[nodiscard]] std::int64_t counted(std::size_t k) const { return (*epilogues_)[k].count(in_.x[k]); }
 
-  void moments_of(std::size_t k, channel_span part, std::span<double> mean, std::span<double> m2) const {
-    host::local_moments(exec_, part_of(in_.x[k], part), (*epilogues_)[k], mean, m2);
+  void local_by(host::executor_ref exec, channel_span part, std::span<double> mean, std::span<double> m2) const {
+    auto const moments_of = [&](std::size_t k, std::span<double> its_mean, std::span<double> its_m2) {
+      host::local_moments(exec, part_of(in_.x[k], part), (*epilogues_)[k], its_mean, its_m2);
+    };
+    if (in_.x.size() == 1) return moments_of(0, mean, m2);
+    std::ranges::fill(mean, 0.0);
+    std::ranges::fill(m2, 0.0);
+    batch_values more{mean.size()};
+    std::int64_t merged = 0;
+    for (std::size_t k = 0; k < in_.x.size(); ++k) {
+      moments_of(k, more.first(), more.second());
+      merge_channels(merged, mean, m2, counted(k), more.first(), more.second());
+      merged += counted(k);
+    }
+  }
+
+  void apply_by(host::executor_ref exec, channel_span part) {
+    finish(part);
+    auto const mean = part_of(std::span<double const>{saved_->mean}, part);
+    auto const inv_std = part_of(std::span<double const>{saved_->inv_std}, part);
+    affine_parameters<P> const affine{part_of(in_.affine.gamma, part), part_of(in_.affine.beta, part)};
+    for (auto k = in_.x.size(); k-- > 0;) { // backwards: what was read last is the likeliest to be in the cache
+      auto const x = part_of(in_.x[k], part);
+      auto const y = part_of(in_.y[k], part);
+      auto const stores = host::stores_for(in_.y[k]);
+      if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something())
+        host::normalize(exec, x, y, mean, inv_std, affine, epilogue.channel_range(part.first, part.length), stores);
+      else
+        host::normalize(exec, x, y, mean, inv_std, affine, stores, next_of(in_.x, k, 1, part));
+    }
   }
 
   void finish(channel_span part) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
@@ -78,10 +79,13 @@ void run_pass(C const& comm, pass_steps& steps, batch_norm_workspace& workspace,
 template <communicator C, class T>
 [[nodiscard]] part_choice choose_parts(host::executor_ref exec, C const& comm, std::span<tensor_view<T const> const> x,
                                        int tensors, bool failed) {
-  if (failed) return {1, false};
-  if (x.size() == 1) return choose_parts(exec, comm, x[0], tensors);
-  // Parts of several micro-batches do not fit the cache; but who has none has no say.
-  return {x.empty() ? 1 : std::numeric_limits<std::int64_t>::max(), false};
+  if (failed || x.empty()) return {1, false};
+  auto all = *std::ranges::max_element(x, {}, &tensor_view<T const>::size);
+  all.samples = 0;
+  for (auto const& batch : x) all.samples += batch.samples;
+  auto const choice = choose_parts(exec, comm, all, tensors);
+  // Several are read one after the other, by which time halves have left the cache.
+  return choice.ahead && x.size() > 1 ? part_choice{std::numeric_limits<std::int64_t>::max(), false} : choice;
 }
 
 } // namespace syncnorm::detail
