@@ -199,9 +199,9 @@ TEST_CASE("collectives of other lengths or kinds than the others' are an error o
   };
   // Of some of these a backend would end the process.
   std::vector<std::array<collective, 3>> const disagreements{{gathers(8), gathers(900), gathers(8)},
-                                                             {gathers(600), gathers(700), gathers(20000)},
-                                                             {reduces(8), reduces(900), reduces(9)},
-                                                             {reduces(2000), gathers(2000), gathers(2000)},
+                                                             {gathers(6000), gathers(7000), gathers(20000)},
+                                                             {reduces(8), reduces(9000), reduces(9)},
+                                                             {reduces(20000), gathers(20000), gathers(20000)},
                                                              {gathers(0), gathers(1), gathers(0)}};
   for (auto const& each : disagreements)
     run_group(
@@ -215,30 +215,33 @@ TEST_CASE("collectives of other lengths or kinds than the others' are an error o
           CHECK_THROWS_AS(gathers(5)(comm), syncnorm::communicator_error);
         },
         2s);
-  run_group(3, [&](group_ptr const& group) {
+  auto const exchange = [](group_ptr const& group, std::vector<std::size_t> const& lengths) {
     c10d_communicator const comm{group};
-    auto const rank = comm.rank();
-    for (std::size_t const n :
-         {0, 1, 1014, 1015, 9206, 9207, 40000}) { // 4056 bytes fit the first message, and 32 KiB each other
+    auto const rank = comm.rank(), ranks = comm.size();
+    auto const each = static_cast<std::size_t>(ranks);
+    for (auto const n : lengths) {
       CAPTURE(n);
-      std::vector<float> in(n), all(3 * n), sum(n), most(n), from_last(n);
+      std::vector<float> in(n), all(each * n), sum(n), most(n), from_last(n);
       for (std::size_t i = 0; i < n; ++i) in[i] = static_cast<float>(i % 1000) + static_cast<float>(rank);
       comm.allgather(std::span<float const>{in}, std::span{all});
       comm.allreduce(std::span<float const>{in}, std::span{sum}, syncnorm::reduce_op::sum);
       comm.allreduce(std::span<float const>{in}, std::span{most}, syncnorm::reduce_op::max);
       from_last = in;
-      comm.broadcast(std::span{from_last}, 2);
+      comm.broadcast(std::span{from_last}, ranks - 1);
       std::size_t wrong = 0;
       for (std::size_t i = 0; i < n; ++i) {
-        auto const value = static_cast<float>(i % 1000);
-        for (std::size_t r = 0; r < 3; ++r) wrong += all[r * n + i] != value + static_cast<float>(r);
-        wrong += sum[i] != 3 * value + 3;
-        wrong += most[i] != value + 2;
-        wrong += from_last[i] != value + 2;
+        auto const value = static_cast<float>(i % 1000), last = value + static_cast<float>(ranks - 1);
+        for (std::size_t r = 0; r < each; ++r) wrong += all[r * n + i] != value + static_cast<float>(r);
+        wrong += sum[i] != static_cast<float>(ranks) * (value + last) / 2;
+        wrong += most[i] != last;
+        wrong += from_last[i] != last;
       }
       CHECK(wrong == 0);
     }
-  });
+  };
+  // 36824 bytes fit the first message of few ranks, then 128 KiB, then 512; of 17 ranks 4056, then the same.
+  run_group(3, [&](group_ptr const& group) { exchange(group, {0, 1, 9206, 9207, 41974, 41975, 200'000}); });
+  run_group(17, [&](group_ptr const& group) { exchange(group, {1014, 1015, 33782, 33783}); });
 }
 
 TEST_CASE("the group's own timeout and a lost peer are errors of syncnorm") {

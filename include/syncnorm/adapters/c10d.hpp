@@ -75,7 +75,7 @@ private:
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter
 /// one of the group's own wins, and for a longer one Gloo's group, when it is destroyed, waits for what has timed out here.
-/// Messages go in frames, the first of 4 KiB with a header, so that ranks whose collectives differ all get a mismatch_error, after which
+/// Messages go in frames, the first of 36 KiB with a header, or 4 KiB for more than 16 ranks, so that ranks whose collectives differ all get a mismatch_error, after which
 /// the communicator is unusable: of messages of different lengths a process group of Gloo ends the process (libtorch 1.13).
 /// A process whose SIGPIPE has the default action ignores it from here on, because a backend's writing to a dead peer
 /// would otherwise end the process.
@@ -112,17 +112,18 @@ public:
     using operation = detail::c10d_operation;
     return start("allgather", detail::make_header<T>(detail::collective_kind::allgather, in.size()), in, out,
                  [&](operation& of, std::byte const* data) {
-                   of.begin(data, std::min(of.bytes, operation::room));
-                   of.for_each_frame(data, operation::room, at::kByte, [&](at::Tensor const& own) {
+                   of.begin(data, std::min(of.bytes, of.room()));
+                   of.fill_frames(data, of.room(), at::kByte, [&](at::Tensor const& own) {
                      of.frames.push_back(at::empty({size(), own.numel()}, own.options()));
                      of.gather(own, of.frames.back());
                    });
                    of.take = [](operation const& done) {
                      for (std::size_t r = 0; r < done.ranks(); ++r) {
                        std::byte* const to = done.out + r * done.bytes;
-                       std::memcpy(to, done.data_of(r), std::min(done.bytes, operation::room));
-                       for (std::size_t i = 0, at = operation::room; at < done.bytes; ++i, at += operation::frame)
-                         std::memcpy(to + at, done.frame_of(i, r), std::min(operation::frame, done.bytes - at));
+                       std::memcpy(to, done.data_of(r), std::min(done.bytes, done.room()));
+                       done.for_each_frame(done.room(), [&](std::size_t i, std::size_t at, std::size_t count) {
+                         std::memcpy(to + at, done.frame_of(i, r), count);
+                       });
                      }
                    };
                  });
@@ -132,7 +133,7 @@ public:
     using operation = detail::c10d_operation;
     return start("allreduce", detail::make_header<T>(detail::collective_kind::allreduce, in.size(), -1, op), in, out,
                  [&](operation& of, std::byte const* data) {
-                   if (of.bytes <= operation::room) { // put together here, in the order of ranks
+                   if (of.bytes <= of.room()) { // put together here, in the order of ranks
                      of.begin(data, of.bytes);
                      of.take = [](operation const& done) {
                        detail::fold_in_rank_order(std::span{reinterpret_cast<T*>(done.out), done.bytes / sizeof(T)},
@@ -159,7 +160,7 @@ public:
     start("broadcast", detail::make_header<T>(detail::collective_kind::broadcast, data.size(), root),
           std::span<T const>{data}, data,
           [&](operation& of, std::byte const* bytes) {
-            if (of.bytes <= operation::room) {
+            if (of.bytes <= of.room()) {
               of.begin(bytes, of.bytes);
               of.take = [](operation const& done) {
                 std::memcpy(done.out, done.data_of(static_cast<std::size_t>(done.header.called.root)), done.bytes);

@@ -79,9 +79,13 @@ struct c10d_state {
 
 /// A collective as what the backend is asked for: messages of one length on every rank, whatever the data's, since a backend may end
 /// the process where they differ. The first is an allgather of headers, with the data or the beginning of it; what is left goes in
-/// frames. All are begun at once; where headers differ, nobody waits for the rest.
+/// frames, each four times as long as the one before: a collective costs far more than the bytes that it takes for nothing. All are
+/// begun at once; where headers differ, nobody waits for the rest.
 struct c10d_operation {
-  static constexpr std::size_t head = 4096, frame = 32'768, room = head - sizeof(collective_header);
+  /// Bytes of frame `i`.
+  [[nodiscard]] static constexpr std::size_t frame(std::size_t i) {
+    return std::size_t{131'072} << 2 * std::min<std::size_t>(i, 4);
+  }
 
   std::shared_ptr<c10d_state> state;
   char const* name;
@@ -96,27 +100,35 @@ struct c10d_operation {
   void (*take)(c10d_operation const&) = nullptr; ///< the result out of heads and frames
 
   [[nodiscard]] std::size_t ranks() const { return static_cast<std::size_t>(state->group->getSize()); }
+  /// Bytes of the first message: statistics of 2048 channels, or of few where many ranks gather them.
+  [[nodiscard]] std::size_t head() const { return ranks() <= 16 ? 36'864 : 4096; }
+  [[nodiscard]] std::size_t room() const { return head() - sizeof(collective_header); }
   /// Data that the head of rank `r` brings.
   [[nodiscard]] std::byte const* data_of(std::size_t r) const {
-    return static_cast<std::byte const*>(heads.data_ptr()) + r * head + sizeof(collective_header);
+    return static_cast<std::byte const*>(heads.data_ptr()) + r * head() + sizeof(collective_header);
   }
   [[nodiscard]] collective_header header_of(std::size_t r) const {
     collective_header of_rank;
-    std::memcpy(&of_rank, static_cast<std::byte const*>(heads.data_ptr()) + r * head, sizeof of_rank);
+    std::memcpy(&of_rank, static_cast<std::byte const*>(heads.data_ptr()) + r * head(), sizeof of_rank);
     return of_rank;
   }
   /// Rank `r`'s part of frame `i`, if that was gathered.
   [[nodiscard]] std::byte const* frame_of(std::size_t i, std::size_t r) const {
-    return static_cast<std::byte const*>(frames[i].data_ptr()) + r * frame;
+    return static_cast<std::byte const*>(frames[i].data_ptr()) + r * frame(i);
+  }
+  /// Calls f(i, where the data in frame i begin, how many there are) for each frame of the data from `at` on.
+  template <class F>
+  void for_each_frame(std::size_t at, F const& f) const {
+    for (std::size_t i = 0; at < bytes; at += frame(i++)) f(i, at, std::min(frame(i), bytes - at));
   }
 
   /// Begins with the header and so many bytes of data.
   void begin(std::byte const* data, std::size_t count) {
-    auto const own = at::zeros({static_cast<std::int64_t>(head)}, at::kByte);
+    auto const own = at::zeros({static_cast<std::int64_t>(head())}, at::kByte);
     number = state->started++;
     std::memcpy(own.data_ptr(), &header, sizeof header);
     if (count != 0) std::memcpy(static_cast<std::byte*>(own.data_ptr()) + sizeof header, data, count);
-    heads = at::empty({static_cast<std::int64_t>(ranks()), static_cast<std::int64_t>(head)}, at::kByte);
+    heads = at::empty({static_cast<std::int64_t>(ranks()), static_cast<std::int64_t>(head())}, at::kByte);
     gather(own, heads);
   }
   void gather(at::Tensor const& own, at::Tensor const& all) {
@@ -126,28 +138,29 @@ struct c10d_operation {
     options.timeout = state->timeout;
     works.push_back(state->group->allgather(outputs, inputs, options));
   }
-  /// Calls f(a frame with so much of the data from `from` on) for each frame; what is left of the last is 0.
+  /// Calls f(frame) for each frame of the data from `from` on; what is left of the last is 0.
   template <class F>
-  void for_each_frame(std::byte const* data, std::size_t from, at::ScalarType type, F const& f) {
-    for (; from < bytes; from += frame) {
-      auto const own = at::zeros({static_cast<std::int64_t>(frame / at::elementSize(type))}, type);
-      std::memcpy(own.data_ptr(), data + from, std::min(frame, bytes - from));
+  void fill_frames(std::byte const* data, std::size_t from, at::ScalarType type, F const& f) const {
+    for_each_frame(from, [&](std::size_t i, std::size_t at, std::size_t count) {
+      auto const own = at::zeros({static_cast<std::int64_t>(frame(i) / at::elementSize(type))}, type);
+      std::memcpy(own.data_ptr(), data + at, count);
       f(own);
-    }
+    });
   }
 
   /// Begins with the header, and launches a collective of its own for each frame of the data, whose result is in the frame.
   template <class Launch>
   void begin_in_place(std::byte const* data, at::ScalarType type, Launch const& launch) {
     begin(nullptr, 0);
-    for_each_frame(data, 0, type, [&](at::Tensor const& own) {
+    fill_frames(data, 0, type, [&](at::Tensor const& own) {
       std::vector<at::Tensor> tensors{own};
       works.push_back(launch(tensors));
       frames.push_back(own);
     });
     take = [](c10d_operation const& done) {
-      for (std::size_t i = 0, at = 0; at < done.bytes; ++i, at += frame)
-        std::memcpy(done.out + at, done.frame_of(i, 0), std::min(frame, done.bytes - at));
+      done.for_each_frame(0, [&](std::size_t i, std::size_t at, std::size_t count) {
+        std::memcpy(done.out + at, done.frame_of(i, 0), count);
+      });
     };
   }
 
