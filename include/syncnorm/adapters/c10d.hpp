@@ -75,8 +75,9 @@ private:
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter
 /// one of the group's own wins, and for a longer one Gloo's group, when it is destroyed, waits for what has timed out here.
-/// Messages go in frames, the first of 36 KiB with a header, or 4 KiB for more than 16 ranks, so that ranks whose collectives differ all get a mismatch_error, after which
-/// the communicator is unusable: of messages of different lengths a process group of Gloo ends the process (libtorch 1.13).
+/// Messages go in frames, the first of 36 KiB with a header, or of 4 KiB for more than 16 ranks, so that ranks whose collectives
+/// differ all get a mismatch_error, after which the communicator is unusable: of messages of different lengths a process group of Gloo
+/// ends the process (libtorch 1.13).
 /// A process whose SIGPIPE has the default action ignores it from here on, because a backend's writing to a dead peer
 /// would otherwise end the process.
 class c10d_communicator {
