@@ -43,14 +43,14 @@ struct column_run {
   /// Calls f(piece) for all columns, those of one position after those of another.
   template <class F>
   void for_each_piece(std::int64_t channels, F const& f) const {
-    if (width != channels) {
-      for (std::int64_t at = 0; at < width; at += channels) f(piece{at, at, 0, channels});
-      return;
-    }
-    std::int64_t const rest = width < lanes ? 0 : width % lanes, whole = width - rest;
+    std::int64_t const whole = width < lanes ? width : width / lanes * lanes, shift = places() - width;
     for (std::int64_t k = 0; k < parts; ++k) {
-      f(piece{k * places(), k * width, 0, whole});
-      if (rest != 0) f(piece{(k + 1) * places() - rest, k * width + whole, whole, rest});
+      std::int64_t const sums = k * places(), column = k * width;
+      for (std::int64_t at = 0; at < width; at += channels) {
+        std::int64_t const some = std::clamp<std::int64_t>(whole - at, 0, channels), next = at + some;
+        if (some != 0) f(piece{sums + at, column + at, 0, some});
+        if (some != channels) f(piece{sums + next + shift, column + next, some, channels - some});
+      }
     }
   }
 };
@@ -138,17 +138,15 @@ public:
   /// `in`: at most chunk_channels. `mask`: of the positions that count; null: all.
   column_runs(views const& in, groups const& parts, prepared_mask const* mask)
       : in_{in}, parts_{parts}, mask_{mask}, channels_{in[0].channels} {
-    if (in[0].spatial == 1)
-      for (auto& x : in_) x.stride_s = x.stride_n;
+    in_order_ = mask == nullptr && all([](auto const& x) { return samples_follow(x); });
+    if (in_order_)
+      for (auto& x : in_) x = as_one_sample(x);
     std::int64_t const step = in_[0].stride_s;
-    in_order_ = mask == nullptr && all([](auto const& x) {
-                  return x.samples == 1 || x.spatial == 1 || x.stride_n == x.spatial * x.stride_s;
-                });
     constexpr std::int64_t widest = 1024 / sizeof(accumulate_t<T>), fewest_rows = 4;
     std::int64_t const fit = std::min(widest / std::max<std::int64_t>(1, step), parts.elements(0) / fewest_rows);
     if (!in_order_ || step < channels_ || fit < 2 || !all([&](auto const& x) { return x.stride_s == step; })) return;
-    std::int64_t const some = in_whole_lines<accumulate_t<T>>(fit, step);
-    if (some * step % run::lanes == 0) positions_ = some;
+    std::int64_t const in_lines = in_whole_lines<accumulate_t<T>>(fit, step);
+    positions_ = in_lines * step % run::lanes == 0 ? in_lines : fit;
   }
 
   /// Positions of a row.

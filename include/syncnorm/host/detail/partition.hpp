@@ -56,6 +56,19 @@ template <class T>
   return {x.data, x.samples, x.channels * x.spatial, 1, x.stride_n, 1, 1};
 }
 
+/// Whether samples follow each other like the positions of one do.
+template <class T>
+[[nodiscard]] constexpr bool samples_follow(tensor_view<T> const& x) {
+  return x.samples == 1 || x.spatial == 1 || x.stride_n == x.spatial * x.stride_s;
+}
+
+/// Such an `x` as one sample, `[1, C, N·S]`.
+template <class T>
+[[nodiscard]] constexpr tensor_view<T> as_one_sample(tensor_view<T> const& x) {
+  return {
+      x.data, 1, x.channels, x.samples * x.spatial, x.stride_n, x.stride_c, x.spatial == 1 ? x.stride_n : x.stride_s};
+}
+
 [[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// The length of the parts into which `extent` is cut evenly, none longer than `longest`, and all but
