@@ -24,6 +24,9 @@ void power_backward_pass(executor_ref exec, tensor_view<T const> const& dy, tens
                          tensor_view<T> const& dx, mask_view const& mask, channel_scaling const& scaling,
                          accumulate_t<T> const* dy_scale, accumulate_t<T> const* u_scale, std::span<double> sum_dy,
                          std::span<double> sum_dy_u) {
+  if (Map ? are_position_major(dy, x, dx) : are_position_major(dy, x))
+    return power_backward_pass<Sums, Map>(exec, transposed(dy), transposed(x), transposed(dx), transposed(mask),
+                                          scaling, dy_scale, u_scale, sum_dy, sum_dy_u);
   auto const run = [&](auto scaled) {
     power_backward_kernel<T, scaled.value, Sums, Map> const kernel{
         dy, x, dx, mask, groups_of(scaling, x.channels), dy_scale, u_scale};

@@ -31,6 +31,9 @@ template <bool Sums, bool Map, class T>
 void power_forward_pass(executor_ref exec, tensor_view<T const> const& x, tensor_view<T> const& y,
                         mask_view const& mask, channel_scaling const& scaling, accumulate_t<T> const* scale,
                         accumulate_t<T> const* shift, std::span<double> counted, std::span<double> masked) {
+  if (Map ? are_position_major(x, y) : are_position_major(x))
+    return power_forward_pass<Sums, Map>(exec, transposed(x), transposed(y), transposed(mask), scaling, scale, shift,
+                                         counted, masked);
   auto const run = [&](auto scaled) {
     power_forward_kernel<T, scaled.value, Sums, Map> const kernel{x,     y,    mask, groups_of(scaling, x.channels),
                                                                   scale, shift};

@@ -138,9 +138,7 @@ public:
   /// `in`: at most chunk_channels. `mask`: of the positions that count; null: all.
   column_runs(views const& in, groups const& parts, prepared_mask const* mask)
       : in_{in}, parts_{parts}, mask_{mask}, channels_{in[0].channels} {
-    in_order_ = mask == nullptr && all([](auto const& x) { return samples_follow(x); });
-    if (in_order_)
-      for (auto& x : in_) x = as_one_sample(x);
+    in_order_ = mask == nullptr && make_one_sample(in_);
     std::int64_t const step = in_[0].stride_s;
     constexpr std::int64_t widest = 1024 / sizeof(accumulate_t<T>), fewest_rows = 4;
     std::int64_t const fit = std::min(widest / std::max<std::int64_t>(1, step), parts.elements(0) / fewest_rows);

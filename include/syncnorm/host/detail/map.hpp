@@ -77,10 +77,7 @@ public:
       for (auto& x : in_) x = folded(x);
     }
     layout_ = std::apply([](auto const&... x) { return common_layout(x...); }, std::tuple_cat(in_, out_));
-    if (mask == nullptr && layout_ == layout::channels && all([](auto const& x) { return samples_follow(x); })) {
-      for (auto& x : out_) x = as_one_sample(x);
-      for (auto& x : in_) x = as_one_sample(x);
-    }
+    if (mask == nullptr && layout_ == layout::channels) make_one_sample(in_, out_);
     if (how == stores::automatic) how = stores_for(in[0]);
     per_output streamed{};
     for (std::size_t j = 0; j < outputs; ++j) {

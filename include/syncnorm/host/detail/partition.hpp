@@ -69,6 +69,24 @@ template <class T>
       x.data, 1, x.channels, x.samples * x.spatial, x.stride_n, x.stride_c, x.spatial == 1 ? x.stride_n : x.stride_s};
 }
 
+/// `x` with its samples taken for positions and its positions for samples, `[S, C, N]`.
+template <class T>
+[[nodiscard]] constexpr tensor_view<T> transposed(tensor_view<T> const& x) {
+  return {x.data, x.spatial, x.channels, x.samples, x.stride_s, x.stride_c, x.stride_n};
+}
+
+/// Makes one sample of each of some arrays of views, in the order of memory, if there is one for all; whether there is.
+template <class... Views>
+constexpr bool make_one_sample(Views&... views) {
+  auto const make = [&](auto const& ordered) {
+    bool const follow = (std::ranges::all_of(views, [&](auto const& x) { return samples_follow(ordered(x)); }) && ...);
+    auto const change = [&](auto& x) { x = as_one_sample(ordered(x)); };
+    if (follow) (std::ranges::for_each(views, change), ...);
+    return follow;
+  };
+  return make([](auto const& x) { return x; }) || make([](auto const& x) { return transposed(x); });
+}
+
 [[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// The length of the parts into which `extent` is cut evenly, none longer than `longest`, and all but
