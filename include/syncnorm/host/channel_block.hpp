@@ -28,6 +28,7 @@ template <class T>
   std::int64_t const channel = std::max<std::int64_t>(1, x.count() * bytes * inputs);
   std::int64_t const fit = block_bytes / channel, all = std::max<std::int64_t>(1, x.channels);
   if (detail::has_rows(x) && x.stride_c == x.spatial) return std::min(detail::in_whole_lines<T>(fit, x.spatial), all);
+  if (detail::channels_share_lines(x)) return all;
   if (detail::common_layout(x) != detail::layout::channels) return std::clamp<std::int64_t>(fit, 1, all);
   return fit * bytes < narrowest_column_bytes ? all : std::min(all, fit / line * line);
 }

@@ -51,14 +51,15 @@ struct channel_coefficients {
   }
 };
 
-/// Of consecutive channels, at one position or where all count.
+/// Of consecutive channels, at one position or several.
 template <class T, std::size_t Count, bool Masked>
 struct lane_coefficients {
   using A = accumulate_t<T>;
   static constexpr int L = native_lanes<A>;
   A const* table; ///< coefficient j of lane i at j·step + i
   std::int64_t step;
-  A counts; ///< 1 or 0
+  A const* counts;     ///< 1 or 0 of lane i at i·spread
+  std::int64_t spread; ///< 0: the same of all, at `L` places
 
   [[gnu::always_inline]] auto get(std::int64_t i) const {
     std::array<vector_t<A, L>, Count> v;
@@ -66,9 +67,9 @@ struct lane_coefficients {
     for (std::size_t j = 0; j < Count; ++j) v[j] = load<L>(table + static_cast<std::int64_t>(j) * step + i);
     return v;
   }
-  [[gnu::always_inline]] auto counted(std::int64_t) const {
+  [[gnu::always_inline]] auto counted(std::int64_t i) const {
     if constexpr (Masked)
-      return splat<A, L>(counts) > vector_t<A, L>{};
+      return load<L>(counts + i * spread) > vector_t<A, L>{};
     else
       return every_lane{};
   }

@@ -96,7 +96,8 @@ public:
     // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
     // coefficient stay in the cache even where what is read is fetched there.
     std::int64_t const channels = in_[0].channels;
-    if (mask == nullptr && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
+    if ((mask == nullptr || channels <= native_lanes<A>)&&layout_ == layout::channels &&
+        all([](auto const& x) { return x.stride_s == x.channels; }))
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements / 4 : chunk_channels<A>);
     std::int64_t const period = channels * run_positions_;
     step_ = coefficient_step<A>(period);
@@ -172,30 +173,41 @@ private:
     far.fill(fold_ == 1 ? elements_ahead<T>(inputs) : channels_ahead * fold_);
     bool const fetch = fold_ == 1 ? reads_ahead_ : channels_ahead != 0;
     std::int64_t const end = box.position + box.positions;
+    constexpr int L = native_lanes<A>;
+    std::array<A, static_cast<std::size_t>(Masked ? chunk_channels<A> + L : 1)> counts{};
+    per_channel<Masked> const k{table_ + box.channel, step_, counts.data(), run_positions_ == 1 ? 0 : 1};
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
       std::uint8_t const* const mask = Masked ? mask_->row(n) : nullptr;
       for (std::int64_t s = box.position; s < end; s += run_positions_) {
-        std::int64_t const length = box.channels * std::min(run_positions_, end - s);
-        per_channel<Masked> const k{table_ + box.channel, step_, !Masked || mask[s] != 0 ? A{1} : A{0}};
+        std::int64_t const positions = std::min(run_positions_, end - s), length = box.channels * positions;
+        if constexpr (Masked) // those of a position may go on into the next one's, which come later
+          for (std::int64_t i = 0; i < positions; ++i)
+            store<L>(counts.data() + i * box.channels, splat<A, L>(mask[s + i] != 0 ? A{1} : A{0}));
         run_(from(n, box.channel, s), to(n, box.channel, s), length, k, far, fetch, 0, length);
       }
     }
   }
 
-  /// Whatever is contiguous nowhere, one element at a time.
+  /// Whatever is contiguous nowhere, one element at a time; so many positions that a line of the cache each stays there for the next
+  /// channels.
   void elements(boxes::box const& box) const {
-    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
-      std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(n);
-      for (std::int64_t c = box.channel; c < box.channel + box.channels; ++c) {
-        std::array<A, coefficients> k;
-        for (std::size_t j = 0; j < coefficients; ++j) k[j] = table_[static_cast<std::int64_t>(j) * step_ + c];
-        for (std::int64_t s = box.position; s < box.position + box.positions; ++s) {
-          std::array<A, inputs> v;
-          for (std::size_t j = 0; j < inputs; ++j) v[j] = load<1>(&in_[j](n, c, s));
-          auto const result = run_.op().apply(v, k, mask == nullptr || mask[s] != 0);
-          for (std::size_t j = 0; j < outputs; ++j)
-            if (out_[j].data != nullptr) store<1>(&out_[j](n, c, s), result[j]);
-        }
+    constexpr std::int64_t at_once = 64;
+    std::int64_t const end = box.position + box.positions;
+    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n)
+      for (std::int64_t s = box.position; s < end; s += at_once)
+        elements(n, box.channel, box.channel + box.channels, s, std::min(s + at_once, end));
+  }
+  void elements(std::int64_t n, std::int64_t first, std::int64_t last, std::int64_t begin, std::int64_t end) const {
+    std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(n);
+    for (std::int64_t c = first; c < last; ++c) {
+      std::array<A, coefficients> k;
+      for (std::size_t j = 0; j < coefficients; ++j) k[j] = table_[static_cast<std::int64_t>(j) * step_ + c];
+      for (std::int64_t s = begin; s < end; ++s) {
+        std::array<A, inputs> v;
+        for (std::size_t j = 0; j < inputs; ++j) v[j] = load<1>(&in_[j](n, c, s));
+        auto const result = run_.op().apply(v, k, mask == nullptr || mask[s] != 0);
+        for (std::size_t j = 0; j < outputs; ++j)
+          if (out_[j].data != nullptr) store<1>(&out_[j](n, c, s), result[j]);
       }
     }
   }

@@ -34,6 +34,12 @@ template <class... T>
   return (has_contiguous_channels(views) && ...) ? layout::channels : layout::strided;
 }
 
+/// Whether the channels of a position are closer to each other than to another position's, but not contiguous.
+template <class T>
+[[nodiscard]] constexpr bool channels_share_lines(tensor_view<T> const& x) {
+  return common_layout(x) == layout::strided && x.stride_c < x.stride_s && x.stride_c < x.stride_n;
+}
+
 /// Whether the rows of a sample follow each other without a gap and are too short for vectors: then the positions of a
 /// row are better taken for channels, each element of a sample in a lane of its own.
 template <class T>
