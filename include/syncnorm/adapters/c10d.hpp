@@ -75,9 +75,9 @@ private:
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter
 /// one of the group's own wins, and for a longer one Gloo's group, when it is destroyed, waits for what has timed out here.
-/// Messages go in frames, the first of 36 KiB with a header, or of 4 KiB for more than 16 ranks, so that ranks whose collectives
-/// differ all get a mismatch_error, after which the communicator is unusable: of messages of different lengths a process group of Gloo
-/// ends the process (libtorch 1.13).
+/// What ranks do is compared before data of more than 36 KiB, or of 4 KiB for more than 16 ranks, are exchanged; their asynchronous
+/// collectives wait for that when they are begun. So ranks whose collectives differ all get a mismatch_error, and the group goes on:
+/// of messages of different lengths a process group of Gloo ends the process (libtorch 1.13).
 /// A process whose SIGPIPE has the default action ignores it from here on, because a backend's writing to a dead peer
 /// would otherwise end the process.
 class c10d_communicator {
@@ -113,18 +113,19 @@ public:
     using operation = detail::c10d_operation;
     return start("allgather", detail::make_header<T>(detail::collective_kind::allgather, in.size()), in, out,
                  [&](operation& of, std::byte const* data) {
-                   of.begin(data, std::min(of.bytes, of.room()));
-                   of.fill_frames(data, of.room(), at::kByte, [&](at::Tensor const& own) {
-                     of.frames.push_back(at::empty({size(), own.numel()}, own.options()));
-                     of.gather(own, of.frames.back());
-                   });
+                   auto const first = std::min(of.bytes, of.room());
+                   of.begin(data, first);
+                   if (first < of.bytes) {
+                     of.agree();
+                     of.rest = of.gather(operation::copy_of(data + first, of.bytes - first));
+                   }
                    of.take = [](operation const& done) {
+                     auto const some = std::min(done.bytes, done.room()), more = done.bytes - some;
                      for (std::size_t r = 0; r < done.ranks(); ++r) {
                        std::byte* const to = done.out + r * done.bytes;
-                       std::memcpy(to, done.data_of(r), std::min(done.bytes, done.room()));
-                       done.for_each_frame(done.room(), [&](std::size_t i, std::size_t at, std::size_t count) {
-                         std::memcpy(to + at, done.frame_of(i, r), count);
-                       });
+                       std::memcpy(to, done.data_of(r), some);
+                       if (more != 0)
+                         std::memcpy(to + some, static_cast<std::byte const*>(done.rest.data_ptr()) + r * more, more);
                      }
                    };
                  });
@@ -195,6 +196,8 @@ private:
           new detail::c10d_operation{state_, name, header, reinterpret_cast<std::byte*>(out.data())}};
       launch(*operation, reinterpret_cast<std::byte const*>(in.data()));
       return c10d_work{std::move(operation)};
+    } catch (error const&) {
+      throw; // of one of the two collectives, or the ranks disagree
     } catch (...) {
       state_->fail(name, std::current_exception());
     }

@@ -77,16 +77,10 @@ struct c10d_state {
   }
 };
 
-/// A collective as what the backend is asked for: messages of one length on every rank, whatever the data's, since a backend may end
-/// the process where they differ. The first is an allgather of headers, with the data or the beginning of it; what is left goes in
-/// frames, each four times as long as the one before: a collective costs far more than the bytes that it takes for nothing. All are
-/// begun at once; where headers differ, nobody waits for the rest.
+/// A collective as what the backend is asked for: first an allgather of one length on every rank, whatever the data's, of headers and
+/// data that fit; then, if there are more and the headers agree, a collective of those. Of messages of different lengths, and of
+/// different collectives, a backend may make wrong data, or end the process.
 struct c10d_operation {
-  /// Bytes of frame `i`.
-  [[nodiscard]] static constexpr std::size_t frame(std::size_t i) {
-    return std::size_t{131'072} << 2 * std::min<std::size_t>(i, 4);
-  }
-
   std::shared_ptr<c10d_state> state;
   char const* name;
   collective_header header;
@@ -94,32 +88,23 @@ struct c10d_operation {
   std::size_t bytes = bytes_of(header); ///< of this rank
   std::int64_t number = 0; ///< of operations of this communicator, which other ranks may have made at another time
   std::optional<std::chrono::steady_clock::time_point> deadline{};
-  at::Tensor heads{};               ///< of all ranks
-  std::vector<at::Tensor> frames{}; ///< results
+  at::Tensor heads{}, rest{}; ///< of all ranks; what the second collective gives
   std::vector<c10::intrusive_ptr<::c10d::Work>> works{};
-  void (*take)(c10d_operation const&) = nullptr; ///< the result out of heads and frames
+  void (*take)(c10d_operation const&) = nullptr; ///< the result out of heads and rest
 
   [[nodiscard]] std::size_t ranks() const { return static_cast<std::size_t>(state->group->getSize()); }
   /// Bytes of the first message: statistics of 2048 channels, or of few where many ranks gather them.
   [[nodiscard]] std::size_t head() const { return ranks() <= 16 ? 36'864 : 4096; }
   [[nodiscard]] std::size_t room() const { return head() - sizeof(collective_header); }
-  /// Data that the head of rank `r` brings.
-  [[nodiscard]] std::byte const* data_of(std::size_t r) const {
-    return static_cast<std::byte const*>(heads.data_ptr()) + r * head() + sizeof(collective_header);
+  /// What rank `r` sent first.
+  [[nodiscard]] std::byte const* head_of(std::size_t r) const {
+    return static_cast<std::byte const*>(heads.data_ptr()) + r * head();
   }
+  [[nodiscard]] std::byte const* data_of(std::size_t r) const { return head_of(r) + sizeof(collective_header); }
   [[nodiscard]] collective_header header_of(std::size_t r) const {
     collective_header of_rank;
-    std::memcpy(&of_rank, static_cast<std::byte const*>(heads.data_ptr()) + r * head(), sizeof of_rank);
+    std::memcpy(&of_rank, head_of(r), sizeof of_rank);
     return of_rank;
-  }
-  /// Rank `r`'s part of frame `i`, if that was gathered.
-  [[nodiscard]] std::byte const* frame_of(std::size_t i, std::size_t r) const {
-    return static_cast<std::byte const*>(frames[i].data_ptr()) + r * frame(i);
-  }
-  /// Calls f(i, where the data in frame i begin, how many there are) for each frame of the data from `at` on.
-  template <class F>
-  void for_each_frame(std::size_t at, F const& f) const {
-    for (std::size_t i = 0; at < bytes; at += frame(i++)) f(i, at, std::min(frame(i), bytes - at));
   }
 
   /// Begins with the header and so many bytes of data.
@@ -128,40 +113,34 @@ struct c10d_operation {
     number = state->started++;
     std::memcpy(own.data_ptr(), &header, sizeof header);
     if (count != 0) std::memcpy(static_cast<std::byte*>(own.data_ptr()) + sizeof header, data, count);
-    heads = at::empty({static_cast<std::int64_t>(ranks()), static_cast<std::int64_t>(head())}, at::kByte);
-    gather(own, heads);
+    heads = gather(own);
   }
-  void gather(at::Tensor const& own, at::Tensor const& all) {
+  /// Begins to gather a tensor of all ranks, into what it returns.
+  [[nodiscard]] at::Tensor gather(at::Tensor const& own) {
+    auto all = at::empty({static_cast<std::int64_t>(ranks()), own.numel()}, own.options());
     std::vector<std::vector<at::Tensor>> outputs{all.unbind()};
     std::vector<at::Tensor> inputs{own};
     ::c10d::AllgatherOptions options;
     options.timeout = state->timeout;
     works.push_back(state->group->allgather(outputs, inputs, options));
+    return all;
   }
-  /// Calls f(frame) for each frame of the data from `from` on; what is left of the last is 0.
-  template <class F>
-  void fill_frames(std::byte const* data, std::size_t from, at::ScalarType type, F const& f) const {
-    for_each_frame(from, [&](std::size_t i, std::size_t at, std::size_t count) {
-      auto const own = at::zeros({static_cast<std::int64_t>(frame(i) / at::elementSize(type))}, type);
-      std::memcpy(own.data_ptr(), data + at, count);
-      f(own);
-    });
+  /// So many bytes of data as a tensor.
+  [[nodiscard]] static at::Tensor copy_of(std::byte const* data, std::size_t count, at::ScalarType type = at::kByte) {
+    auto copy = at::empty({static_cast<std::int64_t>(count / at::elementSize(type))}, type);
+    std::memcpy(copy.data_ptr(), data, count);
+    return copy;
   }
 
-  /// Begins with the header, and launches a collective of its own for each frame of the data, whose result is in the frame.
+  /// Begins with the header alone, and, when all agree, has launch(tensors) begin a collective whose result is in the data's tensor.
   template <class Launch>
   void begin_in_place(std::byte const* data, at::ScalarType type, Launch const& launch) {
     begin(nullptr, 0);
-    fill_frames(data, 0, type, [&](at::Tensor const& own) {
-      std::vector<at::Tensor> tensors{own};
-      works.push_back(launch(tensors));
-      frames.push_back(own);
-    });
-    take = [](c10d_operation const& done) {
-      done.for_each_frame(0, [&](std::size_t i, std::size_t at, std::size_t count) {
-        std::memcpy(done.out + at, done.frame_of(i, 0), count);
-      });
-    };
+    agree();
+    rest = copy_of(data, bytes, type);
+    std::vector<at::Tensor> tensors{rest};
+    works.push_back(launch(tensors));
+    take = [](c10d_operation const& done) { std::memcpy(done.out, done.rest.data_ptr(), done.bytes); };
   }
 
   /// Of the timeout, which begins with the first call.
@@ -173,36 +152,36 @@ struct c10d_operation {
 
   /// Whether there is something to wait for.
   [[nodiscard]] bool in_flight() const {
-    if (!works.front()->isCompleted()) return true;
-    if (!works.front()->isSuccess() || !mismatch().empty()) return false;
     return !std::ranges::all_of(works, [](auto const& work) { return work->isCompleted(); });
   }
-  [[nodiscard]] std::string mismatch() const {
-    return describe_mismatch(static_cast<int>(ranks()), [&](int r) {
+
+  /// Waits for the headers. Throws mismatch_error, on every rank, where they differ, and what failed.
+  void agree() {
+    wait(works.front());
+    auto const text = describe_mismatch(static_cast<int>(ranks()), [&](int r) {
       auto called = header_of(static_cast<std::size_t>(r)).called;
       called.sequence = number;
       return called;
     });
+    if (!text.empty()) throw mismatch_error{text};
   }
 
   /// Waits for all, and takes the result. Throws what failed.
   void finish() {
-    auto const wait = [&](auto const& work) {
-      try {
-        // To the backend 0 means no timeout at all.
-        bool const completed = work->wait(std::max(remaining(), std::chrono::milliseconds{1}));
-        TORCH_CHECK(completed, "the operation was aborted");
-      } catch (...) {
-        state->fail(name, std::current_exception());
-      }
-    };
-    wait(works.front());
-    if (auto const text = mismatch(); !text.empty()) {
-      state->failed = true;
-      throw mismatch_error{text};
-    }
-    std::for_each(works.begin() + 1, works.end(), wait);
+    if (works.size() == 1) agree(); // else they have
+    wait(works.back());
     take(*this);
+  }
+
+private:
+  void wait(c10::intrusive_ptr<::c10d::Work> const& work) {
+    try {
+      // To the backend 0 means no timeout at all.
+      bool const completed = work->wait(std::max(remaining(), std::chrono::milliseconds{1}));
+      TORCH_CHECK(completed, "the operation was aborted");
+    } catch (...) {
+      state->fail(name, std::current_exception());
+    }
   }
 };
 
