@@ -141,6 +141,15 @@ TEST_CASE("a rank that does not join is a timeout, and the communicator is unusa
   }
 }
 
+TEST_CASE("a rank that comes too late to a split is left alone by none that waits without end") {
+  auto const world = mpi_communicator{MPI_COMM_WORLD, 60s};
+  if (world.size() == 1) return;
+  mpi_communicator const comm{abandoned_duplicate(), 200ms};
+  if (world.rank() == 0) std::this_thread::sleep_for(500ms); // by when the others have given up
+  CHECK_THROWS_AS(static_cast<void>(comm.split(0, 0)), syncnorm::timeout_error);
+  world.barrier();
+}
+
 TEST_CASE("abort fails what waits on this rank") {
   auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 60s);
   if (comm.size() == 1) return;
@@ -157,8 +166,10 @@ int main(int argc, char** argv) {
   auto const before = message_of([] { mpi_communicator const early{MPI_COMM_WORLD}; });
   MPI_Init(&argc, &argv);
   int failed = doctest::Context{argc, argv}.run();
+  mpi_communicator const outlives{MPI_COMM_WORLD};
   MPI_Finalize();
   auto const after = message_of([] { mpi_communicator const late{MPI_COMM_WORLD}; });
-  if (!contains(before, "not initialized") || !contains(after, "finalized")) failed = 1;
+  auto const used = message_of([&] { outlives.barrier(); });
+  if (!contains(before, "not initialized") || !contains(after, "finalized") || !contains(used, "finalized")) failed = 1;
   return failed;
 }

@@ -189,6 +189,9 @@ inline mpi_communicator mpi_communicator::split(int color, int key) const {
   for (auto const& wish : wishes) colors.push_back(wish[0]);
   std::ranges::sort(colors);
   auto const index = std::ranges::lower_bound(colors, color) - colors.begin();
+  // MPI has no split that can be waited for so long. A rank that gave up above does not come to the barrier, so that no other one begins
+  // what would wait for it.
+  barrier();
   MPI_Comm part = MPI_COMM_NULL;
   detail::require_mpi(MPI_Comm_split(native_handle(), static_cast<int>(index), key, &part), "MPI_Comm_split");
   return mpi_communicator{make_channel(part, true, channel_->timeout())};

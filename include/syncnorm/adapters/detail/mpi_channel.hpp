@@ -106,6 +106,7 @@ public:
 
   /// A slot for the collective that `header` says.
   [[nodiscard]] std::unique_ptr<mpi_slot> open(collective_header const& header) {
+    require_mpi_running();
     require_usable();
     std::unique_ptr<mpi_slot> slot;
     if (free_.empty()) {
