@@ -98,6 +98,8 @@ function(syncnorm_find_backend component)
   set(libraries)
   set(include_directories)
   set(text)
+  # A project of which this is a part links what a backend's package has in folders of its own.
+  set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL TRUE)
   cmake_language(CALL syncnorm_backend_${component})
   if(found AND NOT TARGET syncnorm::backend_${component})
     add_library(syncnorm::backend_${component} INTERFACE IMPORTED)
