@@ -134,7 +134,7 @@ int measure(bench::settings const& how) {
 
 int main(int argc, char** argv) {
   try {
-    return measure(bench::parse(argc, argv));
+    return measure(bench::parse(argc, argv, {"rank", "ranks", "meet", "host", "wire"}));
   } catch (std::exception const& error) {
     std::cerr << "bench.gloo: " << error.what() << '\n';
     return 1;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <barrier>
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <regex>
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -217,7 +219,15 @@ std::vector<measured> measure(row const& what, std::vector<contender> const& con
 
 } // namespace
 
-settings parse(int argc, char** argv) {
+int positive_number(std::string const& option, std::string const& text) {
+  int value = 0;
+  auto const [end, status] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (status != std::errc{} || end != text.data() + text.size() || value < 1)
+    throw std::invalid_argument{option + ": '" + text + "' is not a positive number"};
+  return value;
+}
+
+settings parse(int argc, char** argv, std::vector<std::string> const& own_options) {
   benchmark::Initialize(&argc, argv);
   settings how;
   bool rounds_given = false;
@@ -230,7 +240,7 @@ settings parse(int argc, char** argv) {
     if (!option.starts_with("--") || i + 1 == argc) throw std::invalid_argument{"unknown argument '" + option + "'"};
     std::string const value = argv[++i];
     if (option == "--rounds") {
-      how.rounds = std::max(1, std::stoi(value));
+      how.rounds = positive_number(option, value);
       rounds_given = true;
     } else if (option == "--clock") {
       how.cpu_clock = value == "cpu";
@@ -238,6 +248,8 @@ settings parse(int argc, char** argv) {
       how.json = value;
     } else if (option == "--filter") {
       how.filter = value;
+    } else if (std::ranges::find(own_options, option.substr(2)) == own_options.end()) {
+      throw std::invalid_argument{"unknown option '" + option + "'"};
     } else {
       how.others[option.substr(2)] = value;
     }

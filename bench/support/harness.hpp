@@ -54,8 +54,12 @@ struct settings {
   std::map<std::string, std::string> others; ///< --NAME VALUE of the program's own
 };
 
-/// Reads --quick, --clock cpu, --rounds N, --json FILE, --filter REGEX and Google Benchmark's flags.
-[[nodiscard]] settings parse(int argc, char** argv);
+/// Throws std::invalid_argument, with the option's name, where `text` is none.
+[[nodiscard]] int positive_number(std::string const& option, std::string const& text);
+
+/// Reads --quick, --clock cpu, --rounds N, --json FILE, --filter REGEX, Google Benchmark's flags, and those of the program's own. Throws
+/// std::invalid_argument.
+[[nodiscard]] settings parse(int argc, char** argv, std::vector<std::string> const& own_options = {});
 
 /// Measures the rows one after the other: their contenders in turn, round by round, each a run of Google Benchmark with
 /// a fixed number of steps after some that are not timed. What slows the machine for a while so slows all contenders of a

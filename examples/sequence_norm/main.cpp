@@ -22,6 +22,7 @@
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/torch/compiled_passes.hpp>
 
+#include "../support/text_checks.hpp"
 #include "model.hpp"
 #include "task.hpp"
 
@@ -40,19 +41,18 @@ struct options {
 };
 
 void add_options(CLI::App& app, options& opts) {
-  constexpr auto most = std::numeric_limits<std::int64_t>::max();
+  using example::whole_number;
   app.option_defaults()->always_capture_default();
   std::vector<std::string> names;
   for (auto const& [name, kind] : norms) names.push_back(name);
   app.add_option("--norm", opts.norm, "the normalization")->check(CLI::IsMember(names));
-  app.add_option("--ranks", opts.ranks, "ranks, as threads")->check(CLI::Range(1, 64));
-  app.add_option("--steps", opts.steps, "steps of training")->check(CLI::Range(std::int64_t{1}, most));
-  app.add_option("--sequences", opts.sequences, "sequences of a batch, over all ranks")
-      ->check(CLI::Range(std::int64_t{1}, most));
+  app.add_option("--ranks", opts.ranks, "ranks, as threads")->check(whole_number(1, 64));
+  app.add_option("--steps", opts.steps, "steps of training")->check(whole_number(1));
+  app.add_option("--sequences", opts.sequences, "sequences of a batch, over all ranks")->check(whole_number(1));
   app.add_option("--warmup", opts.warmup, "steps in which power norm takes the statistics of the batch")
-      ->check(CLI::Range(std::int64_t{0}, most));
+      ->check(whole_number(0));
   app.add_option("--seed", opts.seed, "of the parameters and of the sequences")
-      ->check(CLI::Range(std::int64_t{0}, most));
+      ->check(whole_number(0, std::numeric_limits<std::uint64_t>::max()));
 }
 
 struct outcome {
