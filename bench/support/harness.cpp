@@ -65,7 +65,7 @@ struct measured {
 
 struct memory_use {
   std::int64_t allocations = 0;         ///< of the steps after the first
-  std::int64_t backend_allocations = 0; ///< of as many exchanges alone
+  std::int64_t backend_allocations = 0; ///< of the backend in these
   std::int64_t peak = 0;                ///< bytes beside the tensors, construction and first step included
 };
 
@@ -79,16 +79,16 @@ memory_use probe(std::function<contender::step()> const& make, int rank_threads)
   reset_peak();
   auto const before = count_allocations();
   auto const step = make();
-  std::int64_t warm = 0, done = 0;
+  allocation_count warm, done;
   auto const work = [&](int rank) {
     try {
       step(rank);
       meet.arrive_and_wait();
-      if (rank == 0) warm = count_allocations().allocations;
+      if (rank == 0) warm = count_allocations();
       meet.arrive_and_wait();
       for (int i = 0; i < steps; ++i) step(rank);
       meet.arrive_and_wait();
-      if (rank == 0) done = count_allocations().allocations;
+      if (rank == 0) done = count_allocations();
       meet.arrive_and_wait();
     } catch (...) {
       failure = std::current_exception();
@@ -99,7 +99,8 @@ memory_use probe(std::function<contender::step()> const& make, int rank_threads)
   work(0);
   for (auto& thread : threads) thread.join();
   if (failure) std::rethrow_exception(failure);
-  found.allocations = done - warm;
+  found.allocations = done.allocations - warm.allocations;
+  found.backend_allocations = done.backend_allocations - warm.backend_allocations;
   found.peak = count_allocations().peak - before.live;
   return found;
 }
@@ -272,8 +273,7 @@ int run(settings const& how, std::vector<row> const& rows, process_group const& 
     auto const contenders = what.make();
     auto const results = measure(what, contenders, how, group);
     auto const ours = std::ranges::find(contenders, "ours", &contender::name);
-    auto memory = probe(ours->make, what.rank_threads);
-    if (what.exchange) memory.backend_allocations = probe(what.exchange, what.rank_threads).allocations;
+    auto const memory = probe(ours->make, what.rank_threads);
     if (group.rank != 0) continue;
     std::cerr << summary(results) << std::endl;
     json << separator;

@@ -35,8 +35,6 @@ struct row {
   std::function<std::vector<contender>()> make;
   /// Threads of this process that are ranks. 1: the rank is this process.
   int rank_threads = 1;
-  /// The row's exchanges with nothing around them: what the backend allocates for them is not the library's.
-  std::function<contender::step()> exchange = {};
 };
 
 /// The processes that measure together, for ranks that are processes.

@@ -65,8 +65,7 @@ void add_large_rows(std::vector<row>& rows, settings const& how, rank_source<Com
       auto const make = [=] {
         return rank_contenders<float>(key, make_tensors<float>(key, source.rank_threads), source.comm_of);
       };
-      auto const exchange = [=] { return exchange_step(source, exchange_bytes(key.shape[1]), 1); };
-      rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads, exchange});
+      rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads});
     }
   }
 }
@@ -85,8 +84,7 @@ void add_small_row(std::vector<row>& rows, rank_source<CommOf> const& source, st
     for (auto& each : contenders) each.iterations = source.steps;
     return contenders;
   };
-  auto const exchange = [=] { return exchange_step(source, exchange_bytes(channels), 2); };
-  rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads, exchange});
+  rows.push_back({key, floor_bytes<float>(key), make, source.rank_threads});
 }
 
 /// The grid of the homework's tests.
