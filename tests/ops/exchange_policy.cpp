@@ -251,6 +251,30 @@ TEST_CASE("what is wrong on one rank reaches every rank under the reduce policy,
     });
 }
 
+TEST_CASE("ranks in passes of different layers are told what that may be") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
+      test::layer_data<float, thread_communicator> three{comm, 3, policy}, five{comm, 5, policy};
+      three.step(); // agree
+      five.step();
+      auto& other = comm.rank() == 1 ? five : three;
+      auto const text = [](auto const& f) -> std::string {
+        try {
+          f();
+        } catch (syncnorm::mismatch_error const& e) {
+          return e.what();
+        }
+        return "nothing thrown";
+      };
+      for (auto const& told : {text([&] { other.layer.forward(other.x(), other.y()); }),
+                               text([&] { other.layer.begin_forward(other.x(), other.y()).finish(); })}) {
+        CHECK_MESSAGE(told.find("ranks disagree on collective") != std::string::npos, told);
+        CHECK_MESSAGE(told.find("the number of channels") != std::string::npos, told);
+      }
+      three.step(); // the communicator goes on
+    });
+}
+
 TEST_CASE("options, and whether a backward pass follows, are agreed on in every pass, under either policy") {
   for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
     syncnorm::run_ranks(3, [&](thread_communicator const& comm) {

@@ -12,6 +12,7 @@
 #include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
 #include <syncnorm/ops/detail/packet_exchange.hpp>
 
 namespace syncnorm {
@@ -90,7 +91,7 @@ private:
         exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home} {}
 
   void complete() {
-    if (auto const work = std::move(work_)) work->wait();
+    if (auto const work = std::move(work_)) detail::explaining_mismatches([&] { work->wait(); });
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (exchanges_) exchange_.finish();
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {

@@ -45,6 +45,20 @@ void report_what_throws(Header& header, Local const& local) {
   }
 }
 
+/// Calls f, which exchanges. Where ranks turn out to be in different collectives, says in addition what that may come from.
+template <class F>
+decltype(auto) explaining_mismatches(F const& f) {
+  try {
+    return f();
+  } catch (mismatch_error const& e) {
+    std::string const text = e.what();
+    if (text.find("ranks disagree on collective") == std::string::npos) throw;
+    throw mismatch_error{text +
+                         " (of a normalization's statistics: ranks are in different passes, or differ in the number of "
+                         "channels, the element type or the exchange policy)"};
+  }
+}
+
 [[nodiscard]] inline std::string to_text(double value) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%.17g", value);

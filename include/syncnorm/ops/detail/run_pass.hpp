@@ -10,6 +10,7 @@
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
@@ -68,7 +69,7 @@ template <communicator C>
 void run_pass(C const& comm, pass_steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
               part_choice const& parts) {
   try {
-    run_steps(comm, steps, workspace, plan, parts);
+    explaining_mismatches([&] { run_steps(comm, steps, workspace, plan, parts); });
   } catch (...) {
     steps.fail();
     throw;

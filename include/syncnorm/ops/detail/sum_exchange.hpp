@@ -12,6 +12,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
 #include <syncnorm/ops/detail/power_norm_packet.hpp>
 
 namespace syncnorm::detail {
@@ -76,12 +77,14 @@ public:
   /// Waits for the exchange, and leaves in `sums` those over all ranks, in rank order, so that every rank gets the same
   /// bits. Throws on every rank where the headers report a fault or disagree.
   void finish(C const& comm, std::span<double> sums) {
-    if (work_) {
-      auto work = std::move(*work_);
-      work_.reset();
-      work.wait();
-    }
-    if (std::exchange(late_, false)) allgather(comm, bytes_of(std::as_const(send_)), bytes_of(receive_));
+    explaining_mismatches([&] {
+      if (work_) {
+        auto work = std::move(*work_);
+        work_.reset();
+        work.wait();
+      }
+      if (std::exchange(late_, false)) allgather(comm, bytes_of(std::as_const(send_)), bytes_of(receive_));
+    });
     require_own_message(rank(comm), bytes_of(std::as_const(send_)), bytes_of(std::as_const(receive_)));
     for (std::size_t r = 0; r < ranks_; ++r)
       std::memcpy(&headers_[r], bytes_of(std::as_const(receive_)).data() + r * message_ * sizeof(double),
