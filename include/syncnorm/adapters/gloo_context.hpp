@@ -62,8 +62,8 @@ struct gloo_context_options {
 /// A context of `size` ranks, all connected to each other over TCP, of which this is rank `rank`. Collective over the
 /// ranks that give the same prefix and size. On success a file store holds nothing of this run any more, other stores
 /// still do. Throws invalid_argument_error where the rank is not in [0, size); timeout_error, naming them, where ranks
-/// have not registered within the timeout, which then starts anew for the connections; gloo_error where a rank is
-/// registered twice, or another size is.
+/// have not registered within the timeout, which then starts anew for the connections, and takes its own registration back
+/// where a file store of `make_gloo_store` has it; gloo_error where a rank is registered already, or another size is.
 [[nodiscard]] inline std::shared_ptr<gloo::Context>
 make_gloo_context(int rank, int size, gloo::rendezvous::Store& store, gloo_context_options const& options = {});
 
@@ -226,23 +226,32 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
                        "'; is the rank started twice, or the prefix an earlier run's? (" + failure.what() + ")"};
     }
     std::string missing;
-    for (int r = 0; r < size; ++r)
-      if (!registered(r, deadline)) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+    std::vector<detail::gloo_card> cards;
+    for (int r = 0; r < size; ++r) {
+      if (registered(r, deadline))
+        cards.emplace_back(store.get(key(r)), r, size);
+      else
+        missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+    }
     if (!missing.empty())
       throw timeout_error{"gloo", "rendezvous: after " + std::to_string(timeout.count()) + " ms of ranks 0 to " +
                                       std::to_string(size - 1) + " there are missing under prefix '" + options.prefix +
                                       "': " + missing};
     for (int r = 0; r < size; ++r) {
       if (r == rank) continue;
-      detail::gloo_card const card{store.get(key(r)), r, size};
       try {
-        mesh->connect(r, card.address_for(rank, size));
+        mesh->connect(r, cards[static_cast<std::size_t>(r)].address_for(rank, size));
       } catch (std::exception const& failure) {
-        throw gloo_error{"rendezvous: connecting to rank " + std::to_string(r) + ": " + failure.what()};
+        throw gloo_error{"rendezvous: connecting to rank " + std::to_string(r) + "; has it ended, or is the prefix '" +
+                         options.prefix + "' an earlier run's? (" + failure.what() + ")"};
       }
     }
     // Nobody reads the store after this.
     gloo_communicator{mesh, timeout}.barrier();
+  } catch (timeout_error const&) {
+    // By now the others have read it, if they came. After another error they have yet to.
+    if (auto* const forgetful = dynamic_cast<detail::forgetful_store*>(&store)) forgetful->take_back(key(rank));
+    throw;
   } catch (error const&) {
     throw;
   } catch (std::exception const& failure) {

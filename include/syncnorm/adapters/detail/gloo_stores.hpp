@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <filesystem>
 #include <mutex>
 #include <string>
 #include <system_error>
@@ -30,9 +31,18 @@
 
 namespace syncnorm::detail {
 
+/// A store that may take back what was set.
+class forgetful_store {
+public:
+  virtual void take_back(std::string const& key) = 0;
+
+protected:
+  ~forgetful_store() = default;
+};
+
 /// A store of Gloo's that waits as long as it is told to. Gloo's own count whole seconds.
 template <class Base>
-class punctual_store final : public Base {
+class punctual_store final : public Base, public forgetful_store {
 public:
   using Base::Base;
   using Base::wait;
@@ -41,6 +51,14 @@ public:
   void set(std::string const& key, std::vector<char> const& data) override {
     std::lock_guard const lock{setting_};
     Base::set(key, data);
+  }
+
+  /// Takes back what this rank set, if the store can.
+  void take_back(std::string const& key) override {
+    if constexpr (requires { &punctual_store::objectPath; }) {
+      std::error_code ignored;
+      std::filesystem::remove(this->objectPath(key), ignored);
+    }
   }
 
   void wait(std::vector<std::string> const& keys, std::chrono::milliseconds const& timeout) override {
