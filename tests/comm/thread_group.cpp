@@ -124,6 +124,20 @@ TEST_CASE("ranks that disagree are all told who asked for what, and may go on") 
       "rank 2: allreduce (sum) of 1 int32; rank 3: split");
 }
 
+TEST_CASE("a root that is no rank is refused by the members, too") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    std::vector<float> one(1), two(2);
+    for (int const root : {-1, 2, 5}) {
+      CHECK_THROWS_AS(comm.broadcast(std::span{one}, root), syncnorm::invalid_argument_error);
+      CHECK_THROWS_AS(comm.scatter(std::span<float const>{two}, std::span{one}, root),
+                      syncnorm::invalid_argument_error);
+      CHECK_THROWS_AS(comm.reduce(std::span<float const>{one}, std::span{one}, root, syncnorm::reduce_op::sum),
+                      syncnorm::invalid_argument_error);
+    }
+    comm.barrier();
+  });
+}
+
 TEST_CASE("a mismatch of operations in flight is that operation's alone") {
   run_ranks(2, [](thread_communicator const& comm) {
     auto const in = contract::values<float>(comm.rank(), 4, 1);

@@ -107,6 +107,24 @@ TEST_CASE("a pass is one collective, after the first of a wide layer") {
   CHECK(count_collectives(2, 1024, 2, 3) == std::vector{2, 1, 1, 1, 1, 1});
 }
 
+TEST_CASE("a pass is one collective after one that was empty on every rank, too") {
+  syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+    constexpr std::int64_t channels = 300;
+    int calls = 0;
+    std::vector<float> x(2 * channels * 3, 1.0F), y(x.size());
+    syncnorm::batch_norm<float, counting_communicator> layer{{comm, calls}, channels};
+    auto const step = [&](std::int64_t samples) {
+      auto const view = [&](auto& values) { return syncnorm::nchw(values.data(), samples, channels, 3); };
+      calls = 0;
+      layer.forward(view(x), view(y));
+      layer.backward(view(x), view(x), view(y));
+      return calls;
+    };
+    step(2); // agrees on the channels
+    for (std::int64_t const samples : {0, 2, 0, 2}) CHECK(step(samples) == 2);
+  });
+}
+
 TEST_CASE_TEMPLATE("a layer that exceeds the cache is exchanged in parts", T, float AND_UNSANITIZED(double)) {
   // 8 · 4096 elements of a channel on each rank: a few channels fill the cache.
   auto const counts = count_collectives(2, 13, 8, 4096);

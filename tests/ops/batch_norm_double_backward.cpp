@@ -286,5 +286,24 @@ TEST_CASE("what is wrong with a double backward pass on one rank is an error on 
                         std::string::npos,
                     text);
       CHECK(data.state() == after);
+      // Memory in common.
+      std::vector<float> dy(data.inputs.begin(), data.inputs.end());
+      auto const of = [&](std::vector<float>& values) {
+        return syncnorm::nchw(values.data(), data.samples, data.channels, data.spatial);
+      };
+      std::vector<float> more(dy.size());
+      auto const refused = [&](syncnorm::tensor_view<float> to_dy, syncnorm::tensor_view<float> to_other) {
+        try {
+          bool const bad = comm.rank() == 1;
+          data.layer.double_backward({.dx = data.dx()}, data.x(), of(dy), bad ? to_dy : of(more), bad ? to_other : out);
+        } catch (syncnorm::invalid_argument_error const& e) {
+          return std::string{e.what()};
+        }
+        return std::string{};
+      };
+      text = refused(of(more), of(dy));
+      CHECK_MESSAGE(text.find("rank 1: a gradient goes to the memory of an input") != std::string::npos, text);
+      text = refused(out, out);
+      CHECK_MESSAGE(text.find("rank 1: the gradients to dy and x are the same memory") != std::string::npos, text);
     });
 }

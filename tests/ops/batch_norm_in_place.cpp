@@ -287,8 +287,10 @@ TEST_CASE("micro-batches in place: what is wrong on one rank is an error on ever
     if (here) over[1].data -= 4; // a part of one channel in common
     forward("x[0] and x[1] are in the same memory", over);
     auto with = two;
-    if (here) with[0].residual = syncnorm::nchw(cx.data() + 12, 2, 2, 4);
+    if (here) with[0].residual = syncnorm::nchw(cx.data() + 16, 2, 2, 4);
     forward("the residual[0] is in the memory of x[1], which a pass in place writes to", parts(x), with);
+    if (here) with[0].residual = syncnorm::nchw(cx.data(), 2, 2, 4);
+    forward("the residual[0] is in the memory of x[0], which a pass in place writes to", parts(x), with);
     if (here) with[0].residual = syncnorm::nchw(cdy.data(), 2, 2, 3);
     forward("the residual[0] is [2, 2, 3], expected [2, 2, 4] as x", parts(x), with);
     over = parts(x);

@@ -19,6 +19,7 @@
 #include <syncnorm/adapters/detail/collective_header.hpp>
 #include <syncnorm/adapters/detail/rank_order.hpp>
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/require_rank.hpp>
 #include <syncnorm/comm/timeout.hpp>
 
 namespace syncnorm {

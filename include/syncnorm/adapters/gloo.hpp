@@ -21,6 +21,7 @@
 #include <syncnorm/adapters/detail/gloo_collectives.hpp>
 #include <syncnorm/adapters/detail/gloo_mesh.hpp>
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/require_rank.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/comm/wire.hpp>

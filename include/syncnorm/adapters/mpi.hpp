@@ -18,6 +18,7 @@
 #include <syncnorm/adapters/detail/mpi_include.hpp>
 #include <syncnorm/adapters/mpi_error.hpp>
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/require_rank.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/comm/wire.hpp>

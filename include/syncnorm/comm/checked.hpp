@@ -78,6 +78,7 @@ public:
     auto part = syncnorm::split(inner_, color, key);
     return checked_communicator<decltype(part)>{std::move(part)};
   }
+  [[nodiscard]] double exchange_overhead() const { return syncnorm::exchange_overhead(inner_); }
   [[nodiscard]] exchange_cost cost_of_exchange() const { return syncnorm::cost_of_exchange(inner_); }
   void abort() const requires aborts<C> { inner_.abort(); }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/require_rank.hpp>
 
 namespace syncnorm {
 
@@ -64,13 +65,6 @@ void barrier(C const& comm) {
 
 namespace detail {
 
-template <communicator C>
-void require_root(C const& comm, int root) {
-  if (root < 0 || root >= size(comm))
-    throw invalid_argument_error{"root " + std::to_string(root) + " is not a rank of a communicator of " +
-                                 std::to_string(size(comm))};
-}
-
 /// Lets the ranks compare `extent`, and the extent of a buffer that the root alone has, which must be `factor` times as
 /// much; throws the same on every rank where they do not fit. Collective.
 template <communicator C>
@@ -95,7 +89,7 @@ void require_root_extents(C const& comm, std::string const& operation, std::size
 /// allgather, whose memory is size·data.size().
 template <wire_type T, communicator C>
 void broadcast(C const& comm, std::span<T> data, int root) {
-  detail::require_root(comm, root);
+  detail::require_rank(root, size(comm));
   if constexpr (requires { comm.broadcast(data, root); }) {
     comm.broadcast(data, root);
   } else {
@@ -111,7 +105,7 @@ void broadcast(C const& comm, std::span<T> data, int root) {
 /// where they do not fit, and a broadcast.
 template <wire_type T, communicator C>
 void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root) {
-  detail::require_root(comm, root);
+  detail::require_rank(root, size(comm));
   if constexpr (requires { comm.scatter(in, out, root); }) {
     comm.scatter(in, out, root);
   } else {
@@ -129,7 +123,7 @@ void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::sp
 template <reducible_type T, communicator C>
 void reduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root,
             reduce_op op = reduce_op::sum) {
-  detail::require_root(comm, root);
+  detail::require_rank(root, size(comm));
   if constexpr (requires { comm.reduce(in, out, root, op); }) {
     comm.reduce(in, out, root, op);
   } else {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/require_rank.hpp>
 #include <syncnorm/comm/detail/thread_state.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/timeout.hpp>
@@ -102,16 +103,19 @@ public:
 
   template <wire_type T>
   void broadcast(std::span<T> data, int root) const {
+    detail::require_rank(root, size());
     state_->run(rank_, describe<T>(detail::collective_kind::broadcast, data.size(), reduce_op::sum, root),
                 rank_ == root ? std::as_bytes(data) : std::span<std::byte const>{}, data.data());
   }
   template <wire_type T>
   void scatter(std::span<T const> in, std::span<T> out, int root) const {
+    detail::require_rank(root, size());
     state_->run(rank_, describe<T>(detail::collective_kind::scatter, out.size(), reduce_op::sum, root),
                 rank_ == root ? std::as_bytes(in) : std::span<std::byte const>{}, out.data(), in.size());
   }
   template <reducible_type T>
   void reduce(std::span<T const> in, std::span<T> out, int root, reduce_op op) const {
+    detail::require_rank(root, size());
     state_->run(rank_, describe<T>(detail::collective_kind::reduce, in.size(), op, root), std::as_bytes(in), out.data(),
                 out.size());
   }

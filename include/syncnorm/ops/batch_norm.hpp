@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -92,12 +93,17 @@ public:
   }
   /// The same of K micro-batches by one statistic, none of which may be in the memory of another one or of its residual.
   void forward_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues = {}) {
-    if (kept_.size() < x.size()) kept_.resize(x.size());
-    in_place_ = x.size();
-    auto const fault = detail::find_shared_in_place(x, epilogues);
+    in_place_ = 0;
+    auto fault = detail::find_shared_in_place(x, epilogues);
     bool const has_epilogues = epilogues.size() == x.size(); // of another number they are a fault of the pass
-    for (std::size_t k = 0; k < x.size(); ++k)
-      kept_[k].keep(x[k], affine(), has_epilogues ? epilogues[k] : batch_norm_epilogue<T>{});
+    try {
+      if (kept_.size() < x.size()) kept_.resize(x.size());
+      for (std::size_t k = 0; k < x.size(); ++k)
+        kept_[k].keep(x[k], affine(), has_epilogues ? epilogues[k] : batch_norm_epilogue<T>{});
+      in_place_ = x.size();
+    } catch (std::exception const& e) { // such as of no memory; the other ranks are waiting
+      fault = e.what();
+    }
     read_only const from{x};
     forward_by(from.views(), x, epilogues, fault);
   }

@@ -126,12 +126,7 @@ private:
     }
     if (is_wanted(to_dy)) check_.written(to_dy, batch_name{"the gradient to dy", k, batches}, x);
     if (is_wanted(to_x)) check_.written(to_x, batch_name{"the gradient to x", k, batches}, x);
-    auto const is_output = [&](T const* in) { return in != nullptr && (in == to_dy.data || in == to_x.data); };
-    check_.require(x.size() == 0 ||
-                       !(is_output(dy.data) || is_output(x.data) || is_output(u.data) || is_output(v.data)),
-                   [] { return "a gradient goes to the memory of an input"; });
-    check_.require(x.size() == 0 || !is_wanted(to_dy) || to_dy.data != to_x.data,
-                   [] { return "the gradients to dy and x are the same memory"; });
+    if (x.size() != 0) check_.apart(to_dy, to_x, {dy.data, x.data, u.data, v.data});
     check_.epilogue_of(epilogue, x, k, batches);
   }
 

@@ -37,12 +37,6 @@ inline std::size_t bytes_of(collective_header const& header) {
   return static_cast<std::size_t>(header.called.extent) * element;
 }
 
-inline void require_rank(int root, int size) {
-  if (root < 0 || root >= size)
-    throw invalid_argument_error{"root " + std::to_string(root) + " is not a rank of a communicator of " +
-                                 std::to_string(size)};
-}
-
 /// Throws the same mismatch_error on every rank where header_of(r), r < size, do not agree, and the same
 /// invalid_argument_error where the root's buffer has the wrong extent.
 template <class HeaderOf>

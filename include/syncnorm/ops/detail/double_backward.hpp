@@ -129,6 +129,8 @@ private:
     read(of(in_.v, k), "the gradient with respect to dresidual");
     written(of(in_.to_dy, k), "the gradient to dy");
     written(of(in_.to_x, k), "the gradient to x");
+    if (x.size() != 0)
+      check_.apart(of(in_.to_dy, k), of(in_.to_x, k), {in_.dy[k].data, x.data, of(in_.u, k).data, of(in_.v, k).data});
   }
 
   [[nodiscard]] std::span<double> own(row which) const { return buffers_type::of(buffers_->own, which); }

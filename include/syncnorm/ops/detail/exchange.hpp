@@ -36,7 +36,7 @@ struct exchange_part {
 };
 
 /// How many channels a pass exchanges at a time. Every rank says in its header how many it would; the next exchange takes the most that
-/// any said, so that all cut alike.
+/// any said, so that all cut alike. Where none has a say, all go on as before.
 struct exchange_plan {
   std::int64_t part_channels = std::numeric_limits<std::int64_t>::max();
 };
@@ -95,8 +95,9 @@ private:
       require_own_message(rank(comm), parts_[k].send, parts_[k].receive);
       if (k != 0) return;
       accept_headers();
-      plan.part_channels = 1;
-      for (auto const& header : headers_) plan.part_channels = std::max(plan.part_channels, header.part_channels);
+      std::int64_t most = 0;
+      for (auto const& header : headers_) most = std::max(most, header.part_channels);
+      if (most > 0) plan.part_channels = most;
       accept_all();
     };
     if constexpr (allgathers_async<C, std::byte>) {

@@ -17,7 +17,7 @@ namespace syncnorm::detail {
 
 /// The parts in which a pass would exchange, and whether it would reduce one while the one before is exchanged.
 struct part_choice {
-  std::int64_t channels;
+  std::int64_t channels; ///< 0: the rank has no say
   bool ahead;
 };
 
@@ -29,7 +29,7 @@ template <class C, class T>
 [[nodiscard]] part_choice choose_parts(host::executor_ref exec, C const& comm, tensor_view<T> const& x, int tensors) {
   constexpr double bytes_per_second = 1e10, worthwhile = 10;
   constexpr std::int64_t part_bytes = 1 << 19; // smaller ones, though more would fit, are exchanged more often
-  if (x.size() == 0) return {1, false};        // has no say
+  if (x.size() == 0) return {0, false};
   std::int64_t const concurrency = exec.concurrency(), half = (x.channels + 1) / 2;
   std::int64_t const block = std::min(host::channel_block(x, tensors, part_bytes) * concurrency, x.channels);
   auto const seconds = [&](std::int64_t channels) {

@@ -80,7 +80,7 @@ void run_pass(C const& comm, pass_steps& steps, batch_norm_workspace& workspace,
 template <communicator C, class T>
 [[nodiscard]] part_choice choose_parts(host::executor_ref exec, C const& comm, std::span<tensor_view<T const> const> x,
                                        int tensors, bool failed) {
-  if (failed || x.empty()) return {1, false};
+  if (failed || x.empty()) return {0, false};
   auto all = *std::ranges::max_element(x, {}, &tensor_view<T const>::size);
   all.samples = 0;
   for (auto const& batch : x) all.samples += batch.samples;

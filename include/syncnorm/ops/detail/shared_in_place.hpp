@@ -46,18 +46,17 @@ template <class T>
   return false;
 }
 
-/// What is wrong with writing in place to each of K micro-batches of x, while the others and their residuals are still read;
-/// empty where nothing is. Epilogues: none, or K.
+/// What is wrong with writing in place to each of K micro-batches of x, while the others and all residuals are still read, the
+/// latter by the backward pass, too; empty where nothing is. Epilogues: none, or K.
 template <class T>
 [[nodiscard]] std::string find_shared_in_place(std::span<tensor_view<T> const> x,
                                                std::span<batch_norm_epilogue<T> const> epilogues) {
   for (std::size_t k = 0; k < x.size(); ++k)
     for (std::size_t i = 0; i < x.size(); ++i) {
-      auto const shares = [&](tensor_view<T const> const& other) { return i != k && overlap<T>(x[k], other); };
-      if (i < k && shares(x[i]))
+      if (i < k && overlap<T>(x[k], x[i]))
         return call_check::text(batch_name{"x", i, x.size()}, " and ", batch_name{"x", k, x.size()},
                                 " are in the same memory, which a pass in place writes to");
-      if (i < epilogues.size() && epilogues[i].has_residual() && shares(epilogues[i].residual))
+      if (i < epilogues.size() && epilogues[i].has_residual() && overlap<T>(x[k], epilogues[i].residual))
         return call_check::text(batch_name{"the residual", i, x.size()}, " is in the memory of ",
                                 batch_name{"x", k, x.size()}, ", which a pass in place writes to");
     }
