@@ -1,6 +1,9 @@
 #include "ops/cuda_support.hpp"
 
 #include <array>
+#include <cmath>
+#include <cstddef>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -49,6 +52,34 @@ TEST_CASE("double backward on a device agrees with the oracle, of one batch and 
           syncnorm::self_communicator{}, shares, layout::nchw, with_epilogue, shares[0].size() == 2);
   }
   test::check_no_first_launches();
+  test::check_no_violations();
+}
+
+TEST_CASE("what is not given to double backward on a device is not another times 0") {
+  long double const infinity = std::numeric_limits<long double>::infinity();
+  layer_over<syncnorm::self_communicator> layer{{}, 1};
+  layer_cases::device_tensor<float> x{test::layout::nchw, 2, 1, 2}, dy{test::layout::nchw, 2, 1, 2},
+      y{test::layout::nchw, 2, 1, 2}, to_x{test::layout::nchw, 2, 1, 2};
+  x.put({1, 2, 3, -2}, 0), dy.put({0.5, infinity, -1, 2}, 0);
+  test::stream const on;
+  layer.forward(x.view, y.view, on);
+  // Of the gradient of beta alone, which is linear in dy; gamma is 1.
+  layer.double_backward({.beta_gradient = layer.gamma()}, x.view, dy.view, y.view, to_x.view, {}, {}, on);
+  layer.synchronize(on);
+  CHECK(y.get() == std::vector<long double>(4, 1));
+  CHECK(to_x.get() == std::vector<long double>(4, 0));
+  CHECK(layer_cases::get(layer.gamma_grad())[0] == 0);
+
+  // By constant statistics dx is a multiple of dy alone.
+  layer.eval();
+  layer_cases::device_tensor<float> u{test::layout::nchw, 2, 1, 2};
+  x.put({1, infinity, 3, -2}, 0), u.put({2, 1, -1, 3}, 0);
+  layer.forward(x.view, y.view, on);
+  layer.double_backward({.dx = u.view}, x.view, dy.view, y.view, to_x.view, {}, {}, on);
+  layer.synchronize(on);
+  auto const to_dy = y.get(), of_u = u.get();
+  for (std::size_t i = 0; i < 4; ++i) CHECK(std::abs(to_dy[i] * of_u[0] - to_dy[0] * of_u[i]) < 1e-5);
+  CHECK(to_x.get() == std::vector<long double>(4, 0));
   test::check_no_violations();
 }
 

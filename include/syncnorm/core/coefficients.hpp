@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <syncnorm/config.hpp>
+#include <syncnorm/core/combination.hpp>
 
 namespace syncnorm {
 
@@ -50,6 +51,46 @@ make_backward_coefficients(double mean, double inv_std, double gamma, double sum
       -(share * inv_std) * (inv_std * sum_dy_xmu); // in this order, of which no part underflows alone
   double const shift = -share * sum_dy - (mean - static_cast<double>(center)) * x_scale;
   return {static_cast<A>(dy_scale), center, static_cast<A>(x_scale), static_cast<A>(shift)};
+}
+
+/// given·other. What is not given is 0 and stays so, whatever it meets.
+template <class A>
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr A times_given(A given, A other) {
+  return given == 0 ? A{0} : given * other;
+}
+
+/// Sums of one channel in a double backward pass, with x̂ = (x − mean)·inv_std, and g, u and a as in
+/// `batch_norm_double_backward`; what is not given is 0 in all.
+struct second_order_sums {
+  double g, g_xhat, u, u_xhat, u_g, a_g, a_g_xhat;
+};
+
+/// The gradients that dy and x get: `a` of a combination is u, and `b` of it v for dy and g for x.
+struct second_order_coefficients {
+  combination for_dy, for_x;
+};
+
+/// `a`, `b`: the gradients with respect to those of gamma and beta; `s`: over all ranks, of `n` elements; n = 0: constant statistics,
+/// which have no gradient.
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr second_order_coefficients
+make_second_order_coefficients(double mean, double inv_std, double gamma, double a, double b,
+                               second_order_sums const& s, std::int64_t n) {
+  double const scale = gamma * inv_std;
+  if (n == 0) return {{scale, 1, mean, inv_std * a, b}, {0, a * inv_std, mean, 0, 0}};
+  double const share = 1 / static_cast<double>(n), rn = inv_std * share;
+  double const spread = s.u_g - (times_given(s.u, s.g) + 3 * times_given(s.u_xhat, s.g_xhat)) * share;
+  return {{scale, 1, mean, inv_std * (a - scale * s.u_xhat * share), b - scale * s.u * share},
+          {-scale * rn * s.g_xhat, a * inv_std - scale * rn * s.u_xhat, mean,
+           -inv_std * rn * (s.a_g_xhat + scale * spread),
+           scale * rn * share * (times_given(s.u, s.g_xhat) + times_given(s.u_xhat, s.g)) - rn * s.a_g}};
+}
+
+/// What gamma gets of a double backward pass, by this rank's own sums and those `s` of all.
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr double second_order_gamma(double inv_std, double own_u, double own_u_xhat,
+                                                                       double own_u_g, second_order_sums const& s,
+                                                                       std::int64_t n) {
+  if (n == 0) return inv_std * own_u_g;
+  return inv_std * (own_u_g - (times_given(own_u, s.g) + times_given(own_u_xhat, s.g_xhat)) / static_cast<double>(n));
 }
 
 } // namespace syncnorm

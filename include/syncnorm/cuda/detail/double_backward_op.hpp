@@ -30,7 +30,7 @@ struct double_backward_statistics {
 
   struct summary {
     double mean, inv_std, a, b;
-    double g, g_xhat, u, u_xhat, u_g, a_g, a_g_xhat; ///< sums over all ranks, by x̂ = (x − mean)·inv_std
+    second_order_sums all; ///< of all ranks
     double own_u_g, own_u, own_u_xhat;
     std::int64_t count;
   };
@@ -48,25 +48,15 @@ struct double_backward_statistics {
             r,
             load_value(hw, gamma_gradient, c, 0),
             load_value(hw, beta_gradient, c, 0),
-            sums[0],
-            r * sums[1],
-            sums[2],
-            r * sums[3],
-            sums[4],
-            sums[5],
-            r * sums[6],
+            {sums[0], r * sums[1], sums[2], r * sums[3], sums[4], sums[5], r * sums[6]},
             mine.value(hw, 0, 4, c),
             mine.value(hw, 0, 2, c),
             r * mine.value(hw, 0, 3, c),
             hw.load(saved.count)};
   }
-  [[nodiscard]] static SYNCNORM_DEVICE double per_count(summary const& s) {
-    return s.count > 0 ? 1 / static_cast<double>(s.count) : 0; // 0: constant statistics
-  }
   template <class Hw>
   SYNCNORM_DEVICE void commit(Hw const& hw, std::int64_t c, summary const& s) const {
-    double const term = s.own_u_g - (s.own_u * s.g + s.own_u_xhat * s.g_xhat) * per_count(s);
-    add_value(hw, to_gamma, c, s.inv_std * term);
+    add_value(hw, to_gamma, c, second_order_gamma(s.inv_std, s.own_u, s.own_u_xhat, s.own_u_g, s.all, s.count));
   }
   template <class Hw>
   SYNCNORM_DEVICE void count_pass(Hw const&, std::uint32_t, std::int64_t) const {}
@@ -105,24 +95,20 @@ struct double_gradient_op {
 
   SYNCNORM_DEVICE void coefficients_of(double_backward_statistics::summary const& s, double gamma,
                                        [[maybe_unused]] double beta, A (&k)[coefficients]) const {
-    double const pc = double_backward_statistics::per_count(s), r = s.inv_std, scale = gamma * r, rn = r * pc;
+    auto const made = make_second_order_coefficients(s.mean, s.inv_std, gamma, s.a, s.b, s.all, s.count);
     A const center = static_cast<A>(s.mean);
     double const lost = s.mean - static_cast<double>(center);
-    double const dy_x = r * (s.a - scale * s.u_xhat * pc), dy_shift = s.b - scale * s.u * pc;
-    double const spread = s.u_g - (s.u * s.g + 3 * s.u_xhat * s.g_xhat) * pc;
-    double const x_x = -r * rn * (s.a_g_xhat + scale * spread);
-    double const x_shift = scale * rn * pc * (s.u * s.g_xhat + s.g * s.u_xhat) - rn * s.a_g;
-    k[0] = static_cast<A>(scale);
-    k[1] = static_cast<A>(dy_x);
-    k[2] = static_cast<A>(dy_shift - lost * dy_x);
-    k[3] = static_cast<A>(-scale * rn * s.g_xhat);
-    k[4] = static_cast<A>(s.a * r - scale * rn * s.u_xhat);
-    k[5] = static_cast<A>(x_x);
-    k[6] = static_cast<A>(x_shift - lost * x_x);
+    k[0] = static_cast<A>(made.for_dy.scale_a);
+    k[1] = static_cast<A>(made.for_dy.scale_x);
+    k[2] = static_cast<A>(made.for_dy.shift - lost * made.for_dy.scale_x);
+    k[3] = static_cast<A>(made.for_x.scale_a);
+    k[4] = static_cast<A>(made.for_x.scale_b);
+    k[5] = static_cast<A>(made.for_x.scale_x);
+    k[6] = static_cast<A>(made.for_x.shift - lost * made.for_x.scale_x);
     k[7] = center;
     if constexpr (Epilogue) {
-      auto const made = make_normalize_coefficients<A>(s.mean, r, gamma, beta);
-      k[8] = made.scale, k[9] = made.shift;
+      auto const activated = make_normalize_coefficients<A>(s.mean, s.inv_std, gamma, beta);
+      k[8] = activated.scale, k[9] = activated.shift;
     }
   }
   template <axis Axis, known K, class Hw>
@@ -140,9 +126,12 @@ struct double_gradient_op {
   }
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], [[maybe_unused]] bool counts,
                              T (&out)[outputs]) const {
-    A const second = u.data == nullptr ? A{0} : static_cast<A>(in[0]), d = static_cast<A>(in[2]) - k[7];
-    A g = static_cast<A>(in[1]), to_g = second * k[0] + (d * k[1] + k[2]);
-    A through = second * k[3] + (d * k[5] + k[6]);
+    A const d = static_cast<A>(in[2]) - k[7];
+    A g = static_cast<A>(in[1]), to_g = times_given(k[1], d) + k[2], through = times_given(k[5], d) + k[6];
+    if (u.data != nullptr) {
+      to_g += times_given(k[0], static_cast<A>(in[0]));
+      through += times_given(k[3], static_cast<A>(in[0]));
+    }
     if constexpr (Epilogue) {
       A activated = d * k[8] + k[9];
       if (residual.data != nullptr) activated += static_cast<A>(in[3]);
@@ -153,7 +142,7 @@ struct double_gradient_op {
       through = counts ? through : A{0};
     }
     out[0] = static_cast<T>(to_g);
-    out[1] = static_cast<T>(g * k[4] + through);
+    out[1] = static_cast<T>(times_given(k[4], g) + through);
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {

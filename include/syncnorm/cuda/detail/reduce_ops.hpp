@@ -297,16 +297,17 @@ struct double_backward_sums_op : added_parts<5> {
   static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
   SYNCNORM_DEVICE void add(fine& to, constants const& k, T const (&in)[inputs], bool counts_too, bool exists) const {
     if (!exists) return;
-    A const second = u.data == nullptr ? A{0} : static_cast<A>(in[0]), d = static_cast<A>(in[2]) - k.center;
-    A g = static_cast<A>(in[1]), counted_second = second;
+    A const d = static_cast<A>(in[2]) - k.center;
+    A g = static_cast<A>(in[1]);
     if constexpr (Epilogue) {
       A v = d * k.scale + k.shift;
       if (residual.data != nullptr) v += static_cast<A>(in[3]);
       g = counts_too || !zeroes ? activation_gradient(v, g, slope) : A{0};
-      counted_second = counts_too ? second : A{0};
     }
     to.of[0] += g;
     to.of[1] += g * d;
+    if (u.data == nullptr) return; // not 0 times what may be infinite
+    A const second = static_cast<A>(in[0]), counted_second = Epilogue && !counts_too ? A{0} : second;
     to.of[2] += counted_second;
     to.of[3] += counted_second * d;
     to.of[4] += second * g;
@@ -332,7 +333,7 @@ struct double_backward_sums_op : added_parts<5> {
     double const mean = hw.load(saved.mean + c), lost = mean - static_cast<double>(static_cast<A>(mean));
     double const a = load_value(hw, gamma_gradient, c, 0);
     value[0] = all[0], value[1] = all[1] - lost * all[0], value[2] = all[2], value[3] = all[3] - lost * all[2];
-    value[4] = all[4], value[5] = a * value[0], value[6] = a * value[1];
+    value[4] = all[4], value[5] = times_given(a, value[0]), value[6] = times_given(a, value[1]);
   }
 };
 

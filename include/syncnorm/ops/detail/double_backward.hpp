@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
@@ -182,38 +183,27 @@ private:
   void weigh(std::int64_t first, std::int64_t length) {
     for (auto c = static_cast<std::size_t>(first); c < static_cast<std::size_t>(first + length); ++c) {
       double const a = value_of(in_.a, c, 0);
-      own(row::a_g)[c] = times(a, own(row::g)[c]);
-      own(row::a_g_xmu)[c] = times(a, own(row::g_xmu)[c]);
+      own(row::a_g)[c] = times_given(a, own(row::g)[c]);
+      own(row::a_g_xmu)[c] = times_given(a, own(row::g_xmu)[c]);
     }
   }
 
-  /// What is not given is 0 and stays so, whatever it meets.
-  [[nodiscard]] static double times(double given, double other) { return given == 0 ? 0 : given * other; }
-
   /// What some channels of dy, x and gamma get, by the sums of all ranks.
   void finish(std::int64_t first, std::int64_t length) {
-    bool const constant = saved_->count == 0; // statistics, which have no gradient
-    double const per_count = constant ? 0 : 1.0 / static_cast<double>(saved_->count);
     for (auto c = static_cast<std::size_t>(first); c < static_cast<std::size_t>(first + length); ++c) {
-      double const r = saved_->inv_std[c], mean = saved_->mean[c], scale = value_of(in_.affine.gamma, c, 1) * r;
-      double const a = value_of(in_.a, c, 0), b = value_of(in_.b, c, 0);
-      auto const sum = [&](row which, double factor) { return factor * all(which)[c]; };
-      double term = own(row::u_g)[c];
-      if (constant) {
-        buffers_->for_dy[c] = {scale, 1, mean, r * a, b};
-        buffers_->for_x[c] = {0, a * r, mean, 0, 0};
-      } else {
-        double const rn = r * per_count, sg = sum(row::g, 1), sgx = sum(row::g_xmu, r);
-        double const su = sum(row::u, 1), sux = sum(row::u_xmu, r), sug = sum(row::u_g, 1);
-        double const ag = sum(row::a_g, 1), agx = sum(row::a_g_xmu, r);
-        double const spread = sug - (times(su, sg) + 3 * times(sux, sgx)) * per_count;
-        buffers_->for_dy[c] = {scale, 1, mean, r * (a - scale * sux * per_count), b - scale * su * per_count};
-        buffers_->for_x[c] = {-scale * rn * sgx, a * r - scale * rn * sux, mean, -r * rn * (agx + scale * spread),
-                              scale * rn * per_count * (times(su, sgx) + times(sux, sg)) - rn * ag};
-        term -= (times(own(row::u)[c], sg) + r * times(own(row::u_xmu)[c], sgx)) * per_count;
-      }
+      double const r = saved_->inv_std[c];
+      auto const sum = [&](row which, double factor = 1) { return factor * all(which)[c]; };
+      second_order_sums const sums{sum(row::g),   sum(row::g_xmu, r), sum(row::u),         sum(row::u_xmu, r),
+                                   sum(row::u_g), sum(row::a_g),      sum(row::a_g_xmu, r)};
+      auto const made =
+          make_second_order_coefficients(saved_->mean[c], r, value_of(in_.affine.gamma, c, 1), value_of(in_.a, c, 0),
+                                         value_of(in_.b, c, 0), sums, saved_->count);
+      buffers_->for_dy[c] = made.for_dy;
+      buffers_->for_x[c] = made.for_x;
       if (in_.gamma_gradient.empty()) continue;
-      in_.gamma_gradient[c] = from_double<P>(as_double(in_.gamma_gradient[c]) + r * term);
+      double const more =
+          second_order_gamma(r, own(row::u)[c], r * own(row::u_xmu)[c], own(row::u_g)[c], sums, saved_->count);
+      in_.gamma_gradient[c] = from_double<P>(as_double(in_.gamma_gradient[c]) + more);
     }
   }
 
