@@ -119,6 +119,30 @@ TEST_CASE("a backward pass after a forward pass that failed adds nothing, and sa
   test::check_no_violations();
 }
 
+TEST_CASE("a forward pass that fails on one rank alone leaves no earlier one for a collective backward pass") {
+  test::over_nccl(2, [](auto const& comm) {
+    test::stream const on;
+    layer_over<test::nccl_communicator> layer{comm, 3};
+    step_memory step;
+    step.forward(layer, on);
+    step.backward(layer, on);
+    layer.synchronize(on);
+    layer.freeze_statistics(); // and so nothing is collective
+    bool const bad = comm.rank() == 1;
+    if (bad) step.x.view.data = nullptr;
+    auto const said = [&](auto const& f) {
+      return test::thrown<syncnorm::invalid_argument_error>([&] {
+        f();
+        layer.synchronize(on);
+      });
+    };
+    CHECK(said([&] { step.forward(layer, on); }).empty() != bad);
+    step.x.view.data = step.x.memory.data();
+    CHECK(said([&] { step.backward(layer, on); }) == (bad ? "batch_norm backward: there was no forward pass" : ""));
+  });
+  test::check_no_violations();
+}
+
 TEST_CASE("ranks that differ in options or channels all get the error of the host, from the first pass") {
   test::over_nccl(3, [](auto const& comm) {
     layer_over<test::nccl_communicator> layer{comm, 3, {.norm = {.eps = comm.rank() == 2 ? 1e-3 : 1e-5}}};

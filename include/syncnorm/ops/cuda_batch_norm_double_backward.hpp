@@ -39,7 +39,7 @@ public:
   [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
   [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
   [[nodiscard]] bool collective() const override {
-    return exchange_ && (!saved_->exists || saved_->scope == statistics_scope::all_ranks);
+    return exchange_ && saved_->scope == statistics_scope::all_ranks;
   }
   [[nodiscard]] pass_packets const& packets() const override { return workspace_->double_packets(); }
 

@@ -149,6 +149,11 @@ public:
     for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k), k == 0);
   }
 
+  void fail() noexcept override {
+    saved_->exists = false;
+    saved_->scope = statistics_scope::constant; // so that no backward pass is collective: the others may have none
+  }
+
   void run_alone(cudaStream_t stream) override {
     packet_place own{packets().own().data()};
     if (!constant() && in_.x.size() != 1) {

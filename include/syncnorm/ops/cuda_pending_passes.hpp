@@ -122,7 +122,7 @@ public:
     if (done_) throw invalid_argument_error{"finish: these passes are finished already"};
     done_ = true;
     if (buffers_ == nullptr)
-      for (auto const& pass : passes_) detail::throw_fault(pass.steps());
+      throw_faults();
     else
       syncnorm::detail::require_cuda(buffers_->side.join(stream), "cudaStreamWaitEvent");
     bool const reduces = buffers_ != nullptr && !buffers_->packets.gathers();
@@ -180,6 +180,16 @@ private:
 
   [[nodiscard]] static bool is_backward(detail::device_pass const& pass) {
     return pass.name() == std::string_view{"batch_norm backward"};
+  }
+
+  /// Of passes that exchange nothing.
+  void throw_faults() const {
+    try {
+      for (auto const& pass : passes_) detail::throw_fault(pass.steps());
+    } catch (...) {
+      for (auto const& pass : passes_) pass.steps().fail();
+      throw;
+    }
   }
 
   template <class C>

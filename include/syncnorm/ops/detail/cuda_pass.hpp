@@ -69,6 +69,8 @@ public:
                      cudaStream_t stream) = 0;
   /// All of it on this rank alone, of a pass without fault.
   virtual void run_alone(cudaStream_t stream) = 0;
+  /// Leaves nothing for a later pass, after something was thrown.
+  virtual void fail() noexcept {}
 
 protected:
   explicit device_pass(batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
@@ -159,9 +161,9 @@ void rehearse_exchange(C const& comm, pass_packets const& packets, merge_rule ru
   syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
 }
 
-/// Runs a pass over `comm`, in one allgather, or by sums.
+/// `run_pass`, but for what becomes of a pass that throws.
 template <communicator C>
-void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
+void run_steps(C const& comm, device_pass& pass, cudaStream_t stream) {
   auto& workspace = pass.workspace();
   bool const alone = syncnorm::size(comm) == 1 || !pass.collective();
   if (!alone) require_capturable(comm, pass.name(), workspace.agreed(), stream);
@@ -184,7 +186,18 @@ void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
       pass.apply(reduces ? packets.merged(0) : packets.gathered(0), own, workspace.report(), on);
     });
   }
-  workspace.raise();
+}
+
+/// Runs a pass over `comm`, in one allgather, or by sums.
+template <communicator C>
+void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
+  try {
+    run_steps(comm, pass, stream);
+  } catch (...) {
+    pass.fail();
+    throw;
+  }
+  pass.workspace().raise(); // what earlier passes have left, which not every rank knows of yet
 }
 
 template <class P>
