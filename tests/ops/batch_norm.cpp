@@ -107,6 +107,22 @@ TEST_CASE("a pass is one collective, after the first of a wide layer") {
   CHECK(count_collectives(2, 1024, 2, 3) == std::vector{2, 1, 1, 1, 1, 1});
 }
 
+TEST_CASE("the first pass in two phases is one collective up to as many channels as in one phase") {
+  for (std::int64_t const channels : {112, 113, 128, 129})
+    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+      int calls = 0;
+      std::vector<float> x(static_cast<std::size_t>(4 * channels)), y(x.size());
+      for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7) + static_cast<float>(comm.rank());
+      syncnorm::batch_norm<float, counting_communicator> layer{{comm, calls}, channels}, other{{comm, calls}, channels};
+      auto const view = [&](auto& values) { return syncnorm::nc(values.data(), 4, channels); };
+      layer.begin_forward(view(x), view(y)).finish();
+      CHECK(calls == (channels <= 128 ? 1 : 2));
+      other.forward(view(x), view(y));
+      CHECK(std::ranges::equal(layer.running_mean(), other.running_mean()));
+      CHECK(std::ranges::equal(layer.running_var(), other.running_var()));
+    });
+}
+
 TEST_CASE("a pass is one collective after one that was empty on every rank, too") {
   syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
     constexpr std::int64_t channels = 300;

@@ -97,12 +97,18 @@ private:
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       takes_part(steps) ? steps.accept(exchange_.summary(l)) : steps.require_valid();
     });
+    auto const all_of = [](detail::pass_steps const& steps) { return detail::channel_span{0, steps.channels()}; };
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
-      detail::channel_span const all{0, steps.channels()};
-      if (!takes_part(steps)) return steps.run_alone();
-      exchange_.total(l, steps.totals(all));
-      steps.apply(all);
-      steps.commit(all, exchange_.own(l, 0), exchange_.own(l, 1));
+      if (!takes_part(steps)) return;
+      exchange_.total(l, steps.totals(all_of(steps)));
+      steps.apply(all_of(steps));
+    });
+    for_each_layer([&](std::size_t, detail::pass_steps& steps) {
+      if (!takes_part(steps)) steps.run_alone();
+    });
+    // Nothing throws any more.
+    for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
+      if (takes_part(steps)) steps.commit(all_of(steps), exchange_.own(l, 0), exchange_.own(l, 1));
     });
   }
 

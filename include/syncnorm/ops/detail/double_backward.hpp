@@ -101,6 +101,7 @@ public:
     for (std::size_t k = 0; k < in_.x.size(); ++k)
       host::second_order_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
                                std::span<combination const>{buffers_->for_x});
+    commit();
   }
 
 private:
@@ -164,7 +165,7 @@ private:
       for (std::size_t k = 0; k < in_.x.size(); ++k)
         host::second_order_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
                                  std::span<combination const>{buffers_->for_x});
-      return;
+      return commit();
     }
     host::second_order_in_blocks(
         exec_, operands(0), sums_in(buffers_->own), std::span<combination const>{buffers_->for_dy},
@@ -177,6 +178,7 @@ private:
           }
           finish(first, length);
         });
+    commit();
   }
 
   /// The sums times a, which is each rank's own.
@@ -188,23 +190,33 @@ private:
     }
   }
 
-  /// What some channels of dy, x and gamma get, by the sums of all ranks.
+  /// What some channels of dy and x get, by the sums of all ranks.
   void finish(std::int64_t first, std::int64_t length) {
     for (auto c = static_cast<std::size_t>(first); c < static_cast<std::size_t>(first + length); ++c) {
-      double const r = saved_->inv_std[c];
-      auto const sum = [&](row which, double factor = 1) { return factor * all(which)[c]; };
-      second_order_sums const sums{sum(row::g),   sum(row::g_xmu, r), sum(row::u),         sum(row::u_xmu, r),
-                                   sum(row::u_g), sum(row::a_g),      sum(row::a_g_xmu, r)};
       auto const made =
-          make_second_order_coefficients(saved_->mean[c], r, value_of(in_.affine.gamma, c, 1), value_of(in_.a, c, 0),
-                                         value_of(in_.b, c, 0), sums, saved_->count);
+          make_second_order_coefficients(saved_->mean[c], saved_->inv_std[c], value_of(in_.affine.gamma, c, 1),
+                                         value_of(in_.a, c, 0), value_of(in_.b, c, 0), sums_of(c), saved_->count);
       buffers_->for_dy[c] = made.for_dy;
       buffers_->for_x[c] = made.for_x;
-      if (in_.gamma_gradient.empty()) continue;
+    }
+  }
+
+  /// Adds to gamma's gradient, when nothing throws any more.
+  void commit() {
+    for (std::size_t c = 0; c < in_.gamma_gradient.size(); ++c) {
+      double const r = saved_->inv_std[c];
       double const more =
-          second_order_gamma(r, own(row::u)[c], r * own(row::u_xmu)[c], own(row::u_g)[c], sums, saved_->count);
+          second_order_gamma(r, own(row::u)[c], r * own(row::u_xmu)[c], own(row::u_g)[c], sums_of(c), saved_->count);
       in_.gamma_gradient[c] = from_double<P>(as_double(in_.gamma_gradient[c]) + more);
     }
+  }
+
+  /// Of all ranks.
+  [[nodiscard]] second_order_sums sums_of(std::size_t c) const {
+    auto const sum = [&](row which) { return all(which)[c]; };
+    double const r = saved_->inv_std[c];
+    return {sum(row::g),   r * sum(row::g_xmu), sum(row::u),          r * sum(row::u_xmu),
+            sum(row::u_g), sum(row::a_g),       r * sum(row::a_g_xmu)};
   }
 
   host::executor_ref exec_;

@@ -180,21 +180,24 @@ private:
   template <class C>
   bool exchange_head(C const& comm, exchange_policy policy) {
     constexpr std::size_t room = header_room + head_values;
+    // The header of a single layer is that of all.
+    std::size_t const at = channels_.size() == 1 ? 0 : header_room;
+    bool const fits = at + own_.size() <= room;
     std::vector<double> head(room), heads(room * ranks_);
     packet_header all = headers_.front();
     all.channels = std::accumulate(channels_.begin(), channels_.end(), std::int64_t{0});
+    std::copy_n(own_.begin(), std::min(own_.size(), room - at), head.data() + at);
     std::memcpy(head.data(), &all, sizeof all);
-    std::copy_n(own_.begin(), std::min(own_.size(), head_values), head.begin() + header_room);
     allgather(comm, std::as_bytes(std::span{head}), std::as_writable_bytes(std::span{heads}));
     require_own_message(rank_, std::as_bytes(std::span{head}), std::as_bytes(std::span{heads}));
     std::vector<packet_header> of_ranks(ranks_);
     for (std::size_t r = 0; r < ranks_; ++r) of_ranks[r] = header_at(heads.data() + r * room);
     require_agreement(of_ranks);
     agreed_ = true;
-    if (policy == exchange_policy::reduce || own_.size() > head_values) return false;
+    if (policy == exchange_policy::reduce || !fits) return false;
     received_.resize(own_.size() * ranks_);
     for (std::size_t r = 0; r < ranks_; ++r)
-      std::copy_n(heads.data() + r * room + header_room, own_.size(), received_.data() + r * own_.size());
+      std::copy_n(heads.data() + r * room + at, own_.size(), received_.data() + r * own_.size());
     gathered_ = true;
     return true;
   }
