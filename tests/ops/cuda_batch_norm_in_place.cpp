@@ -36,6 +36,25 @@ TEST_CASE("a pass in place on a device recovers x, or keeps it, enqueued and rep
   test::check_no_violations();
 }
 
+TEST_CASE("what is kept on a device goes back to a y of other strides") {
+  using layer_cases::device_tensor;
+  constexpr std::int64_t n = 2, c = 3, s = 5;
+  layer_over<syncnorm::self_communicator> layer{{}, c};
+  syncnorm::batch_norm_epilogue<float> const relu{.activation = syncnorm::activation::relu()}; // every channel is kept
+  std::vector<long double> values;
+  for (int i = 0; i < n * c * s; ++i) values.push_back(i * i % 17);
+  device_tensor<float> x{test::layout::nhwc, n, c, s}, y{test::layout::nchw, n, c, s}, dx{test::layout::nchw, n, c, s};
+  x.put(values, 0);
+  test::stream const on;
+  layer.forward_in_place(x.view, relu, on);
+  on.wait();
+  y.put(x.get(), 0);
+  layer.backward_in_place(y.view, y.view, dx.view, relu, {}, {}, on);
+  layer.synchronize(on);
+  CHECK(y.get() == values);
+  test::check_no_violations();
+}
+
 TEST_CASE("micro-batches in place on a device are what they are apart, enqueued and replayed from a graph") {
   using syncnorm::exchange_policy;
   using test::layout;

@@ -78,6 +78,7 @@ struct kept_channels {
   std::int64_t* state = nullptr;
   void* elements = nullptr;
   std::int64_t room = 0;
+  bool by_channels = false; ///< elements of one position follow each other, else those of one channel
 };
 
 /// The gradients with respect to what a backward pass gave: dx and dresidual `[N, C, S]`, and this rank's gradients of gamma

@@ -80,14 +80,14 @@ public:
     detail::memory_cutter cutter{table_};
     auto* const state = cutter.template take<std::int64_t>(1);
     auto* const list = cutter.template take<std::int32_t>(static_cast<std::size_t>(channels_));
-    return {list, state, elements_, room_};
+    return {list, state, elements_, room_, like.stride_c == 1 && like.stride_s != 1};
   }
   /// Channels that there is room for.
   [[nodiscard]] std::int64_t room() const noexcept { return room_; }
   /// Memory for elements that are kept.
   [[nodiscard]] std::size_t bytes() const noexcept { return static_cast<std::size_t>(room_ * count_) * sizeof(T); }
 
-  tensor_view<T const> like{}; ///< the extents of the latest x
+  tensor_view<T const> like{}; ///< the latest x, without its data
   bool holds_x = true;         ///< its memory, as far as passes have been enqueued
 
 private:

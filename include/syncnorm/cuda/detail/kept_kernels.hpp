@@ -58,7 +58,7 @@ struct copy_arguments {
 /// The loop of `copy_kernel`, by indices that hold all that it counts: 32 bits divide several times as fast as 64.
 template <class Index, class Word, class Hw>
 SYNCNORM_DEVICE void copy_elements(Hw const& hw, copy_arguments<Word> const& a, Index listed, Index count, Index step) {
-  bool const back = a.saved_count != nullptr, by_channels = a.x.stride_c == 1 && a.x.stride_s != 1;
+  bool const back = a.saved_count != nullptr, by_channels = a.kept.by_channels;
   auto* const elements = static_cast<Word*>(a.kept.elements);
   Index const threads = static_cast<Index>(hw.threads()), spatial = static_cast<Index>(a.x.spatial);
   for (Index i = hw.block() * threads + static_cast<Index>(hw.thread()); i < listed * count; i += step) {
@@ -72,8 +72,7 @@ SYNCNORM_DEVICE void copy_elements(Hw const& hw, copy_arguments<Word> const& a, 
   }
 }
 
-/// Copies the listed channels of x to what is kept, or back. Kept elements lie as neighbours lie in x: position after position, or,
-/// where channels are contiguous, channel after channel.
+/// Copies the listed channels of x to what is kept, or back, whatever the strides of x are then.
 template <class Word, class Hw>
 SYNCNORM_DEVICE void copy_kernel(Hw const& hw, copy_arguments<Word> const& a) {
   if (a.saved_count != nullptr && hw.load(a.saved_count) < 0) return;
