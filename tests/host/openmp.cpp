@@ -1,4 +1,6 @@
 #include <atomic>
+#include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -20,6 +22,17 @@ TEST_CASE("an OpenMP team runs each piece of work once") {
     exec.for_each(n, [&](std::int64_t i) { ++times[static_cast<std::size_t>(i)]; });
     for (auto const& t : times) CHECK(t == 1);
   }
+}
+
+TEST_CASE("what a piece of work throws in an OpenMP team is thrown when all have returned") {
+  host::openmp_executor const exec{3};
+  std::atomic<int> done = 0;
+  auto const failing = [&](std::int64_t i) {
+    ++done;
+    if (i % 40 == 7) throw std::runtime_error{"no memory"};
+  };
+  CHECK_THROWS_WITH_AS(host::executor_ref{exec}.for_each(100, failing), "no memory", std::runtime_error);
+  CHECK(done == 100);
 }
 
 TEST_CASE("an OpenMP team gives the bits of one thread") {

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <concepts>
 #include <cstdint>
+#include <exception>
 #include <type_traits>
 
 #include <syncnorm/core/function_ref.hpp>
@@ -39,14 +41,28 @@ public:
 
   [[nodiscard]] int concurrency() const noexcept { return concurrency_; }
 
+  /// Throws what a call of f throws, such as for want of memory, when all have returned.
   template <class F>
   void for_each(std::int64_t n, F const& f) const {
-    if (for_each_ == nullptr) return serial_executor{}.for_each(n, f);
-    for_each_(executor_, n, f);
+    for_each_ == nullptr ? serial_executor{}.for_each(n, f) : run(n, f);
   }
 
 private:
   using call = function_ref<void(std::int64_t)>;
+
+  void run(std::int64_t n, call f) const {
+    std::atomic<bool> failed = false;
+    std::exception_ptr failure;
+    auto const caught = [&](std::int64_t i) {
+      try {
+        f(i);
+      } catch (...) {
+        if (!failed.exchange(true)) failure = std::current_exception();
+      }
+    };
+    for_each_(executor_, n, caught);
+    if (failure) std::rethrow_exception(failure);
+  }
 
   template <class E>
   static void for_each_by(void const* exec, std::int64_t n, call f) {
