@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/host/compiled_primitives.hpp>
@@ -173,6 +174,30 @@ TEST_CASE("a large layer whose exchange costs more is exchanged in halves") {
     // The first of each direction makes the ranks agree on the cut; the last is the test's own.
     CHECK(calls == 1 + 1 + 2 + 2 + 1);
   });
+}
+
+/// Whose collectives are over when they return.
+struct blocking_communicator {
+  [[nodiscard]] int rank() const { return 0; }
+  [[nodiscard]] int size() const { return 2; }
+  [[nodiscard]] double exchange_overhead() const { return 7e-6; }
+  template <syncnorm::wire_type T>
+  void allgather(std::span<T const>, std::span<T>) const {}
+  template <syncnorm::reducible_type T>
+  void allreduce(std::span<T const>, std::span<T>, syncnorm::reduce_op) const {}
+};
+
+TEST_CASE("halves are not exchanged by what cannot exchange one while the other is summed") {
+  auto const is_cut = [](auto const& comm) {
+    auto const x = syncnorm::nchw<float>(nullptr, 8, 13, 4096);
+    return syncnorm::detail::choose_parts(syncnorm::host::serial_executor{}, comm, x, 1).channels < x.channels;
+  };
+  int calls = 0;
+  counting_communicator const counting{syncnorm::thread_group{2}.communicator(0), calls, 7e-6};
+  CHECK(is_cut(counting));
+  CHECK_FALSE(is_cut(blocking_communicator{}));
+  CHECK_FALSE(is_cut(syncnorm::any_communicator{blocking_communicator{}}));
+  CHECK(is_cut(syncnorm::any_communicator{syncnorm::any_communicator{syncnorm::thread_group{2}.communicator(0)}}));
 }
 
 TEST_CASE_TEMPLATE("batch norm over threads agrees with the oracle on the whole batch", T,

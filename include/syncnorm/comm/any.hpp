@@ -80,6 +80,8 @@ public:
     model_->run(detail::make_call(detail::collective_kind::reduce, in, out, op, root));
   }
   void barrier() const { model_->barrier(); }
+  /// Whether `allgather_async` returns before the operation has completed.
+  [[nodiscard]] bool overlaps() const noexcept { return model_->overlaps(); }
   [[nodiscard]] double exchange_overhead() const { return model_->exchange_overhead(); }
   [[nodiscard]] exchange_cost cost_of_exchange() const { return model_->cost_of_exchange(); }
 

@@ -27,6 +27,15 @@ concept aborts = communicator<C> && requires(C const& c) {
   c.abort();
 };
 
+/// Whether an asynchronous allgather of bytes goes on while its rank does something else, as far as the communicator says.
+template <communicator C>
+[[nodiscard]] bool overlaps(C const& comm) {
+  if constexpr (requires { comm.overlaps(); })
+    return comm.overlaps();
+  else
+    return allgathers_async<C, std::byte>;
+}
+
 /// About how many seconds of this rank's own time a small collective costs, whatever it waits for. A communicator that
 /// says it by a member of this name lets large exchanges be cut into parts; infinity where it says nothing. Local.
 template <communicator C>

@@ -67,6 +67,7 @@ public:
   /// Null where the operation has completed already.
   [[nodiscard]] virtual std::unique_ptr<erased_work> start(erased_call const& call) const = 0;
   virtual void barrier() const = 0;
+  [[nodiscard]] virtual bool overlaps() const noexcept = 0;
   [[nodiscard]] virtual double exchange_overhead() const = 0;
   [[nodiscard]] virtual exchange_cost cost_of_exchange() const = 0;
   [[nodiscard]] virtual bool can_split() const noexcept = 0;
@@ -98,6 +99,7 @@ public:
   }
 
   void barrier() const override { syncnorm::barrier(comm); }
+  [[nodiscard]] bool overlaps() const noexcept override { return syncnorm::overlaps(comm); }
   [[nodiscard]] double exchange_overhead() const override { return syncnorm::exchange_overhead(comm); }
   [[nodiscard]] exchange_cost cost_of_exchange() const override { return syncnorm::cost_of_exchange(comm); }
 

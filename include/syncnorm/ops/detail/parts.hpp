@@ -38,7 +38,7 @@ template <class C, class T>
   };
   double const enough = worthwhile * exchange_overhead(comm);
   if (seconds(block) > enough) return {block, false};
-  if (allgathers_async<C, std::byte> && seconds(half) > enough) return {half, true};
+  if (overlaps(comm) && seconds(half) > enough) return {half, true};
   return {std::numeric_limits<std::int64_t>::max(), false};
 }
 
