@@ -35,9 +35,7 @@ struct batch_norm_epilogue {
   mask_view mask{};                ///< `[N, S]`; a default mask: none. May be on some ranks alone
   masked_outputs masked = masked_outputs::normalized;
 
-  [[nodiscard]] constexpr bool has_residual() const {
-    return residual.data != nullptr || residual.samples != 0 || residual.channels != 0 || residual.spatial != 0;
-  }
+  [[nodiscard]] constexpr bool has_residual() const { return residual.is_given(); }
   /// Whether outputs are anything but normalized inputs, and their gradients.
   [[nodiscard]] constexpr bool does_something() const {
     return activation.negative_slope != 1 || has_residual() || mask;

@@ -15,6 +15,10 @@ struct tensor_view {
   std::int64_t samples = 0, channels = 0, spatial = 0;
   std::int64_t stride_n = 0, stride_c = 0, stride_s = 0;
 
+  /// Whether it is anything but a default view, which stands for none.
+  [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr bool is_given() const {
+    return data != nullptr || samples != 0 || channels != 0 || spatial != 0;
+  }
   /// Elements of the whole tensor, N·C·S.
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t size() const { return samples * channels * spatial; }
   /// Elements of one channel, N·S.

@@ -113,7 +113,7 @@ public:
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
                          batch_norm_epilogue<T> const& epilogue = {}, tensor_view<T> dresidual = {},
                          batch_norm_backward_options const& options = {}) {
-    bool const wants_dx = detail::is_wanted(dx);
+    bool const wants_dx = dx.is_given();
     backward_in_place(std::span{&y, 1}, std::span{&dy, 1}, std::span{&dx, wants_dx ? 1U : 0U}, options,
                       std::span{&epilogue, 1}, std::span{&dresidual, 1});
   }
@@ -195,7 +195,7 @@ public:
                                               batch_norm_backward_options const& options = {},
                                               batch_norm_epilogue<T> const& epilogue = {},
                                               tensor_view<T> dresidual = {}) {
-    bool const wants_dx = detail::is_wanted(dx);
+    bool const wants_dx = dx.is_given();
     return plan_backward(std::span{&x, 1}, std::span{&dy, 1}, std::span{&dx, wants_dx ? 1U : 0U}, options,
                          std::span{&epilogue, 1}, std::span{&dresidual, 1});
   }

@@ -14,16 +14,6 @@
 
 namespace syncnorm {
 
-namespace detail {
-
-/// Whether a gradient is asked for: a default view is none.
-template <class T>
-[[nodiscard]] bool is_wanted(tensor_view<T> const& gradient) {
-  return gradient.data != nullptr || gradient.samples != 0 || gradient.channels != 0 || gradient.spatial != 0;
-}
-
-} // namespace detail
-
 /// Gradients of `batch_norm_forward` and `batch_norm_inference`:
 ///
 ///     sum_dy = Σ dy,  sum_dy_xmu = Σ dy·(x − mean)    over all ranks
@@ -47,10 +37,10 @@ void batch_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual = {}) {
   using T = std::remove_const_t<X>;
   std::array const dxs{dx};
-  batch_norm_backward_batches<T, P>(
-      exec, comm, std::array<tensor_view<T const>, 1>{dy}, std::array<tensor_view<T const>, 1>{x},
-      std::span{dxs}.first(detail::is_wanted(dx) ? 1 : 0), affine, saved, gradients, options, workspace, caller,
-      std::span{&epilogue, 1}, std::span<tensor_view<T> const>{&dresidual, 1});
+  batch_norm_backward_batches<T, P>(exec, comm, std::array<tensor_view<T const>, 1>{dy},
+                                    std::array<tensor_view<T const>, 1>{x}, std::span{dxs}.first(dx.is_given() ? 1 : 0),
+                                    affine, saved, gradients, options, workspace, caller, std::span{&epilogue, 1},
+                                    std::span<tensor_view<T> const>{&dresidual, 1});
 }
 
 /// The same with a workspace of its own.

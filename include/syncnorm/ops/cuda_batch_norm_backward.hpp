@@ -49,9 +49,7 @@ public:
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
   [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
-  [[nodiscard]] bool collective() const override {
-    return exchange_ && saved_->scope == statistics_scope::all_ranks;
-  }
+  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
 
   void check(bool, cudaStream_t stream) override {
     auto const channels = workspace_->channels();
@@ -74,9 +72,9 @@ public:
       auto const& x = in_.x[k];
       check_.input(x, batch_name{"x", k, batches}, channels);
       check_.input_like(in_.dy[k], batch_name{"dy", k, batches}, x);
-      if (is_wanted(dx(k))) check_.written(dx(k), batch_name{"dx", k, batches}, x);
+      if (dx(k).is_given()) check_.written(dx(k), batch_name{"dx", k, batches}, x);
       check_.epilogue_of(epilogue(k), x, k, batches);
-      if (is_wanted(dresidual(k))) {
+      if (dresidual(k).is_given()) {
         check_.require(epilogue(k).has_residual() || x.size() == 0,
                        [] { return "the gradient of a residual is asked for, but there is no residual"; });
         check_.written(dresidual(k), batch_name{"dresidual", k, batches}, x);

@@ -38,9 +38,7 @@ public:
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
   [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
-  [[nodiscard]] bool collective() const override {
-    return exchange_ && saved_->scope == statistics_scope::all_ranks;
-  }
+  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
   [[nodiscard]] pass_packets const& packets() const override { return workspace_->double_packets(); }
 
   void check(bool, cudaStream_t stream) override {
@@ -118,14 +116,14 @@ private:
     auto const epilogue = of_batch(in_.epilogues, k);
     check_.input(x, batch_name{"x", k, batches}, workspace_->channels());
     check_.input_like(dy, batch_name{"dy", k, batches}, x);
-    if (is_wanted(u)) check_.input_like(u, batch_name{"the gradient with respect to dx", k, batches}, x);
-    if (is_wanted(v)) {
+    if (u.is_given()) check_.input_like(u, batch_name{"the gradient with respect to dx", k, batches}, x);
+    if (v.is_given()) {
       check_.input_like(v, batch_name{"the gradient with respect to dresidual", k, batches}, x);
       check_.require(epilogue.has_residual() || x.size() == 0,
                      [] { return "there is a gradient with respect to dresidual, but no residual"; });
     }
-    if (is_wanted(to_dy)) check_.written(to_dy, batch_name{"the gradient to dy", k, batches}, x);
-    if (is_wanted(to_x)) check_.written(to_x, batch_name{"the gradient to x", k, batches}, x);
+    if (to_dy.is_given()) check_.written(to_dy, batch_name{"the gradient to dy", k, batches}, x);
+    if (to_x.is_given()) check_.written(to_x, batch_name{"the gradient to x", k, batches}, x);
     if (x.size() != 0) check_.apart(to_dy, to_x, {dy.data, x.data, u.data, v.data});
     check_.epilogue_of(epilogue, x, k, batches);
   }

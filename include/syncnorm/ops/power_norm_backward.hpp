@@ -52,7 +52,7 @@ void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
   if (saved.pass != nullptr && saved.pass->error != nullptr) std::rethrow_exception(saved.pass->error);
   if (!constant) workspace.finish_backward();
   std::int64_t const channels = workspace.channels();
-  bool const wants_dx = dx.data != nullptr || dx.samples != 0 || dx.channels != 0 || dx.spatial != 0;
+  bool const wants_dx = dx.is_given();
 
   detail::call_check check;
   check.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });

@@ -80,7 +80,7 @@ public:
                          " as of x");
     });
     for (std::size_t k = 0; k < in_.dresidual.size() && !check_.failed(); ++k) {
-      if (!is_wanted(in_.dresidual[k])) continue;
+      if (!in_.dresidual[k].is_given()) continue;
       check_.require((*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
                      [&] { return "the gradient of a residual is asked for, but there is no residual"; });
       check_.output(in_.dresidual[k], batch_name("dresidual", k, batches), in_.x[k]);
@@ -144,7 +144,7 @@ public:
     accept({});
     channel_span const all{0, channels_};
     std::span const sum_dy{buffers_->first}, sum_dy_xmu{buffers_->second};
-    if (in_.x.size() == 1 && (!in_.dx.empty() || is_wanted(dresidual(0)))) {
+    if (in_.x.size() == 1 && (!in_.dx.empty() || dresidual(0).is_given())) {
       host::backward_in_blocks(exec_, in_.dy[0], in_.x[0], in_.dx.empty() ? tensor_view<T>{} : in_.dx[0], dresidual(0),
                                std::span<double const>{saved_->mean}, std::span<double const>{saved_->inv_std},
                                in_.affine, sum_dy, sum_dy_xmu, saved_->count, (*epilogues_)[0]);
@@ -194,7 +194,7 @@ private:
       auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
       auto const stores = host::stores_for(in_.x[k]);
       if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something()) {
-        if (in_.dx.empty() && !is_wanted(dresidual(k))) continue;
+        if (in_.dx.empty() && !dresidual(k).is_given()) continue;
         host::backward_elemt(exec, dy, x, part_of(in_.dx.empty() ? tensor_view<T>{} : in_.dx[k], part),
                              part_of(dresidual(k), part), mean, inv_std, affine_of(part), sum_dy, sum_dy_xmu,
                              saved_->count, epilogue.channel_range(part.first, part.length), stores);
@@ -205,9 +205,6 @@ private:
     }
   }
 
-  [[nodiscard]] static bool is_wanted(tensor_view<T> const& gradient) {
-    return gradient.data != nullptr || gradient.samples != 0 || gradient.channels != 0 || gradient.spatial != 0;
-  }
   [[nodiscard]] tensor_view<T> dresidual(std::size_t k) const {
     return in_.dresidual.empty() ? tensor_view<T>{} : in_.dresidual[k];
   }

@@ -229,9 +229,4 @@ template <class Each>
   return each.empty() ? Each{} : each[k];
 }
 
-template <class T>
-[[nodiscard]] bool is_wanted(tensor_view<T> const& gradient) {
-  return gradient.data != nullptr || gradient.samples != 0 || gradient.channels != 0 || gradient.spatial != 0;
-}
-
 } // namespace syncnorm::cuda::detail

@@ -64,7 +64,7 @@ public:
     check_.own_count(count_of(in_.x), saved.own_count);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
     for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
-      check_.require(!given(in_.v[k]) || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
+      check_.require(!in_.v[k].is_given() || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
                      [&] { return "there is a gradient with respect to dresidual, but no residual"; });
     check_.channel_values(in_.affine.gamma, "gamma", channels);
     check_.channel_values(in_.affine.beta, "beta", channels);
@@ -105,10 +105,6 @@ public:
   }
 
 private:
-  template <class U>
-  [[nodiscard]] static bool given(tensor_view<U> const& view) {
-    return view.data != nullptr || view.samples != 0 || view.channels != 0 || view.spatial != 0;
-  }
   template <class View>
   [[nodiscard]] static View of(std::span<View const> views, std::size_t k) {
     return views.empty() ? View{} : views[k];
@@ -122,10 +118,10 @@ private:
     check_.tensor(x, batch_name("x", k, batches), channels_);
     check_.same_extents(in_.dy[k], batch_name("dy", k, batches), x);
     auto const read = [&](tensor_view<T const> const& view, char const* what) {
-      if (given(view)) check_.same_extents(view, batch_name(what, k, batches), x);
+      if (view.is_given()) check_.same_extents(view, batch_name(what, k, batches), x);
     };
     auto const written = [&](tensor_view<T> const& view, char const* what) {
-      if (given(view)) check_.output(view, batch_name(what, k, batches), x);
+      if (view.is_given()) check_.output(view, batch_name(what, k, batches), x);
     };
     read(of(in_.u, k), "the gradient with respect to dx");
     read(of(in_.v, k), "the gradient with respect to dresidual");
