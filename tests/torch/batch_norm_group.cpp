@@ -302,6 +302,7 @@ TEST_CASE("what autograd cannot record on one rank is thrown on every rank, and 
       torch::NoGradGuard const no_recording;
       refused("has a forward gradient", [&] { norm->forward(comm.rank() == 1 ? dual.get() : good); });
       norm->set_in_place();
+      CHECK(norm->is_in_place());
       refused("the input is an inference tensor", [&] { norm->forward(comm.rank() == 1 ? inference : good.clone()); });
       norm->set_in_place(false);
     }
