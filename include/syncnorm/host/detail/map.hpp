@@ -94,10 +94,9 @@ public:
                                    ? fold_ == 1 // what is folded is in the cache
                                    : dense_ && !foreseen && (inputs == 1 || in_[0].spatial < page_elements));
     // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
-    // coefficient stay in the cache even where what is read is fetched there.
-    std::int64_t const channels = in_[0].channels;
-    if ((mask == nullptr || channels <= native_lanes<A>)&&layout_ == layout::channels &&
-        all([](auto const& x) { return x.stride_s == x.channels; }))
+    // coefficient stay in the cache even where what is read is fetched there. With a mask only where a position is no vector.
+    std::int64_t const channels = in_[0].channels, most = mask == nullptr ? channels : native_lanes<A>;
+    if (channels <= most && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements / 4 : chunk_channels<A>);
     std::int64_t const period = channels * run_positions_;
     step_ = coefficient_step<A>(period);

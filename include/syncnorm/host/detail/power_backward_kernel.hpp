@@ -46,7 +46,7 @@ private:
   void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
     auto const dy = dy_.channel_range(first, length), x = x_.channel_range(first, length);
     auto const dx = Map ? dx_.channel_range(first, length) : tensor_view<T>{};
-    bool const streams = Map && streams_lines(dx, layout_, dx_, is_in_place());
+    bool const streams = Map && streams_lines(dx, layout_, scaling_.width, dx_, is_in_place());
     std::int64_t const ahead = elements_to_fetch(x, 2);
     position_sums<A> sums{Sums ? length : 0, sum_dy, sum_dy_u};
     parts_.for_each_piece(group, [&](groups::piece const& at) {
@@ -114,7 +114,7 @@ private:
   void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
     constexpr int lanes = native_lanes<A>;
     run_buffer<A> root, along, keep, dy_copy, x_copy, dx_copy;
-    bool const streams = Map && streams_lines(dx_, layout_, dx_, is_in_place());
+    bool const streams = Map && streams_lines(dx_, layout_, scaling_.width, dx_, is_in_place());
     std::int64_t const width = Scaled ? scaling_.width : 1;
     parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       bool any_masked = false;

@@ -43,7 +43,7 @@ private:
   void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
     auto const x = x_.channel_range(first, length);
     auto const y = Map ? y_.channel_range(first, length) : tensor_view<T>{};
-    bool const streams = Map && streams_lines(y, layout_, y_, x.data == y.data);
+    bool const streams = Map && streams_lines(y, layout_, scaling_.width, y_, x.data == y.data);
     std::int64_t const ahead = elements_to_fetch(x, 1);
     position_sums<A> sums{Sums ? length : 0, counted, masked};
     parts_.for_each_piece(group, [&](groups::piece const& at) {
@@ -86,7 +86,7 @@ private:
   void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
     constexpr int lanes = native_lanes<A>;
     run_buffer<A> root, keep, x_copy, y_copy;
-    bool const streams = Map && streams_lines(y_, layout_, y_, x_.data == y_.data);
+    bool const streams = Map && streams_lines(y_, layout_, scaling_.width, y_, x_.data == y_.data);
     std::int64_t const width = Scaled ? scaling_.width : 1;
     parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       bool any_masked = false;

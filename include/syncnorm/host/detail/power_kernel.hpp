@@ -66,12 +66,13 @@ inline void for_each_vector(std::int64_t n, F const& f) {
   for (; i < n; ++i) f.template operator()<1>(i);
 }
 
-/// Whether an output is streamed past the cache: where it consists of whole lines, those of positions or of rows. It is as large as
-/// `all` of which it is a part.
+/// Whether an output is streamed past the cache: where it consists of whole lines, those of positions or of rows, and those of
+/// `width` channels, which are written one after the other. It is as large as `all` of which it is a part.
 template <class T>
-[[nodiscard]] bool streams_lines(tensor_view<T> const& out, layout of, tensor_view<T> const& all, bool in_place) {
+[[nodiscard]] bool streams_lines(tensor_view<T> const& out, layout of, std::int64_t width, tensor_view<T> const& all,
+                                 bool in_place) {
   auto const [step, length] =
-      of == layout::channels ? std::pair{out.stride_s, out.channels} : std::pair{out.stride_c, out.spatial};
+      of == layout::channels ? std::pair{out.stride_s, width | out.channels} : std::pair{out.stride_c, out.spatial};
   bool const contiguous = of != layout::strided && (of == layout::channels ? out.stride_c : out.stride_s) == 1;
   return can_stream<T> && contiguous && stores_for(all) == stores::streaming && !in_place &&
          elements_since_line(out.data) == 0 && (out.stride_n | step | length) % line_elements<T> == 0;
