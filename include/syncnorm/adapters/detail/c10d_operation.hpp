@@ -164,6 +164,7 @@ struct c10d_operation {
       return called;
     });
     if (!text.empty()) throw mismatch_error{text};
+    deadline.reset(); // for the second collective
   }
 
   /// Waits for all, and takes the result. Throws what failed.
