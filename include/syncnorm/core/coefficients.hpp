@@ -70,13 +70,13 @@ struct second_order_coefficients {
   combination for_dy, for_x;
 };
 
-/// `a`, `b`: the gradients with respect to those of gamma and beta; `s`: over all ranks, of `n` elements; n = 0: constant statistics,
+/// `a`, `b`: the gradients with respect to those of gamma and beta; `s`: over all ranks, of `n` elements; none: constant statistics,
 /// which have no gradient.
 [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr second_order_coefficients
 make_second_order_coefficients(double mean, double inv_std, double gamma, double a, double b,
                                second_order_sums const& s, std::int64_t n) {
   double const scale = gamma * inv_std;
-  if (n == 0) return {{scale, 1, mean, inv_std * a, b}, {0, a * inv_std, mean, 0, 0}};
+  if (n <= 0) return {{scale, 1, mean, inv_std * a, b}, {0, a * inv_std, mean, 0, 0}};
   double const share = 1 / static_cast<double>(n), rn = inv_std * share;
   double const spread = s.u_g - (times_given(s.u, s.g) + 3 * times_given(s.u_xhat, s.g_xhat)) * share;
   return {{scale, 1, mean, inv_std * (a - scale * s.u_xhat * share), b - scale * s.u * share},
@@ -89,7 +89,7 @@ make_second_order_coefficients(double mean, double inv_std, double gamma, double
 [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr double second_order_gamma(double inv_std, double own_u, double own_u_xhat,
                                                                        double own_u_g, second_order_sums const& s,
                                                                        std::int64_t n) {
-  if (n == 0) return inv_std * own_u_g;
+  if (n <= 0) return inv_std * own_u_g;
   return inv_std * (own_u_g - (times_given(own_u, s.g) + times_given(own_u_xhat, s.g_xhat)) / static_cast<double>(n));
 }
 
