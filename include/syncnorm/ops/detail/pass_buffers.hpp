@@ -17,17 +17,14 @@ struct pass_buffers {
 /// Two values for each of some channels of one micro-batch.
 class batch_values {
 public:
-  explicit batch_values(std::size_t channels)
-      : memory_{2 * static_cast<std::int64_t>(channels)}, first_{memory_.data(), channels}, second_{memory_.data() +
-                                                                                                        channels,
-                                                                                                    channels} {}
+  explicit batch_values(std::size_t channels) : channels_{channels}, memory_{2 * static_cast<std::int64_t>(channels)} {}
 
-  [[nodiscard]] std::span<double> first() const { return first_; }
-  [[nodiscard]] std::span<double> second() const { return second_; }
+  [[nodiscard]] std::span<double> first() { return {memory_.data(), channels_}; }
+  [[nodiscard]] std::span<double> second() { return {memory_.data() + channels_, channels_}; }
 
 private:
+  std::size_t channels_;
   host::detail::scratch_lease<double> memory_;
-  std::span<double> first_, second_;
 };
 
 } // namespace syncnorm::detail
