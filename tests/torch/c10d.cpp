@@ -31,7 +31,10 @@ using syncnorm::c10d_communicator;
 
 namespace {
 
-using group_ptr = c10::intrusive_ptr<c10d::ProcessGroup>;
+/// Whether Gloo's connections outlive an operation that has timed out; those of libtorch 2 close.
+constexpr bool group_outlives_timeouts = TORCH_VERSION_MAJOR < 2;
+
+using group_ptr = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
 
 group_ptr make_group(c10::intrusive_ptr<c10d::Store> const& store, int rank, int size,
                      std::chrono::milliseconds timeout = 60s) {
@@ -140,8 +143,11 @@ TEST_CASE("a late peer is a timeout, after which the communicator is unusable an
         auto work = syncnorm::allreduce_async(polling, std::span<float const>{data}, std::span{data});
         while (!work.test()) std::this_thread::yield();
       });
-      CHECK_MESSAGE(contains(polled, "imed out"), polled);
+      CHECK_MESSAGE((contains(polled, "imed out") || contains(polled, "imeout")), polled);
       given_up.count_down();
+    } else if (!group_outlives_timeouts) {
+      given_up.wait();
+      CHECK_THROWS_AS(syncnorm::barrier(patient), syncnorm::communicator_error);
     } else {
       // Late, it joins what the other rank has given up, and so lets the group go on.
       given_up.wait();
@@ -149,8 +155,8 @@ TEST_CASE("a late peer is a timeout, after which the communicator is unusable an
       for (int i = 0; i < 2; ++i) syncnorm::allreduce(patient, std::span<float const>{data}, std::span{out});
       CHECK(out == std::vector<float>(5, 2));
     }
-    contract::check_allgather<std::int64_t>(other, 17, 1);
-    CHECK(other.group() == group);
+    if (group_outlives_timeouts) contract::check_allgather<std::int64_t>(other, 17, 1);
+    CHECK(other.group() == patient.group());
   });
 }
 
@@ -175,7 +181,8 @@ TEST_CASE("operations in flight behind one that has failed are not waited for") 
     } else {
       given_up.wait();
       c10d_communicator const patient{group};
-      for (int i = 0; i < in_flight; ++i) syncnorm::allreduce(patient, std::span<float const>{data}, std::span{out});
+      for (int i = 0; group_outlives_timeouts && i < in_flight; ++i)
+        syncnorm::allreduce(patient, std::span<float const>{data}, std::span{out});
     }
   });
 }

@@ -18,10 +18,15 @@ using syncnorm::torch::norm_epilogue;
 
 namespace {
 
+/// The type of the totals that are reported, which libtorch 2 has changed.
+template <class Total>
+Total total_of(void (c10::MemoryReportingInfoBase::*)(void*, int64_t, Total, Total, c10::Device));
+using total = decltype(total_of(&c10::MemoryReportingInfoBase::reportMemoryUsage));
+
 /// Counts the bytes of tensors that are alive.
 struct live_bytes : c10::MemoryReportingInfoBase {
   std::int64_t bytes = 0;
-  void reportMemoryUsage(void*, int64_t size, int64_t, int64_t, c10::Device) override { bytes += size; }
+  void reportMemoryUsage(void*, int64_t size, total, total, c10::Device) override { bytes += size; }
   [[nodiscard]] bool memoryProfilingEnabled() const override { return true; }
 };
 

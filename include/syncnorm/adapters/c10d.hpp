@@ -75,7 +75,8 @@ private:
 ///
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter
-/// one of the group's own wins, and for a longer one Gloo's group, when it is destroyed, waits for what has timed out here.
+/// one of the group's own wins, and for a longer one Gloo's group, when it is destroyed, waits for what has timed out here. After a
+/// timeout Gloo's group goes on when the late rank joins what it missed; that of libtorch 2 has closed its connections.
 /// What ranks do is compared before data of more than 36 KiB, or of 4 KiB for more than 16 ranks, are exchanged; their asynchronous
 /// collectives wait for that when they are begun. So ranks whose collectives differ all get a mismatch_error, and the group goes on:
 /// of messages of different lengths a process group of Gloo ends the process (libtorch 1.13).
@@ -83,16 +84,18 @@ private:
 /// would otherwise end the process.
 class c10d_communicator {
 public:
-  /// Throws invalid_argument_error where `group` is null or timeout ≤ 0.
-  explicit c10d_communicator(c10::intrusive_ptr<::c10d::ProcessGroup> group,
-                             std::chrono::milliseconds timeout = default_timeout)
+  /// `group`: a `ProcessGroup`, or, since libtorch 2, a `Backend`, as `ProcessGroupGloo` then is. Throws invalid_argument_error
+  /// where it is null or timeout ≤ 0.
+  template <class Group>
+  explicit c10d_communicator(c10::intrusive_ptr<Group> group, std::chrono::milliseconds timeout = default_timeout)
       : state_{std::make_shared<detail::c10d_state>()} {
     if (!group) throw invalid_argument_error{"c10d_communicator: the process group is null"};
     if (timeout.count() <= 0)
       throw invalid_argument_error{"c10d_communicator: timeout " + std::to_string(timeout.count()) +
                                    " ms, expected more than 0"};
     if (group->getSize() > 1) detail::ignore_broken_pipes();
-    state_->group = std::move(group);
+    state_->backend = group->getBackendName();
+    state_->group = detail::process_group_of(std::move(group));
     state_->timeout = detail::within_a_year(timeout);
   }
 

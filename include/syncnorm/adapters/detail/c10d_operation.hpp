@@ -11,6 +11,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -43,9 +45,24 @@ template <wire_type T>
   return ::c10d::ReduceOp::SUM;
 }
 
+/// `group`, or a process group of its own for a backend of CPU tensors.
+template <class Group>
+[[nodiscard]] c10::intrusive_ptr<::c10d::ProcessGroup> process_group_of(c10::intrusive_ptr<Group> group) {
+  if constexpr (std::derived_from<Group, ::c10d::ProcessGroup>) {
+    return group;
+  } else {
+    // Depends on `Group`, since libtorch 1 has groups without backends.
+    using group_of = std::conditional_t<sizeof(Group) != 0, ::c10d::ProcessGroup, Group>;
+    auto whole = c10::make_intrusive<group_of>(group->getRank(), group->getSize());
+    whole->setBackend(at::kCPU, group_of::BackendType::CUSTOM, std::move(group));
+    return whole;
+  }
+}
+
 /// What the copies of a communicator share.
 struct c10d_state {
   c10::intrusive_ptr<::c10d::ProcessGroup> group;
+  std::string backend;
   std::chrono::milliseconds timeout;
   std::atomic<bool> failed = false;
   std::atomic<std::int64_t> started = 0; ///< operations
@@ -64,7 +81,7 @@ struct c10d_state {
       text = "an exception of unknown type";
     }
     auto const message = std::string{operation} + " failed on rank " + std::to_string(group->getRank()) + " of " +
-                         std::to_string(group->getSize()) + " (" + group->getBackendName() + "): " + text;
+                         std::to_string(group->getSize()) + " (" + backend + "): " + text;
     // The backends throw plain runtime errors, of which only the text tells a late peer from a lost one.
     if (text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos)
       throw timeout_error{"c10d", message};
