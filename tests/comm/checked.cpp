@@ -139,3 +139,12 @@ TEST_CASE("a rank that lost count is told so") {
                          syncnorm::mismatch_error);
   });
 }
+
+TEST_CASE("a checked communicator costs what the one within does, and overlaps what it does") {
+  run_ranks(2, [](thread_communicator const& threads) {
+    syncnorm::any_communicator const blocking{contract::bare{threads}};
+    CHECK(syncnorm::overlaps(checked_communicator{threads}) == syncnorm::overlaps(threads));
+    CHECK_FALSE(syncnorm::overlaps(checked_communicator{blocking}));
+    CHECK(syncnorm::exchange_overhead(checked_communicator{threads}) == syncnorm::exchange_overhead(threads));
+  });
+}

@@ -80,6 +80,7 @@ public:
   }
   [[nodiscard]] double exchange_overhead() const { return syncnorm::exchange_overhead(inner_); }
   [[nodiscard]] exchange_cost cost_of_exchange() const { return syncnorm::cost_of_exchange(inner_); }
+  [[nodiscard]] bool overlaps() const { return syncnorm::overlaps(inner_); }
   void abort() const requires aborts<C> { inner_.abort(); }
 
 private:
