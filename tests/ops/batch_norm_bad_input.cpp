@@ -6,7 +6,6 @@
 #include <initializer_list>
 #include <limits>
 #include <span>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +15,7 @@
 #include <syncnorm/ops/batch_norm.hpp>
 
 #include <comm/broken.hpp>
+#include <support/failing_executor.hpp>
 #include <support/throws.hpp>
 
 namespace {
@@ -24,19 +24,6 @@ constexpr syncnorm::host::serial_executor serial{};
 constexpr int world_size = 3;
 
 using layer_of_floats = syncnorm::batch_norm<float, syncnorm::thread_communicator>;
-
-/// Runs out of something at its `failing` use.
-struct failing_executor {
-  int* uses;
-  int failing;
-
-  [[nodiscard]] int concurrency() const { return 1; }
-  template <class F>
-  void for_each(std::int64_t n, F const& f) const {
-    if (++*uses == failing) throw std::runtime_error{"no threads"};
-    for (std::int64_t i = 0; i < n; ++i) f(i);
-  }
-};
 
 /// The inputs of a step, which a case spoils on one rank.
 struct step_inputs {
@@ -197,6 +184,22 @@ TEST_CASE("ranks in different passes are told so") {
   });
 }
 
+TEST_CASE("a negative counter cannot be averaged by, and several passes on one rank are none if one is wrong") {
+  syncnorm::batch_norm<float> layer{{}, 3, {.norm = {.momentum = {}}}};
+  step_inputs in{3};
+  layer.num_batches_tracked() = -1;
+  test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(in.x_view, in.y_view); },
+                                                       {"num_batches_tracked is -1, expected at least 0"});
+  CHECK(layer.running_mean()[0] == 0);
+
+  syncnorm::batch_norm<float> good{{}, 3}, bad{{}, 3};
+  auto one = in.x_view, out = in.y_view;
+  one.samples = out.samples = one.spatial = out.spatial = 1;
+  auto const passes = syncnorm::passes(good.plan_forward(in.x_view, in.y_view), bad.plan_forward(one, out));
+  test::check_throws<syncnorm::invalid_argument_error>([&] { syncnorm::run_alone(passes); }, {"more than 1 value"});
+  CHECK(good.num_batches_tracked() == 0);
+}
+
 TEST_CASE("one value per channel over all ranks cannot be trained on") {
   for (int const size : {1, 2, 3})
     syncnorm::run_ranks(size, [&](syncnorm::thread_communicator const& comm) {
@@ -284,7 +287,7 @@ TEST_CASE("what a rank's own sums throw is an error on every rank") {
   for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
     syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
       int uses = 0;
-      syncnorm::batch_norm<float, syncnorm::thread_communicator, failing_executor> layer{
+      syncnorm::batch_norm<float, syncnorm::thread_communicator, test::failing_executor> layer{
           comm, 200, {.norm = {.exchange = policy}}, {&uses, comm.rank() == 1 ? 1 : 0}};
       step_inputs good{200};
       test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(good.x_view, good.y_view); },

@@ -7,9 +7,12 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <random>
+#include <set>
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <syncnorm/comm/thread_group.hpp>
@@ -18,6 +21,7 @@
 #include <syncnorm/ops/detail/shared_in_place.hpp>
 
 #include <ops/epilogue_cases.hpp>
+#include <support/failing_executor.hpp>
 #include <support/sanitized.hpp>
 #include <support/throws.hpp>
 #include <support/worse_of.hpp>
@@ -364,6 +368,29 @@ TEST_CASE("x is back after a pass in place, and stays there") {
   });
 }
 
+TEST_CASE("a backward pass in place follows its forward pass, and what recovering x throws is an error on every rank") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    int uses = 1;
+    syncnorm::batch_norm<float, thread_communicator, test::failing_executor> layer{comm, 2, {}, {&uses, 1}};
+    std::vector<float> x{1, 2, 3, 5, 7, 11, 13, 17}, dy(8, 1), dx(8), other(8, 3), out(8);
+    auto const view = [](auto& values) { return syncnorm::nchw(values.data(), 2, 2, 2); };
+    auto const backward = [&] { layer.backward_in_place(view(x), view(std::as_const(dy)), view(dx)); };
+    test::check_throws<syncnorm::invalid_argument_error>(backward,
+                                                         {"rank 1: the latest forward pass was not in place"});
+    layer.forward_in_place(view(x));
+    layer.eval();
+    layer.forward(view(std::as_const(other)), view(out));
+    layer.train();
+    auto const y = x;
+    test::check_throws<syncnorm::invalid_argument_error>(backward, {"the latest forward pass was not in place"});
+    CHECK(x == y);
+
+    layer.forward_in_place(view(x));
+    uses = comm.rank() == 1 ? 0 : 1;
+    test::check_throws<syncnorm::invalid_argument_error>(backward, {"rank 1: no threads"});
+  });
+}
+
 TEST_CASE("a backward pass in place whose epilogue is wrong leaves y to the one that is right") {
   run_ranks(2, [&](thread_communicator const& comm) {
     std::vector<float> x(2 * 3 * 4), dy(x.size()), dx(x.size());
@@ -408,4 +435,25 @@ TEST_CASE("views overlap where they have an element in common, backwards, too") 
   CHECK_FALSE(overlap<double>({x, 2, 3, 2, 12, 4, 2}, {x + 1, 2, 3, 2, 12, 4, 2}));
   CHECK_FALSE(overlap<double>({x + 22, 2, 3, 2, -12, -4, -2}, {x + 23, 2, 3, 2, -12, -4, -2}));
   CHECK(overlap<double>({x + 22, 2, 3, 2, -12, -4, -2}, {x + 20, 2, 3, 2, -12, -4, -2}));
+
+  // Of equal strides, each place looked at.
+  auto const places = [](view const& of) {
+    std::set<double const*> all;
+    for (std::int64_t n = 0; n < of.samples; ++n)
+      for (std::int64_t c = 0; c < of.channels; ++c)
+        for (std::int64_t s = 0; s < of.spatial; ++s) all.insert(&of(n, c, s));
+    return all;
+  };
+  std::mt19937 random{5};
+  auto const up_to = [&](int most) { return static_cast<std::int64_t>(random() % static_cast<unsigned>(most + 1)); };
+  int overlapping = 0;
+  for (int i = 0; i < 2000; ++i) {
+    view a{x + 30, 1 + up_to(2), 1 + up_to(2), 1 + up_to(2), up_to(9) - 4, up_to(9) - 4, up_to(9) - 4}, b = a;
+    b.data += up_to(12) - 6, b.samples = 1 + up_to(2), b.channels = 1 + up_to(2), b.spatial = 1 + up_to(2);
+    auto const of_a = places(a);
+    bool const expected = std::ranges::any_of(places(b), [&](auto const* place) { return of_a.contains(place); });
+    CHECK(overlap<double>(a, b) == expected);
+    overlapping += expected ? 1 : 0;
+  }
+  CHECK((overlapping > 500 && overlapping < 1500));
 }

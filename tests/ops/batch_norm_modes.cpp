@@ -279,6 +279,22 @@ TEST_CASE("evaluation has a backward pass, by constant statistics") {
   }
 }
 
+TEST_CASE("where all elements are equal and eps is 0, outputs are beta in training and in evaluation") {
+  for (auto const kind : {syncnorm::running_variance::unbiased, syncnorm::running_variance::standard_deviation}) {
+    syncnorm::batch_norm<double> layer{{}, 2, {.norm = {.eps = 0, .momentum = 1, .variance = kind}}};
+    std::ranges::fill(layer.beta(), 0.25);
+    std::vector<double> x(12, 0.1), y(12), dx(12);
+    auto const given = syncnorm::nchw(x.data(), 3, 2, 2), out = syncnorm::nchw(y.data(), 3, 2, 2);
+    for (bool const trains : {true, false}) {
+      layer.train(trains);
+      layer.forward(given, out);
+      CHECK(y == std::vector(12, 0.25));
+      layer.backward(given, given, syncnorm::nchw(dx.data(), 3, 2, 2));
+      CHECK(dx == std::vector(12, 0.0));
+    }
+  }
+}
+
 TEST_CASE("where statistics are constant, dx is what dy is, whatever x is") {
   constexpr float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
   for (auto const& shape : {std::array<std::int64_t, 3>{2, 3, 5}, {3, 40, 20}, {64, 64, 300}})

@@ -127,8 +127,7 @@ TEST_CASE("a pass in two phases on one rank and in one on another is an error on
           else
             data.layer.forward(data.x(), data.y());
         });
-        CHECK_MESSAGE(contains(text, "whether a pass is in one phase (0), or in two or a group (1): rank 0 has 1"),
-                      text);
+        CHECK_MESSAGE(contains(text, "whether a pass is in one phase (0), in two or a group (1)"), text);
         CHECK(data.state() == before);
         data.step();
       });
@@ -258,6 +257,59 @@ TEST_CASE("local passes may be among those of a group") {
     if (comm.rank() == 0)
       group.run(syncnorm::passes(frozen.layer.plan_forward(frozen.x(), frozen.y()),
                                  trained.layer.plan_forward(trained.x(), trained.y())));
+  });
+}
+
+TEST_CASE("ranks that disagree on whether a layer of a group is of one rank alone are told so") {
+  for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
+    for (bool const forward : {true, false})
+      syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
+        using data_type = layer_data<float, thread_communicator>;
+        data_type a{comm, 3, policy}, b{comm, 3, policy};
+        syncnorm::batch_norm<float, thread_communicator> by_batch{
+            comm, 3, {.norm = {.exchange = policy}, .track_running_stats = false}};
+        bool const alone = comm.rank() == 1;
+        if (alone) by_batch.eval();
+        a.step(), b.step();
+        auto const before = a.state(), before_b = b.state();
+        syncnorm::batch_norm_group group{comm};
+        auto const text = message_of<syncnorm::mismatch_error>([&] {
+          if (forward)
+            group.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), by_batch.plan_forward(b.x(), b.y())));
+          else
+            group.run(syncnorm::passes(a.layer.plan_backward(a.x(), a.dy(), a.dx()),
+                                       b.layer.plan_backward(b.x(), b.dy(), b.dx(), {.exchange = !alone})));
+        });
+        CHECK_MESSAGE(contains(text, "of this rank alone (2): rank 0 has 1, rank 1 has 2"), text);
+        CHECK(a.state() == before);
+        CHECK(b.state() == before_b);
+        a.step(), b.step();
+      });
+}
+
+TEST_CASE("forward passes of one layer do not share a group, nor come between the phases of its backward pass") {
+  syncnorm::run_ranks(2, [](thread_communicator const& comm) {
+    layer_data<float, thread_communicator> data{comm, 3, exchange_policy::gather};
+    syncnorm::batch_norm_group group{comm};
+    data.step();
+    auto const before = data.state();
+    auto text = message_of<syncnorm::invalid_argument_error>([&] {
+      group.run(
+          syncnorm::passes(data.layer.plan_forward(data.x(), data.y()), data.layer.plan_forward(data.dy(), data.dx())));
+    });
+    CHECK_MESSAGE(contains(text, "two forward passes of one group are of the same layer"), text);
+    CHECK(data.state() == before);
+
+    data.layer.forward(data.x(), data.y());
+    auto const trained = data.state();
+    auto backward = data.layer.begin_backward(data.x(), data.dy(), data.dx());
+    data.layer.eval();
+    data.layer.forward(data.dy(), data.y());
+    text = message_of<syncnorm::invalid_argument_error>([&] { backward.finish(); });
+    CHECK_MESSAGE(contains(text, "another forward pass since this one began"), text);
+    CHECK(data.state() == trained);
+    data.layer.train();
+    data.step();
   });
 }
 

@@ -87,25 +87,23 @@ public:
 
   /// `forward` over x itself, of which `backward_in_place` needs no copy: it recovers x from y, up to rounding, where gamma
   /// and the activation allow it; the other channels are kept, see `kept`. The residual has to stay until then, and should not
-  /// be far larger than gamma, `recoverable_ratio`.
+  /// be far larger than gamma, `recoverable_ratio`. A pass that fails between the parts of its exchange, as by a peer that is lost,
+  /// leaves parts of x overwritten.
   void forward_in_place(tensor_view<T> x, batch_norm_epilogue<T> const& epilogue = {}) {
     forward_in_place(std::span{&x, 1}, std::span{&epilogue, 1});
   }
   /// The same of K micro-batches by one statistic, none of which may be in the memory of another one or of its residual.
   void forward_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues = {}) {
-    in_place_ = 0;
-    auto fault = detail::find_shared_in_place(x, epilogues);
     bool const has_epilogues = epilogues.size() == x.size(); // of another number they are a fault of the pass
-    try {
+    auto const fault = detail::fault_or_thrown([&] {
       if (kept_.size() < x.size()) kept_.resize(x.size());
       for (std::size_t k = 0; k < x.size(); ++k)
         kept_[k].keep(x[k], affine(), has_epilogues ? epilogues[k] : batch_norm_epilogue<T>{});
-      in_place_ = x.size();
-    } catch (std::exception const& e) { // such as of no memory; the other ranks are waiting
-      fault = e.what();
-    }
+      return detail::find_shared_in_place(x, epilogues);
+    });
     read_only const from{x};
     forward_by(from.views(), x, epilogues, fault);
+    in_place_ = {saved_.passes, x.size()};
   }
 
   /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards,
@@ -122,7 +120,7 @@ public:
                          std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {},
                          std::span<batch_norm_epilogue<T> const> epilogues = {},
                          std::span<tensor_view<T> const> dresidual = {}) {
-    auto const fault = restore(y, epilogues);
+    auto const fault = detail::fault_or_thrown([&] { return restore(y, epilogues); });
     read_only const x{y};
     batch_norm_backward_batches<T, P>(exec_, comm_, dy, x.views(), dx, {gamma_, beta_}, saved_,
                                       {gamma_grad_, beta_grad_}, options, workspace_, {.fault = fault}, epilogues,
@@ -268,8 +266,9 @@ private:
                                     std::span<batch_norm_epilogue<T> const> epilogues) {
     using detail::call_check;
     auto const batches = y.size();
-    if (batches != in_place_)
-      return call_check::text("there are ", batches, " micro-batches of y, expected ", in_place_,
+    if (in_place_.pass != saved_.passes) return "the latest forward pass was not in place";
+    if (batches != in_place_.batches)
+      return call_check::text("there are ", batches, " micro-batches of y, expected ", in_place_.batches,
                               " as of the forward pass in place");
     if (!epilogues.empty() && epilogues.size() != batches)
       return call_check::text("there are ", epilogues.size(), " epilogues, expected ", batches,
@@ -323,7 +322,11 @@ private:
   batch_norm_saved saved_;
   batch_norm_workspace workspace_;
   std::vector<batch_norm_kept<T>> kept_ = std::vector<batch_norm_kept<T>>(1); // of as many micro-batches as there were
-  std::size_t in_place_ = 1;                                                  // of the latest forward pass in place
+  /// Of the latest forward pass in place: `saved_.passes` after it, and how many micro-batches it had.
+  struct {
+    std::int64_t pass = -1;
+    std::size_t batches = 0;
+  } in_place_;
 };
 
 } // namespace syncnorm

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -10,6 +9,7 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/host/epilogue.hpp>
@@ -99,6 +99,7 @@ void check_inference(call_check& check, inference_operands<T, P> const& in) {
 /// The pass, of valid operands.
 template <class T, class P>
 void infer(host::executor_ref exec, inference_operands<T, P> const& in, batch_norm_saved& saved) {
+  ++saved.passes;
   saved.scope = statistics_scope::constant;
   saved.own_count = -1;
   saved.count = 0;
@@ -107,7 +108,8 @@ void infer(host::executor_ref exec, inference_operands<T, P> const& in, batch_no
   std::ranges::transform(in.mean, saved.mean.begin(), as_double<P>);
   std::ranges::transform(in.var, saved.inv_std.begin(), as_double<P>);
   bool const is_deviation = in.kind == running_variance::standard_deviation;
-  for (double& value : saved.inv_std) value = 1.0 / (is_deviation ? value : std::sqrt(value + in.eps));
+  for (double& value : saved.inv_std)
+    value = !is_deviation ? inverse_deviation(value, in.eps) : value == 0 ? 0 : 1 / value;
   for (std::size_t k = 0; k < in.x.size(); ++k)
     host::normalize(exec, in.x[k], in.y[k], std::span<double const>{saved.mean}, std::span<double const>{saved.inv_std},
                     in.affine, in.epilogue(k));

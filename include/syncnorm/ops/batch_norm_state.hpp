@@ -68,6 +68,7 @@ struct batch_norm_saved {
   std::vector<double> mean, inv_std; ///< `[C]`, inv_std = 1/√(var + eps); the same bits on every rank
   exchange_policy exchange = exchange_policy::automatic; ///< of the forward pass, and hence of the backward pass
   bool backward_needed = false; ///< some rank needs a backward pass, which every rank then has to join
+  std::int64_t passes = 0;      ///< forward passes of which this has been so far
 };
 
 namespace detail {
@@ -75,6 +76,7 @@ namespace detail {
 /// Leaves nothing for a backward pass, after a forward pass that failed. Then the backward pass throws without an exchange: where
 /// the forward pass was one, it failed on every rank.
 inline void forget(batch_norm_saved& saved) {
+  ++saved.passes;
   saved.scope = statistics_scope::constant;
   saved.mean.clear();
   saved.inv_std.clear();

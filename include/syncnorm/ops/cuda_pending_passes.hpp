@@ -210,7 +210,7 @@ private:
     for (auto const& pass : passes_) {
       auto& header = headers.emplace_back(pass.steps().header());
       header.layers = static_cast<std::int16_t>(passes_.size());
-      header.two_phase = 1;
+      header.two_phase = pass.steps().collective() ? 1 : 2;
       header.policy = static_cast<std::int32_t>(policy);
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
       if (is_backward(pass.steps()) != is_backward(first))

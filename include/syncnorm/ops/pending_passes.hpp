@@ -21,7 +21,8 @@ namespace syncnorm {
 ///
 /// `begin` has started every collective, `finish` starts none: so any number of them may be pending over a communicator,
 /// and each rank may finish them in an order of its own; but several forward passes of one layer, each of which moves its running
-/// statistics, in the same as the others. Destruction without `finish`, by an exception for instance, waits
+/// statistics, in the same as the others. No other forward pass of a layer may come between `begin` and `finish` of its backward pass,
+/// which then throws, on the ranks where it did. Destruction without `finish`, by an exception for instance, waits
 /// for the exchange and drops what came: the other ranks and the communicator do not notice, and on this rank nothing has
 /// changed but what `saved` and the outputs hold. So its running statistics stay behind those of ranks that do finish the
 /// pass, until it gets theirs, which are the same on all of these; and it has no part in the backward pass, which the others
@@ -129,11 +130,17 @@ private:
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       channels += steps.channels();
       auto& header = exchange_.header(l) = steps.header();
-      header.two_phase = 1;
+      header.two_phase = steps.collective() ? 1 : 2;
       detail::report_what_throws(header, [&] {
         if (steps.rule() != first.rule())
           throw invalid_argument_error{"a forward and a backward pass cannot travel together"};
-        if (steps.collective()) steps.local({0, steps.channels()}, exchange_.own(l, 0), exchange_.own(l, 1));
+        for (std::size_t before = 0; before < l; ++before)
+          if (steps.saves_to() != nullptr && passes_[before].steps().saves_to() == steps.saves_to())
+            throw invalid_argument_error{"two forward passes of one group are of the same layer"};
+        if (steps.collective())
+          steps.local({0, steps.channels()}, exchange_.own(l, 0), exchange_.own(l, 1));
+        else
+          header.count = 0;
       });
     });
     auto const policy = detail::resolve(first.policy(), comm, first.rule(), channels, 2, passes_.size());

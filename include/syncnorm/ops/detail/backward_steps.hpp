@@ -55,8 +55,9 @@ public:
   /// Everything is borrowed, and checked. `exchange` as in `batch_norm_backward_options`.
   backward_steps(host::executor_ref exec, std::int64_t channels, backward_operands<T, P> const& operands,
                  batch_norm_saved const& saved, bool exchange, pass_buffers& buffers, batch_norm_caller const& caller)
-      : exec_{exec}, channels_{channels}, in_{operands}, saved_{&saved}, buffers_{&buffers},
-        exchanges_{exchange && saved.scope == statistics_scope::all_ranks}, backward_{caller.backward} {
+      : exec_{exec}, channels_{channels}, in_{operands}, saved_{&saved}, saved_passes_{saved.passes},
+        buffers_{&buffers}, exchanges_{exchange && saved.scope == statistics_scope::all_ranks}, backward_{
+                                                                                                    caller.backward} {
     check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
     check_.require(saved.mean.size() == static_cast<std::size_t>(channels) && saved.inv_std.size() == saved.mean.size(),
                    [&] {
@@ -111,6 +112,8 @@ public:
   }
 
   void accept(exchange_summary const&) override {
+    if (saved_->passes != saved_passes_)
+      throw invalid_argument_error{"batch_norm backward: the layer has had another forward pass since this one began"};
     buffers_->first.assign(static_cast<std::size_t>(channels_), 0.0);
     buffers_->second.assign(static_cast<std::size_t>(channels_), 0.0);
   }
@@ -216,6 +219,7 @@ private:
   std::int64_t channels_;
   backward_operands<T, P> in_;
   batch_norm_saved const* saved_;
+  std::int64_t saved_passes_; ///< when the pass began
   pass_buffers* buffers_;
   bool exchanges_;
   backward_pass backward_;

@@ -119,10 +119,9 @@ public:
   }
 
   void accept(exchange_summary const& all) override {
-    if (all.count == 1)
-      throw invalid_argument_error{"batch_norm forward: training needs more than 1 value per channel over all ranks, "
-                                   "got 1"};
+    require_several(all.count);
     auto const length = static_cast<std::size_t>(channels_);
+    ++saved_->passes;
     saved_->scope = in_.scope;
     saved_->exchange = options_.exchange;
     saved_->count = all.count;
@@ -157,9 +156,13 @@ public:
       update_running_statistics(in_.running, options_, *saved_, buffers_->first);
   }
 
+  [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
   void fail() override { forget(*saved_); }
 
-  void require_valid() const override { throw_fault(name, check_); }
+  void require_valid() const override {
+    throw_fault(name, check_);
+    require_several(count());
+  }
   void run_alone() override {
     accept({count(), backward_ == backward_pass::needed});
     channel_span const all{0, channels_};
@@ -183,6 +186,12 @@ public:
   }
 
 private:
+  static void require_several(std::int64_t count) {
+    if (count == 1)
+      throw invalid_argument_error{"batch_norm forward: training needs more than 1 value per channel over all ranks, "
+                                   "got 1"};
+  }
+
   /// Elements of a channel of micro-batch k that count.
   [[nodiscard]] std::int64_t counted(std::size_t k) const { return (*epilogues_)[k].count(in_.x[k]); }
 

@@ -28,21 +28,30 @@ template <std::size_t N>
   return std::string{field.data(), ::strnlen(field.data(), N)};
 }
 
+/// The fault that `find` returns, or what it throws.
+template <class F>
+[[nodiscard]] std::string fault_or_thrown(F const& find) {
+  std::string text;
+  try {
+    return find();
+  } catch (std::exception const& e) {
+    text = e.what();
+  } catch (...) {
+  }
+  return text.empty() ? "an exception without a message" : text;
+}
+
 /// Runs `local`, which computes what a rank sends. What that throws becomes the header's fault, since the other ranks are waiting
 /// already.
 template <class Header, class Local>
 void report_what_throws(Header& header, Local const& local) {
-  auto const report = [&](std::string_view text) {
-    set_text(header.fault, text.empty() ? "an exception without a message" : text);
-    header.count = 0;
-  };
-  try {
+  auto const fault = fault_or_thrown([&] {
     local();
-  } catch (std::exception const& e) {
-    report(e.what());
-  } catch (...) {
-    report({});
-  }
+    return std::string{};
+  });
+  if (fault.empty()) return;
+  set_text(header.fault, fault);
+  header.count = 0;
 }
 
 /// Calls f, which exchanges. Where ranks turn out to be in different collectives, says in addition what that may come from.
@@ -78,7 +87,8 @@ template <class F>
 void for_each_agreed_field(F const& f) {
   f(&packet_header::pass, "the operation");
   f(&packet_header::element, "the element type");
-  f(&packet_header::two_phase, "whether a pass is in one phase (0), or in two or a group (1)");
+  f(&packet_header::two_phase,
+    "whether a pass is in one phase (0), in two or a group (1), or in a group but of this rank alone (2)");
   f(&packet_header::layers, "the number of layers");
   f(&packet_header::channels, "the number of channels");
   f(&packet_header::shape, "the channels of their layers (a digest)");

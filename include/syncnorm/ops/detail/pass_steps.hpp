@@ -11,6 +11,10 @@
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
+namespace syncnorm {
+struct batch_norm_saved;
+}
+
 namespace syncnorm::detail {
 
 /// One layer's pass in the steps between which ranks exchange. However the exchange is done, the steps are these:
@@ -41,6 +45,8 @@ public:
     local(next, first, second);
   }
   virtual void commit(channel_span part, std::span<double const> first, std::span<double const> second) = 0;
+  /// What a forward pass leaves for its backward pass; of others null.
+  [[nodiscard]] virtual batch_norm_saved const* saves_to() const { return nullptr; }
   /// Instead of `commit`, of a pass that throws: makes sure that nothing goes on from it.
   virtual void fail() {}
   /// Throws what is wrong on this rank.

@@ -1,8 +1,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <functional>
 #include <span>
 #include <string>
 
@@ -12,6 +15,29 @@
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm::detail {
+
+/// Differences of two indices, between `above` and `below`, and what each step of one is in memory.
+struct difference {
+  std::int64_t stride, above, below;
+
+  /// As far as they come to at most, in either direction.
+  [[nodiscard]] std::int64_t reach() const { return std::abs(stride) * std::max(-above - 1, below - 1); }
+};
+
+/// Whether some differences come to `distance`. Of each that are tried, the others can make up for the rest.
+[[nodiscard]] inline bool comes_to(std::int64_t distance, std::span<difference const> of) {
+  if (of.empty()) return distance == 0;
+  auto const [stride, above, below] = of.front();
+  auto const others = of.subspan(1);
+  if (stride == 0) return comes_to(distance, others);
+  std::int64_t rest = 0, step = std::abs(stride), sign = stride < 0 ? -1 : 1;
+  for (auto const& each : others) rest += each.reach();
+  // sign·i·step is within `rest` of `distance`.
+  std::int64_t const middle = distance / step, margin = rest / step + 1;
+  for (std::int64_t i = middle - margin; i <= middle + margin; ++i)
+    if (above < sign * i && sign * i < below && comes_to(distance - i * step, others)) return true;
+  return false;
+}
 
 /// Whether two views have a place in memory in common; where their strides differ, whether the ranges that they span have.
 template <class T>
@@ -36,14 +62,12 @@ template <class T>
   if (differ(a.samples, b.samples, a.stride_n, b.stride_n) || differ(a.channels, b.channels, a.stride_c, b.stride_c) ||
       differ(a.spatial, b.spatial, a.stride_s, b.stride_s))
     return true;
-  // b[n, c, s] is a[n + i, c + j, s + k].
-  std::int64_t const distance = b.data - a.data, step = a.stride_s == 0 ? 1 : a.stride_s;
-  for (std::int64_t i = 1 - b.samples; i < a.samples; ++i)
-    for (std::int64_t j = 1 - b.channels; j < a.channels; ++j) {
-      std::int64_t const rest = distance - i * a.stride_n - j * a.stride_c, k = rest / step;
-      if (rest == k * step && -b.spatial < k && k < a.spatial) return true;
-    }
-  return false;
+  // Whether some b[n, c, s] is a[n + i, c + j, s + k], from the largest stride to the smallest.
+  std::array<difference, 3> all{{{a.stride_n, -b.samples, a.samples},
+                                 {a.stride_c, -b.channels, a.channels},
+                                 {a.stride_s, -b.spatial, a.spatial}}};
+  std::ranges::sort(all, std::ranges::greater{}, [](difference const& of) { return std::abs(of.stride); });
+  return comes_to(b.data - a.data, all);
 }
 
 /// What is wrong with writing in place to each of K micro-batches of x, while the others and all residuals are still read, the
