@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <initializer_list>
@@ -24,6 +25,15 @@ constexpr syncnorm::host::serial_executor serial{};
 constexpr int world_size = 3;
 
 using layer_of_floats = syncnorm::batch_norm<float, syncnorm::thread_communicator>;
+
+/// One whose exchanges are said to cost so little of a rank's time that passes are cut into parts.
+struct quick_communicator : syncnorm::thread_communicator {
+  double overhead;
+
+  quick_communicator(syncnorm::thread_communicator const& comm, double seconds)
+      : thread_communicator{comm}, overhead{seconds} {}
+  [[nodiscard]] double exchange_overhead() const { return overhead; }
+};
 
 /// The inputs of a step, which a case spoils on one rank.
 struct step_inputs {
@@ -301,6 +311,59 @@ TEST_CASE("what a rank's own sums throw is an error on every rank") {
           [&] { layer.double_backward({.dx = good.dy_view}, good.x_view, good.dy_view, good.y_view, good.dx_view); },
           {"2nd backward", "rank 1", "no threads"});
     });
+}
+
+TEST_CASE("what a rank throws between the parts of a pass ends it on every rank, or there alone after the last") {
+  constexpr std::int64_t channels = 40, spatial = 4096; // cut into blocks of 16 and 8, or into halves
+  for (double const overhead : {0.0, 6e-6})
+    for (bool const backward : {false, true}) {
+      int failing = 1, everywhere = 0;
+      for (bool thrown = true; thrown; ++failing) {
+        std::array<std::string, world_size> texts;
+        syncnorm::run_ranks(
+            world_size,
+            [&](syncnorm::thread_communicator const& comm) {
+              bool const fails = comm.rank() == 1;
+              int uses = failing;
+              syncnorm::batch_norm<float, quick_communicator, test::failing_executor> layer{
+                  quick_communicator{comm, overhead}, channels, {}, {&uses, failing}};
+              std::vector<float> x(static_cast<std::size_t>(2 * channels * spatial)), y(x.size());
+              for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7);
+              auto const view = [&](std::vector<float>& of) { return syncnorm::nchw(of.data(), 2, channels, spatial); };
+              auto const pass = [&] {
+                if (backward)
+                  layer.backward(view(x), view(x), view(y));
+                else
+                  layer.forward(view(x), view(y));
+              };
+              layer.forward(view(x), view(y));
+              pass(); // from now on in parts
+              std::vector const before(layer.running_mean().begin(), layer.running_mean().end());
+              std::vector const gradient(layer.gamma_grad().begin(), layer.gamma_grad().end());
+              uses = fails ? 0 : failing;
+              auto& text = texts[static_cast<std::size_t>(comm.rank())];
+              try {
+                pass();
+              } catch (std::exception const& e) {
+                text = e.what();
+              }
+              if (!text.empty()) {
+                CHECK(std::ranges::equal(before, layer.running_mean()));
+                CHECK(std::ranges::equal(gradient, layer.gamma_grad()));
+              }
+              uses = failing;
+              layer.forward(view(x), view(y)); // the ranks are in step
+            },
+            std::chrono::seconds{10});
+        CAPTURE(failing);
+        thrown = !texts[1].empty();
+        if (thrown) CHECK_MESSAGE(texts[1].find("no threads") != std::string::npos, texts[1]);
+        CHECK(texts[0] == texts[2]);
+        everywhere += texts[0].empty() ? 0 : 1;
+        if (!texts[0].empty()) CHECK_MESSAGE(texts[0].find(": rank 1") != std::string::npos, texts[0]);
+      }
+      CHECK(everywhere >= (overhead == 0 ? 3 : 2));
+    }
 }
 
 TEST_CASE("a rank without a forward pass is an error on every rank, without a workspace, too") {

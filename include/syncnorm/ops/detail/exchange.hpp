@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
@@ -19,12 +21,23 @@ struct channel_span {
   std::int64_t first = 0, length = 0;
 };
 
-/// One message of an exchange: two values for each channel of a span, on this rank and, after the exchange, on all.
+/// One message of an exchange: two values for each channel of a span, on this rank and, after the exchange, on all. Before them
+/// comes a header in the first message, and in the others whether the rank has failed meanwhile.
 struct exchange_part {
   channel_span channels;
   std::span<double> first, second; ///< this rank's values, `[length]` each
   std::span<std::byte> send, receive;
   std::size_t values_offset = 0; ///< where in a rank's message its values begin
+
+  void tell(bool failed) const {
+    double const flag = failed ? 1 : 0;
+    std::memcpy(send.data(), &flag, sizeof flag);
+  }
+  [[nodiscard]] bool has_failed(std::size_t rank) const {
+    double flag = 0;
+    std::memcpy(&flag, receive.data() + rank * send.size(), sizeof flag);
+    return flag != 0;
+  }
 
   [[nodiscard]] double const* values_of(std::size_t rank) const {
     return reinterpret_cast<double const*>(receive.data() + rank * send.size() + values_offset);
@@ -39,6 +52,27 @@ struct exchange_part {
 /// any said, so that all cut alike. Where none has a say, all go on as before.
 struct exchange_plan {
   std::int64_t part_channels = std::numeric_limits<std::int64_t>::max();
+};
+
+/// What a rank throws between the messages of a pass, for which the others wait: it goes on exchanging, and tells them.
+class midway_failure {
+public:
+  template <class F>
+  void attempt(F const& f) {
+    if (thrown_ != nullptr) return;
+    try {
+      f();
+    } catch (...) {
+      thrown_ = std::current_exception();
+    }
+  }
+  [[nodiscard]] bool failed() const noexcept { return thrown_ != nullptr; }
+  void rethrow() const {
+    if (thrown_ != nullptr) std::rethrow_exception(thrown_);
+  }
+
+private:
+  std::exception_ptr thrown_;
 };
 
 /// The buffers and the protocol by which ranks exchange a header and two values for each channel.
@@ -68,7 +102,7 @@ public:
   /// ranks are known and agree, then `consume(part, next)` for each part in turn. Where the communicator is asynchronous and
   /// `ahead` says so, `local` of the next part runs while one is exchanged, and `next` is null; else consume does what
   /// `local(*next)` would, so that a part that is in the cache stays there. After the last part `next` is null.
-  /// Throws on every rank where the headers report a fault or disagree. Collective.
+  /// Throws on every rank where the headers report a fault or disagree, or one throws before the last part. Collective.
   template <allgathers<std::byte> C, class Local, class Accept, class Consume>
   void run(C const& comm, packet_header const& own, exchange_plan& plan, bool ahead, Local const& local,
            Accept const& accept_all, Consume const& consume) {
@@ -91,43 +125,60 @@ private:
     auto mine = own;
     report_what_throws(mine, [&] { local(parts_.front()); });
     std::memcpy(parts_.front().send.data(), &mine, sizeof mine);
+    midway_failure failure;
     auto const receive = [&](std::size_t k) {
       require_own_message(rank(comm), parts_[k].send, parts_[k].receive);
-      if (k != 0) return;
+      if (k != 0) return require_no_failure(parts_[k], failure);
       accept_headers();
       std::int64_t most = 0;
       for (auto const& header : headers_) most = std::max(most, header.part_channels);
       if (most > 0) plan.part_channels = most;
-      accept_all();
+      failure.attempt(accept_all);
     };
+    auto const last = parts_.size() - 1;
     if constexpr (allgathers_async<C, std::byte>) {
-      if (parts_.size() > 1) {
-        run_async(comm, ahead, local, receive, consume);
-        return;
+      if (last != 0) {
+        run_async(comm, ahead, failure, local, receive, consume);
+        return failure.rethrow();
       }
     }
-    for (std::size_t k = 0; k < parts_.size(); ++k) {
+    for (std::size_t k = 0; k <= last; ++k) {
       auto const& part = parts_[k];
+      if (k != 0) part.tell(failure.failed());
       allgather(comm, std::span<std::byte const>{part.send}, part.receive);
       receive(k);
-      consume(part, k + 1 < parts_.size() ? &parts_[k + 1] : nullptr);
+      failure.attempt([&] { consume(part, k < last ? &parts_[k + 1] : nullptr); });
     }
+    failure.rethrow();
   }
 
   template <class C, class Local, class Receive, class Consume>
-  void run_async(C const& comm, bool ahead, Local const& local, Receive const& receive, Consume const& consume) {
-    auto const start = [&](exchange_part const& part) {
+  void run_async(C const& comm, bool ahead, midway_failure& failure, Local const& local, Receive const& receive,
+                 Consume const& consume) {
+    auto const start = [&](std::size_t k) {
+      auto const& part = parts_[k];
+      if (k != 0) part.tell(failure.failed());
       return allgather_async(comm, std::span<std::byte const>{part.send}, part.receive);
     };
-    std::optional in_flight{start(parts_[0])};
+    std::optional in_flight{start(0)};
     for (std::size_t k = 0; k < parts_.size(); ++k) {
       bool const more = k + 1 < parts_.size();
-      if (more && ahead) local(parts_[k + 1]);
+      if (more && ahead) failure.attempt([&] { local(parts_[k + 1]); });
       in_flight->wait();
       receive(k);
-      if (more && ahead) in_flight.emplace(start(parts_[k + 1]));
-      consume(parts_[k], more && !ahead ? &parts_[k + 1] : nullptr);
-      if (more && !ahead) in_flight.emplace(start(parts_[k + 1]));
+      if (more && ahead) in_flight.emplace(start(k + 1));
+      failure.attempt([&] { consume(parts_[k], more && !ahead ? &parts_[k + 1] : nullptr); });
+      if (more && !ahead) in_flight.emplace(start(k + 1));
+    }
+  }
+
+  /// Throws where a rank has failed before it sent `part`, on every rank.
+  void require_no_failure(exchange_part const& part, midway_failure const& failure) const {
+    for (std::size_t r = 0; r < headers_.size(); ++r) {
+      if (!part.has_failed(r)) continue;
+      failure.rethrow();
+      throw invalid_argument_error{get_text(headers_[r].pass) + ": rank " + std::to_string(r) +
+                                   " failed in the midst of the pass"};
     }
   }
 
@@ -151,10 +202,10 @@ private:
     std::size_t const blocks = 1 + static_cast<std::size_t>(ranks_);
     // Room for any later layout, too, so that a pass after the first allocates nothing.
     auto const most = static_cast<std::size_t>(channels + head_channels);
-    storage_.reserve(blocks * (sizeof(packet_header) / sizeof(double) + 2 * most));
-    storage_.assign(blocks * (sizeof(packet_header) / sizeof(double) +
-                              2 * (head_room + static_cast<std::size_t>(channels - first))),
-                    0.0);
+    auto const rest = static_cast<std::size_t>(channels - first);
+    auto const others = rest == 0 ? 0 : (rest - 1) / static_cast<std::size_t>(next) + 1; // parts after the first
+    storage_.reserve(blocks * (sizeof(packet_header) / sizeof(double) + 3 * most));
+    storage_.assign(blocks * (sizeof(packet_header) / sizeof(double) + 2 * (head_room + rest) + others), 0.0);
     parts_.clear();
     auto* free = reinterpret_cast<std::byte*>(storage_.data());
     for (channel_span span{0, first};;) {
@@ -162,7 +213,7 @@ private:
       auto const length = static_cast<std::size_t>(span.length);
       exchange_part part;
       part.channels = span;
-      part.values_offset = head ? sizeof(packet_header) : 0;
+      part.values_offset = head ? sizeof(packet_header) : sizeof(double);
       std::size_t const bytes = part.values_offset + 2 * sizeof(double) * (head ? head_room : length);
       part.send = {free, bytes};
       part.receive = {free + bytes, bytes * static_cast<std::size_t>(ranks_)};
