@@ -194,6 +194,53 @@ TEST_CASE("what is wrong with one layer of a group on one rank is an error on ev
   test::check_no_violations();
 }
 
+TEST_CASE(
+    "on a device, ranks that disagree on which layers of a group exchange, and passes that overwrite, are told so") {
+  for (auto const policy : policies)
+    test::over_nccl(2, [&](auto const& comm) {
+      using C = test::nccl_communicator;
+      pending_data<C> a{comm, 3, policy}, b{comm, 3, policy};
+      cuda::batch_norm_group<C> group{comm};
+      test::stream const on;
+      a.step(on), b.step(on);
+      on.wait();
+      auto const before = a.results();
+      auto const run = [&](auto passes) {
+        group.run(std::move(passes), on);
+        group.synchronize(on);
+      };
+      bool const alone = comm.rank() == 1;
+      auto text = test::thrown<syncnorm::mismatch_error>([&] {
+        run(cuda::passes(a.plan_backward(),
+                         b.layer.plan_backward(b.x.view, b.dy.view, b.dx.view, {.exchange = !alone})));
+      });
+      CHECK_MESSAGE(text.find("of this rank alone (2): rank 0 has 1, rank 1 has 2") != std::string::npos, text);
+      CHECK(a.results() == before);
+      text = test::thrown<syncnorm::invalid_argument_error>(
+          [&] { run(cuda::passes(a.plan_forward(), a.plan_forward())); });
+      CHECK_MESSAGE(text.find("rank 1: two forward passes of one group are of the same layer") != std::string::npos,
+                    text);
+      CHECK(a.results() == before);
+
+      a.layer.forward(a.x.view, a.y.view, on);
+      a.layer.synchronize(on);
+      auto const trained = a.results();
+      {
+        auto backward = a.begin_backward(on);
+        a.layer.eval();
+        a.layer.forward(a.x.view, b.y.view, on);
+        text = test::thrown<syncnorm::invalid_argument_error>([&] { backward.finish(on); });
+      }
+      CHECK_MESSAGE(text.find("another forward pass since this one began") != std::string::npos, text);
+      a.layer.synchronize(on);
+      CHECK(a.results() == trained);
+      a.layer.train();
+      a.step(on);
+      a.layer.synchronize(on);
+    });
+  test::check_no_violations();
+}
+
 TEST_CASE("a rank that exchanges with itself comes to what one comes to on the batch given twice") {
   layer_cases::check_echoes<layer_over<test::echo_communicator>, layer_over<syncnorm::self_communicator>>();
   test::check_no_violations();

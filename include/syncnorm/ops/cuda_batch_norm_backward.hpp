@@ -45,7 +45,7 @@ public:
   /// Borrows everything.
   backward_pass(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
                 batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
-      : groupable_pass{workspace, caller}, in_{in}, exchange_{exchange}, saved_{&saved} {}
+      : groupable_pass{workspace, caller}, in_{in}, exchange_{exchange}, saved_{&saved}, saved_passes_{saved.passes} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
   [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
@@ -127,6 +127,11 @@ public:
       gradient(in_.dy[k], in_.x[k], dx(k), dresidual(k), epilogue(k), k == 0);
   }
 
+  void require_current() const override {
+    if (saved_->passes != saved_passes_)
+      throw invalid_argument_error{"batch_norm backward: the layer has had another forward pass since this one began"};
+  }
+
   void run_alone(cudaStream_t stream) override {
     packet_place const own{packets().own().data()};
     if (in_.x.size() != 1) {
@@ -164,6 +169,7 @@ private:
   backward_operands<T, P> in_;
   bool exchange_;
   batch_norm_saved const* saved_;
+  std::int64_t saved_passes_; ///< when the pass was made
 };
 
 /// `batch_norm_backward` by the kernels of `Kernels`.

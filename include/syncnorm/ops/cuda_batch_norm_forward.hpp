@@ -149,7 +149,9 @@ public:
     for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k), k == 0);
   }
 
+  [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
   void fail() noexcept override {
+    ++saved_->passes;
     saved_->exists = false;
     saved_->scope = statistics_scope::constant; // so that no backward pass is collective: the others may have none
   }
@@ -195,6 +197,7 @@ private:
     kernels::local_moments(x, mask, header, at, workspace_->work(), workspace_->limits(), stream);
   }
   void save() {
+    ++saved_->passes;
     saved_->scope = in_.scope;
     saved_->exists = true;
     saved_->own_count = constant() || check_.failed() ? -1 : header_.count;

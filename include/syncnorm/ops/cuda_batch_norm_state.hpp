@@ -40,6 +40,7 @@ public:
   bool exists = false;                                  ///< there was one
   std::int64_t own_count = -1;                          ///< N·S of that pass's x, of all micro-batches; −1: of any x
   exchange_policy exchange = exchange_policy::automatic; ///< of that pass, and hence of its backward pass
+  std::int64_t passes = 0;                               ///< that were enqueued so far
   /// mean, inv_std `[C]`, and the count over the scope, −1 where the pass failed, in device memory.
   [[nodiscard]] saved_statistics statistics() const noexcept { return statistics_; }
 

@@ -96,7 +96,8 @@ private:
 ///
 /// `begin` has started the collective, `finish` starts none: so any number of them may be pending over a communicator, and each
 /// rank may finish them in an order of its own, but several forward passes of one layer, each of which moves its running
-/// statistics, in the same as the others. Destruction without `finish` lets the stream that it was begun on wait for the
+/// statistics, in the same as the others. No other forward pass of a layer may come between `begin` and `finish` of its backward pass,
+/// which then throws, on the ranks where it did. Destruction without `finish` lets the stream that it was begun on wait for the
 /// exchange, and drops what comes: nothing else has changed on this rank, as on the host.
 class pending_passes {
 public:
@@ -125,6 +126,7 @@ public:
       throw_faults();
     else
       syncnorm::detail::require_cuda(buffers_->side.join(stream), "cudaStreamWaitEvent");
+    for (auto const& pass : passes_) pass.steps().require_current();
     bool const reduces = buffers_ != nullptr && !buffers_->packets.gathers();
     bool const together = buffers_ != nullptr && (passes_.size() > 1 || reduces);
     std::optional<detail::device_scope> there;
@@ -215,6 +217,9 @@ private:
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
       if (is_backward(pass.steps()) != is_backward(first))
         syncnorm::detail::set_text(header.fault, "a forward and a backward pass cannot travel together");
+      for (auto const& before : std::span{passes_}.first(headers.size() - 1))
+        if (pass.steps().saves_to() != nullptr && before.steps().saves_to() == pass.steps().saves_to())
+          syncnorm::detail::set_text(header.fault, "two forward passes of one group are of the same layer");
     }
     first.workspace().on_own_device(stream_, first.stream_device(), [&](cudaStream_t on) {
       if (!agreed) {

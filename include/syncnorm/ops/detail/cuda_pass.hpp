@@ -96,6 +96,10 @@ public:
                         cudaStream_t stream) = 0;
   /// Of a group's packets, before those are applied.
   virtual void agree_on_group(gathered_headers const& all, fault_report const& report, cudaStream_t stream) = 0;
+  /// What a forward pass leaves for its backward pass; of others null.
+  [[nodiscard]] virtual batch_norm_saved const* saves_to() const { return nullptr; }
+  /// Throws where that of its forward pass is no longer what it was when the pass was made.
+  virtual void require_current() const {}
 
 protected:
   using device_pass::device_pass;
