@@ -86,19 +86,22 @@ TEST_SUITE_BEGIN("redis");
 
 TEST_CASE("processes meet in Redis") {
   redis_server const server;
-  for (auto const* prefix : {"first run", "second run"})
+  // Under one prefix, as nothing of a run is left.
+  for (int run = 0; run < 2; ++run)
     test_support::check_passed(test_support::run_processes(3, 60s, [&](int rank) {
       auto const store = make_gloo_store(server.spec());
-      syncnorm::gloo_communicator const comm{make_gloo_context(rank, 3, *store, loopback(60s, prefix)), 60s};
+      syncnorm::gloo_communicator const comm{make_gloo_context(rank, 3, *store, loopback(60s, "run")), 60s};
       contract::check_allgather<float>(comm, 1000, 1);
     }));
   auto const store = make_gloo_store(server.spec());
-  // Redis keeps what the first run registered, so its prefix is taken.
-  CHECK_THROWS_AS(static_cast<void>(make_gloo_context(0, 3, *store, loopback(60s, "first run"))), syncnorm::gloo_error);
-  auto const started = std::chrono::steady_clock::now();
-  CHECK_THROWS_AS(static_cast<void>(make_gloo_context(0, 2, *store, loopback(100ms, "alone"))),
-                  syncnorm::timeout_error);
-  CHECK(std::chrono::steady_clock::now() - started >= 100ms);
+  for (int attempt = 0; attempt < 2; ++attempt) { // the second finds the registration of the first taken back
+    auto const started = std::chrono::steady_clock::now();
+    CHECK_THROWS_AS(static_cast<void>(make_gloo_context(0, 2, *store, loopback(100ms, "run"))),
+                    syncnorm::timeout_error);
+    CHECK(std::chrono::steady_clock::now() - started >= 100ms);
+  }
+  store->set("run/0", {'x'}); // of a run that was killed
+  CHECK_THROWS_AS(static_cast<void>(make_gloo_context(0, 2, *store, loopback(60s, "run"))), syncnorm::gloo_error);
 }
 
 TEST_CASE("a server that is not there is an error that names it") {

@@ -60,10 +60,11 @@ struct gloo_context_options {
 [[nodiscard]] inline std::shared_ptr<gloo::rendezvous::Store> make_gloo_store(std::string const& spec);
 
 /// A context of `size` ranks, all connected to each other over TCP, of which this is rank `rank`. Collective over the
-/// ranks that give the same prefix and size. On success a file store holds nothing of this run any more, other stores
-/// still do. Throws invalid_argument_error where the rank is not in [0, size); timeout_error, naming them, where ranks
-/// have not registered within the timeout, which then starts anew for the connections, and takes its own registration back
-/// where a file store of `make_gloo_store` has it; gloo_error where a rank is registered already, or another size is.
+/// ranks that give the same prefix and size. On success a file store, and a Redis store of `make_gloo_store`, hold nothing
+/// of this run any more; other stores still do. Throws invalid_argument_error where the rank is not in [0, size);
+/// timeout_error, naming them, where ranks have not registered within the timeout, which then starts anew for the
+/// connections, and takes its own registration back where a file or Redis store of `make_gloo_store` has it; gloo_error
+/// where a rank is registered already, or another size is.
 [[nodiscard]] inline std::shared_ptr<gloo::Context>
 make_gloo_context(int rank, int size, gloo::rendezvous::Store& store, gloo_context_options const& options = {});
 
@@ -208,6 +209,9 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
   using clock = std::chrono::steady_clock;
   auto const deadline = clock::now() + timeout;
   auto const key = [&](int r) { return options.prefix + "/" + std::to_string(r); };
+  auto const take_back = [&] {
+    if (auto* const forgetful = dynamic_cast<detail::forgetful_store*>(&store)) forgetful->take_back(key(rank));
+  };
   auto const registered = [&](int r, clock::time_point until) {
     auto const left = std::chrono::ceil<std::chrono::milliseconds>(until - clock::now());
     try {
@@ -250,13 +254,14 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
     gloo_communicator{mesh, timeout}.barrier();
   } catch (timeout_error const&) {
     // By now the others have read it, if they came. After another error they have yet to.
-    if (auto* const forgetful = dynamic_cast<detail::forgetful_store*>(&store)) forgetful->take_back(key(rank));
+    take_back();
     throw;
   } catch (error const&) {
     throw;
   } catch (std::exception const& failure) {
     throw gloo_error{std::string{"rendezvous: "} + failure.what()};
   }
+  take_back();
   if (auto* const files = dynamic_cast<gloo::rendezvous::FileStore*>(&store)) {
     std::error_code ignored;
     for (auto const& path : files->getAllKeyFilePaths()) std::filesystem::remove(path, ignored);

@@ -58,6 +58,8 @@ public:
     if constexpr (requires { &punctual_store::objectPath; }) {
       std::error_code ignored;
       std::filesystem::remove(this->objectPath(key), ignored);
+    } else if constexpr (requires(punctual_store & store) { store.redis_; }) {
+      freeReplyObject(redisCommand(this->redis_, "DEL %b", key.data(), key.size()));
     }
   }
 
