@@ -54,6 +54,14 @@ inline void make_shapes(std::filesystem::path const& directory, shapes_options c
   if (::mkdtemp(unfinished.data()) == nullptr)
     throw syncnorm::error{directory.string() + ": cannot be made: " + std::generic_category().message(errno)};
 
+  struct removal {
+    std::string const& folder;
+    ~removal() {
+      std::error_code ignored;
+      fs::remove_all(folder, ignored);
+    }
+  } const unless_renamed{unfinished};
+
   std::size_t done = 0;
   for (std::size_t batch = 1; batch <= train_files; ++batch) {
     std::size_t const end = options.train_images * batch / train_files;
@@ -65,10 +73,9 @@ inline void make_shapes(std::filesystem::path const& directory, shapes_options c
 
   std::error_code status;
   fs::rename(unfinished, directory, status);
-  if (!status) return;
-  fs::remove_all(unfinished);
-  // Somebody else's finished first, and holds the same bytes.
-  if (!fs::exists(directory)) throw syncnorm::error{directory.string() + ": cannot be made: " + status.message()};
+  // Somebody else's may have finished first, and holds the same bytes.
+  if (status && !fs::exists(directory))
+    throw syncnorm::error{directory.string() + ": cannot be made: " + status.message()};
 }
 
 /// Where the drawn data set lives below the folder `cache`.

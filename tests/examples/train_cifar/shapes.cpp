@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <csignal>
 #include <thread>
 #include <vector>
 
 #include <doctest/doctest.h>
+#include <sys/resource.h>
 
 #include "temporary_folder.hpp"
 
@@ -73,6 +75,20 @@ TEST_CASE("The seed decides the bytes, also where several make the data set at o
     CHECK(read_file(folder / (std::string{"same"} + name)) != read_file(folder / (std::string{"other"} + name)));
   }
   CHECK(shapes_directory("cache", few) != shapes_directory("cache", other));
+}
+
+TEST_CASE("What cannot be written leaves nothing behind") {
+  temporary_folder const folder;
+  auto const handler = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  REQUIRE(::getrlimit(RLIMIT_FSIZE, &before) == 0);
+  rlimit const small{10000, before.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_FSIZE, &small) == 0);
+  CHECK_THROWS_WITH_AS(make_shapes(folder / "shapes", few), doctest::Contains("data_batch_1.bin: cannot be written"),
+                       syncnorm::error);
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  CHECK(files_in(folder.path()) == 0);
 }
 
 TEST_CASE("Another drawing goes by another name: change drawing_version with this mean") {
