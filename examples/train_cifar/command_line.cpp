@@ -84,6 +84,7 @@ command read_command_line(int argc, char** argv) {
              "cpu or cuda: where the network is (default: cpu)");
   app.add_option("--rendezvous", opts.rendezvous,
                  "file:PATH or redis:HOST:PORT: join, as rank RANK of WORLD_SIZE, others that were started elsewhere");
+  app.add_option("--prefix", opts.prefix, "tells runs apart that meet at one rendezvous")->capture_default_str();
   app.add_option("--interface", opts.interface,
                  "network interface for Gloo (default: loopback, or the host's address)");
   double timeout = 60;

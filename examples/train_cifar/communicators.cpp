@@ -26,8 +26,8 @@ using member_body = std::function<void(syncnorm::any_communicator const&)>;
 #if TRAIN_CIFAR_HAVE_GLOO
 void run_over_gloo(membership const& member, options const& opts, member_body const& body) {
   auto const store = syncnorm::make_gloo_store(opts.rendezvous);
-  auto context = syncnorm::make_gloo_context(member.rank, member.ranks, *store,
-                                             {.interface = opts.interface, .timeout = opts.timeout});
+  auto context = syncnorm::make_gloo_context(
+      member.rank, member.ranks, *store, {.interface = opts.interface, .timeout = opts.timeout, .prefix = opts.prefix});
   body(syncnorm::gloo_communicator{std::move(context), opts.timeout});
 }
 #else

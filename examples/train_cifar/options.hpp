@@ -32,6 +32,8 @@ struct options {
   device_kind device = device_kind::cpu;
   /// file:PATH or redis:HOST:PORT, where ranks that were started by somebody else meet.
   std::string rendezvous;
+  /// Tells runs apart that meet at one rendezvous.
+  std::string prefix = "syncnorm";
   /// The network interface that Gloo binds to. Empty: loopback for ranks started here, else the host's address.
   std::string interface;
   std::chrono::milliseconds timeout{60000};

@@ -209,6 +209,17 @@ TEST_CASE("Processes that other means started meet at a rendezvous, and must agr
   CHECK(printed.find("rank 1") == std::string::npos);
 }
 
+TEST_CASE("Runs that meet in one folder at the same time have a prefix each") {
+  temporary_folder const folder;
+  std::string const prefixed =
+      "--quiet --no-test --steps 1 --interface lo --rendezvous file:" + folder.path().string() + "/store";
+  shell first[]{shell{"RANK=0 WORLD_SIZE=2 " + tiny(folder, prefixed + " --prefix a")},
+                shell{"RANK=0 WORLD_SIZE=2 " + tiny(folder, prefixed + " --prefix b")}};
+  for (auto const* prefix : {"a", "b"})
+    check_success("RANK=1 WORLD_SIZE=2 " + tiny(folder, prefixed + " --prefix " + prefix));
+  for (auto& each : first) CHECK(each.finish() == 0);
+}
+
 TEST_CASE("A rank that dies ends the whole run, and says which") {
   temporary_folder const folder;
   shell process{tiny(folder, "--ranks 3 --batch-size 3 --epochs 1000000")};
