@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
+#include <iomanip>
 #include <limits>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +14,7 @@
 #include <CLI/CLI.hpp>
 
 #include "../support/text_checks.hpp"
+#include "files.hpp"
 
 namespace train_cifar {
 
@@ -19,14 +22,15 @@ namespace {
 
 using example::text_check, example::whole_number;
 
-/// Accepts finite numbers above 0, up to `most`.
-text_check positive_number(double most = std::numeric_limits<double>::max()) {
+/// Accepts numbers above 0, up to `most`.
+text_check positive_number(double most) {
   return [=](std::string const& text) -> std::string {
     char* end = nullptr;
     double const value = std::strtod(text.c_str(), &end);
     if (!text.empty() && *end == '\0' && value > 0 && value <= most) return "";
-    return "'" + text + "' is not a positive number" +
-           (most < std::numeric_limits<double>::max() ? " up to " + std::to_string(std::llround(most)) : "");
+    std::ostringstream problem;
+    problem << "'" << text << "' is not a positive number up to " << std::setprecision(7) << most;
+    return problem.str();
   };
 }
 
@@ -107,7 +111,7 @@ command read_command_line(int argc, char** argv) {
   app.add_option("--learning-rate", opts.learning_rate,
                  "the highest; it rises from a fifth of it, and falls to 0 in the end")
       ->capture_default_str()
-      ->check(positive_number());
+      ->check(positive_number(1e30));
   app.add_option("--seed", opts.seed, "of the parameters and of the order of the images")
       ->capture_default_str()
       ->check(whole_number(0, std::numeric_limits<std::uint64_t>::max()));
@@ -130,6 +134,8 @@ command read_command_line(int argc, char** argv) {
 
   try {
     app.parse(argc, argv);
+    if (same_file(opts.record, opts.result))
+      throw CLI::ValidationError{"--result", opts.result.string() + " is the file of --record already"};
   } catch (CLI::ParseError const& stop) {
     result.kind = command::kind_type::help;
     result.status = app.exit(stop);

@@ -17,6 +17,14 @@ namespace train_cifar {
   return file;
 }
 
+/// Whether both paths lead to one file, which need not be there yet; no where they are empty.
+[[nodiscard]] inline bool same_file(std::filesystem::path const& a, std::filesystem::path const& b) {
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  auto const place = [&](fs::path const& path) { return fs::weakly_canonical(fs::absolute(path, ignored), ignored); };
+  return !a.empty() && !b.empty() && place(a) == place(b);
+}
+
 /// Why no file can be written at `path`; empty where one can, or where `path` is. What is there stays as it is.
 [[nodiscard]] inline std::string obstacle_to_writing(std::filesystem::path const& path) {
   namespace fs = std::filesystem;

@@ -162,7 +162,9 @@ inline int start_ranks(int ranks, std::span<char* const> arguments) {
   detail::held_signals const signals;
   detail::process_group group;
   std::vector<std::string> all(arguments.begin(), arguments.end());
-  all.insert(all.end(), {"--rendezvous", "file:" + folder.path(), "--interface", "lo"});
+  // The last of an option's values counts, so that the user chooses the interface, but not where these ranks meet.
+  all.insert(all.begin() + 1, {"--interface", "lo"});
+  all.insert(all.end(), {"--rendezvous", "file:" + folder.path()});
   std::fflush(nullptr);
   {
     core_shares const shares;

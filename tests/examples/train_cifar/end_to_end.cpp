@@ -168,7 +168,10 @@ TEST_CASE("What cannot be done is said, and fails") {
 #endif
   for (auto const& [option, text] : {std::pair{"--batch-norm none", "'none' is none of local, sync"},
                                      {"--seed -1", "'-1' is not a whole number from 0 to"},
-                                     {"--learning-rate nan", "'nan' is not a positive number"}}) {
+                                     {"--learning-rate nan", "'nan' is not a positive number"},
+                                     {"--learning-rate 1e300", "'1e300' is not a positive number up to 1e+30"},
+                                     {"--timeout 1e7", "'1e7' is not a positive number up to 1000000"},
+                                     {"--record same --result ./same", "./same is the file of --record already"}}) {
     auto const refused = run(trainer + " " + option);
     CHECK(refused.status != 0);
     CHECK(refused.output.find(text) != std::string::npos);
@@ -218,6 +221,13 @@ TEST_CASE("Runs that meet in one folder at the same time have a prefix each") {
   for (auto const* prefix : {"a", "b"})
     check_success("RANK=1 WORLD_SIZE=2 " + tiny(folder, prefixed + " --prefix " + prefix));
   for (auto& each : first) CHECK(each.finish() == 0);
+}
+
+TEST_CASE("Ranks that are started here listen where the user says") {
+  temporary_folder const folder;
+  auto const nowhere = run(tiny(folder, "--ranks 2 --interface nope"));
+  CHECK(nowhere.status == 1);
+  CHECK(nowhere.output.find("there is no network interface 'nope'") != std::string::npos);
 }
 
 TEST_CASE("A rank that dies ends the whole run, and says which") {

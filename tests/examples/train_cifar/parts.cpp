@@ -185,6 +185,14 @@ TEST_CASE("Whether a file can be written is found out without a trace") {
   CHECK(obstacle_to_writing(folder.path()) == folder.path().string() + ": cannot be written: Is a directory");
 }
 
+TEST_CASE("Paths to one file are known as such") {
+  temporary_folder const folder;
+  CHECK(same_file("new", "./new"));
+  CHECK(same_file(folder / "new", folder / "none/../new"));
+  CHECK_FALSE(same_file(folder / "new", folder / "other"));
+  CHECK_FALSE(same_file("", ""));
+}
+
 TEST_CASE("Results come back as they were") {
   temporary_folder const folder;
   write_result(folder / "result", {"2 ranks (Gloo), synchronized", 20000, 5000, 0.875, 0.25, 1.0 / 3, 123456789});
