@@ -90,8 +90,10 @@ public:
   }
 
   /// The slot of the next collective. Its packet must be sent next.
-  [[nodiscard]] std::unique_ptr<gloo_slot> open(std::span<std::byte const> in, std::span<std::byte> out) {
+  [[nodiscard]] std::unique_ptr<gloo_slot> open(signature const& called, std::span<std::byte const> in,
+                                                std::span<std::byte> out) {
     require_usable();
+    opened_ = called;
     if (announced_.empty()) guarded([&] { announce(); });
     auto slot = std::move(announced_.front());
     announced_.erase(announced_.begin());
@@ -235,16 +237,15 @@ private:
     try {
       buffer.send(to, slot_tag(slot, phase), 0, bytes);
     } catch (std::exception const& failure) {
-      lose(slot, to, failure);
+      lose(header_of(slot, rank()).called, to, failure);
     }
   }
-  /// Of a collective that has perhaps no name yet.
+  /// For the collective that is being started.
   void receive_from(gloo_buffer& buffer, int from, std::uint64_t tag, std::size_t bytes) {
     try {
       buffer.recv(from, tag, 0, bytes);
     } catch (std::exception const& failure) {
-      require_usable();
-      throw gloo_error{"lost rank " + std::to_string(from) + ": " + failure.what()};
+      lose(opened_, from, failure);
     }
   }
   static void confirm_sends(gloo_slot& slot, std::chrono::milliseconds timeout) {
@@ -326,14 +327,15 @@ private:
       transfer.wait(std::max(left, std::chrono::milliseconds{0}));
     } catch (std::exception const& failure) {
       if (clock::now() >= slot.deadline && !failed_) time_out(slot, transfer);
-      lose(slot, transfer.peer, failure);
+      lose(header_of(slot, rank()).called, transfer.peer, failure);
     }
   }
 
-  [[noreturn]] void lose(gloo_slot const& slot, int peer, std::exception const& failure) {
+  [[noreturn]] void lose(signature const& called, int peer, std::exception const& failure) {
     require_usable(); // another thread may have aborted
-    throw gloo_error{"lost rank " + std::to_string(peer) + " during " + describe(header_of(slot, rank()).called) +
-                     ": " + failure.what()};
+    throw gloo_error{"rank " + std::to_string(rank()) + " lost its connection to rank " + std::to_string(peer) +
+                     " in " + describe(called) + "; that rank ended, or gave up because of another (" + failure.what() +
+                     ")"};
   }
 
   [[noreturn]] void time_out(gloo_slot const& slot, gloo_transfer const& late) {
@@ -362,7 +364,7 @@ private:
     } catch (error const&) {
       throw; // the ranks disagree, and know it
     } catch (std::exception const& failure) {
-      reason = failure.what();
+      reason = "rank " + std::to_string(rank()) + ": " + failure.what();
     }
     require_usable();
     fail(reason);
@@ -376,6 +378,7 @@ private:
   std::uint32_t next_sequence_ = 0;
   std::uint32_t received_below_ = 0; // every peer has all packets of the collectives before this one
   std::vector<std::uint32_t> open_;  // collectives in flight, in order
+  signature opened_;                 // the latest of them
   // Vectors, since a deque allocates now and then as things pass through it.
   std::vector<std::unique_ptr<gloo_slot>> announced_, free_;
   idle_gloo_buffers idle_; // of bulk data that were exchanged lately

@@ -55,7 +55,7 @@ inline bool answer_all(gloo_channel& c, gloo_slot& s) {
 
 inline slot_ptr allgather(gloo_channel& channel, collective_header const& header, std::span<std::byte const> in,
                           std::span<std::byte> out) {
-  auto slot = channel.open(in, out);
+  auto slot = channel.open(header.called, in, out);
   if (in.size() <= channel.capacity()) {
     channel.send(*slot, header, in, [](gloo_channel& c, gloo_slot& s) {
       auto const bytes = bytes_of(agreed_header(c, s));
@@ -131,7 +131,7 @@ bool send_shares(gloo_channel& c, gloo_slot& s) {
 /// the rank-order fold of the whole, whatever the extent.
 template <reducible_type T>
 slot_ptr allreduce(gloo_channel& channel, collective_header const& header, std::span<T const> in, std::span<T> out) {
-  auto slot = channel.open(std::as_bytes(in), std::as_writable_bytes(out));
+  auto slot = channel.open(header.called, std::as_bytes(in), std::as_writable_bytes(out));
   if (in.size_bytes() <= channel.capacity()) {
     channel.send(*slot, header, std::as_bytes(in), fold_packets<T>);
     return slot;
@@ -175,7 +175,7 @@ inline void announce_distribution(gloo_channel& channel, gloo_slot& slot, int ro
 }
 
 inline slot_ptr broadcast(gloo_channel& channel, collective_header const& header, std::span<std::byte> data) {
-  auto slot = channel.open(data, data);
+  auto slot = channel.open(header.called, data, data);
   auto const root = header.called.root;
   if (data.size() <= channel.capacity()) {
     auto const sent = channel.rank() == root ? std::span<std::byte const>{data} : std::span<std::byte const>{};
@@ -195,7 +195,7 @@ inline slot_ptr broadcast(gloo_channel& channel, collective_header const& header
 
 inline slot_ptr scatter(gloo_channel& channel, collective_header const& header, std::span<std::byte const> in,
                         std::span<std::byte> out) {
-  auto slot = channel.open(in, out);
+  auto slot = channel.open(header.called, in, out);
   announce_distribution(channel, *slot, header.called.root, out);
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
     auto const part = [&](collective_header const& agreed, int r) {
@@ -210,7 +210,7 @@ inline slot_ptr scatter(gloo_channel& channel, collective_header const& header, 
 }
 
 inline slot_ptr barrier(gloo_channel& channel, collective_header const& header) {
-  auto slot = channel.open({}, {});
+  auto slot = channel.open(header.called, {}, {});
   channel.send(*slot, header, {}, [](gloo_channel& c, gloo_slot& s) {
     agreed_header(c, s);
     return true;
