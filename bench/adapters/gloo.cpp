@@ -34,8 +34,8 @@ place read_place(bench::settings const& how) {
     auto const at = how.others.find(name);
     return at == how.others.end() ? otherwise : at->second;
   };
-  return {std::stoi(option("rank", "0")), std::stoi(option("ranks", "1")), option("meet", "."),
-          option("host", "127.0.0.1"), option("wire", "")};
+  return {bench::whole_number("--rank", option("rank", "0"), 0), bench::whole_number("--ranks", option("ranks", "1")),
+          option("meet", "."), option("host", "127.0.0.1"), option("wire", "")};
 }
 
 /// A context as Gloo's own users make it.
@@ -91,6 +91,7 @@ int measure(bench::settings const& how) {
   if (where.wire.empty() && where.ranks > 1)
     homework = std::make_shared<bench::homework>(where.rank, where.ranks, where.meet + "/homework");
 #endif
+  control.barrier(); // where the filter leaves a rank nothing to do, it ends, while others may still connect to it
   auto const comm_of = [comm](int) { return comm; };
   bench::rank_source<decltype(comm_of)> source{
       .name = "gloo" + where.wire,

@@ -88,7 +88,7 @@ void add(std::vector<bench::row>& rows, std::string const& layout, std::array<st
 int main(int argc, char** argv) {
   try {
     auto const how = bench::parse(argc, argv, {"threads"});
-    if (how.others.contains("threads")) threads = bench::positive_number("--threads", how.others.at("threads"));
+    if (how.others.contains("threads")) threads = bench::whole_number("--threads", how.others.at("threads"));
     omp_set_num_threads(threads);
     using shape = std::array<std::int64_t, 3>;
     std::vector<shape> const large{{32, 64, 12544}, {32, 256, 3136}, {32, 512, 784}};

@@ -111,7 +111,7 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
 int main(int argc, char** argv) {
   try {
     auto const how = bench::parse(argc, argv, {"threads"});
-    if (how.others.contains("threads")) threads = bench::positive_number("--threads", how.others.at("threads"));
+    if (how.others.contains("threads")) threads = bench::whole_number("--threads", how.others.at("threads"));
     omp_set_num_threads(threads);
     using shape = std::array<std::int64_t, 3>;
     shape const images{32, 256, 3136}, small_images{32, 1024, 196}, half_lines{32, 512, 784}, sequences{64, 1024, 512};

@@ -106,7 +106,7 @@ void add_double_backward(std::vector<bench::row>& rows, std::string const& with,
 int main(int argc, char** argv) {
   try {
     auto const how = bench::parse(argc, argv, {"threads"});
-    if (how.others.contains("threads")) threads = bench::positive_number("--threads", how.others.at("threads"));
+    if (how.others.contains("threads")) threads = bench::whole_number("--threads", how.others.at("threads"));
     omp_set_num_threads(threads);
     std::array<std::int64_t, 3> const images{32, 256, 3136};
     std::vector<bench::row> rows;

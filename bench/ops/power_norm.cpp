@@ -59,7 +59,7 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
 int main(int argc, char** argv) {
   try {
     auto const how = bench::parse(argc, argv, {"threads"});
-    if (how.others.contains("threads")) threads = bench::positive_number("--threads", how.others.at("threads"));
+    if (how.others.contains("threads")) threads = bench::whole_number("--threads", how.others.at("threads"));
     omp_set_num_threads(threads);
     using shape = std::array<std::int64_t, 3>;
     shape const tokens{16384, 1024, 1}, sequences{64, 1024, 512};

@@ -220,11 +220,12 @@ std::vector<measured> measure(row const& what, std::vector<contender> const& con
 
 } // namespace
 
-int positive_number(std::string const& option, std::string const& text) {
+int whole_number(std::string const& option, std::string const& text, int least) {
   int value = 0;
   auto const [end, status] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (status != std::errc{} || end != text.data() + text.size() || value < 1)
-    throw std::invalid_argument{option + ": '" + text + "' is not a positive number"};
+  if (status != std::errc{} || end != text.data() + text.size() || value < least)
+    throw std::invalid_argument{option + ": '" + text + "' is not a whole number from " + std::to_string(least) +
+                                " on"};
   return value;
 }
 
@@ -241,9 +242,10 @@ settings parse(int argc, char** argv, std::vector<std::string> const& own_option
     if (!option.starts_with("--") || i + 1 == argc) throw std::invalid_argument{"unknown argument '" + option + "'"};
     std::string const value = argv[++i];
     if (option == "--rounds") {
-      how.rounds = positive_number(option, value);
+      how.rounds = whole_number(option, value);
       rounds_given = true;
     } else if (option == "--clock") {
+      if (value != "cpu" && value != "wall") throw std::invalid_argument{"--clock: '" + value + "' is not cpu or wall"};
       how.cpu_clock = value == "cpu";
     } else if (option == "--json") {
       how.json = value;

@@ -52,10 +52,10 @@ struct settings {
   std::map<std::string, std::string> others; ///< --NAME VALUE of the program's own
 };
 
-/// Throws std::invalid_argument, with the option's name, where `text` is none.
-[[nodiscard]] int positive_number(std::string const& option, std::string const& text);
+/// Throws std::invalid_argument, with the option's name, where `text` is none from `least` on.
+[[nodiscard]] int whole_number(std::string const& option, std::string const& text, int least = 1);
 
-/// Reads --quick, --clock cpu, --rounds N, --json FILE, --filter REGEX, Google Benchmark's flags, and those of the program's own. Throws
+/// Reads --quick, --clock cpu or wall, --rounds N, --json FILE, --filter REGEX, Google Benchmark's flags, and those of the program's own. Throws
 /// std::invalid_argument.
 [[nodiscard]] settings parse(int argc, char** argv, std::vector<std::string> const& own_options = {});
 
