@@ -8,6 +8,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <sys/ioctl.h>
+#include <sys/prctl.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
@@ -15,6 +16,7 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -95,6 +97,7 @@ int main(int argc, char** argv) {
     std::fputs("usage: delayed_wire MILLISECONDS NAMESPACE0 NAMESPACE1\n", stderr);
     return 2;
   }
+  prctl(PR_SET_PDEATHSIG, SIGKILL); // whoever started it may be killed
   try {
     std::array<int, 2> const devices{open_device(argv[2], "tun0"), open_device(argv[3], "tun1")};
     std::puts("ready");

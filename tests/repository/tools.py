@@ -1,12 +1,20 @@
 #!/usr/bin/env python3
-"""Runs `dev` as far as it goes without building."""
+"""Runs `dev` as far as it goes without building, and bench/run over programs that measure nothing."""
 
+import json
 import os
+import signal
 import subprocess
 import tempfile
+import time
 import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROW = {
+    "op": "forward", "layout": "NCHW", "type": "float", "shape": [1, 2, 3], "comm": "self", "ranks": 1, "threads": 1,
+    "seconds": 1, "floor_bytes": 1, "peers": {}, "allocations": 0, "backend_allocations": 0, "peak_bytes": 0,
+}
+WRITES = """while [ "$1" != --json ]; do shift; done\necho '{}' > "$2"\n"""
 
 
 class Case(unittest.TestCase):
@@ -46,6 +54,51 @@ class Dev(Case):
     def test_paths_are_relative_to_the_caller(self):
         self.run_here("./dev", "bench", "--pictures", "drawn", "--help")
         self.assertTrue(os.path.isdir(self.path("drawn")))
+
+
+class BenchRun(Case):
+    def program(self, name, text):
+        with open(self.path(name), "w") as file:
+            file.write("#!/bin/sh\n" + text)
+        os.chmod(self.path(name), 0o755)
+
+    def rows(self):
+        with open(self.path("rows.json")) as file:
+            return json.load(file)
+
+    def run_bench(self, *options):
+        return self.run_here(os.path.join(ROOT, "bench/run"), "--build", ".", "--json", "rows.json", *options)
+
+    def test_rows_are_written(self):
+        self.program("bench.ops", WRITES.format(json.dumps([ROW])))
+        done = self.run_bench()
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(self.rows(), [ROW])
+
+    def test_no_row_is_an_error(self):
+        self.program("bench.ops", WRITES.format("[]"))
+        done = self.run_bench("--filter", "nothing")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("no row matches --filter nothing", done.stderr)
+        self.assertEqual(self.rows(), [])
+
+    def test_a_signal_leaves_the_rows_so_far_and_nothing_else(self):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            self.program("bench.ops", WRITES.format(json.dumps([ROW])))
+            self.program("bench.host", "echo $$ > started.new; mv started.new started; exec sleep 60\n")
+            bench = subprocess.Popen([os.path.join(ROOT, "bench/run"), "--build", ".", "--json", "rows.json"],
+                                     cwd=self.folder, env=self.environment, stderr=subprocess.DEVNULL)
+            while not os.path.exists(self.path("started")):
+                self.assertIsNone(bench.poll())
+                time.sleep(0.01)
+            with open(self.path("started")) as file:
+                sleeping = int(file.read())
+            bench.send_signal(number)
+            self.assertEqual(bench.wait(30), 128 + number)
+            self.assertEqual(self.rows(), [ROW])
+            self.assertEqual(os.listdir(self.path("tmp")), [])
+            self.assertRaises(ProcessLookupError, os.kill, sleeping, 0)
+            os.remove(self.path("started"))
 
 
 if __name__ == "__main__":
