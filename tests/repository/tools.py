@@ -100,6 +100,12 @@ class BenchRun(Case):
             self.assertRaises(ProcessLookupError, os.kill, sleeping, 0)
             os.remove(self.path("started"))
 
+    def test_nohup_lets_it_go_on(self):
+        self.program("bench.ops", "kill -HUP $PPID\n" + WRITES.format(json.dumps([ROW])))
+        done = self.run_here("nohup", os.path.join(ROOT, "bench/run"), "--build", ".", "--json", "rows.json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(self.rows(), [ROW])
+
 
 if __name__ == "__main__":
     unittest.main()
