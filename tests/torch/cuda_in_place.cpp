@@ -376,4 +376,22 @@ TEST_CASE("CUDA tensors: in place, what autograd forbids is an error on every ra
   check_no_violations();
 }
 
+TEST_CASE("CUDA tensors: in place, a graph over a view goes with its output") {
+  auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);
+  run_ranks(1, [&](thread_communicator const& comm) {
+    auto device = on_device(norm, comm);
+    device->set_in_place();
+    auto const leaf = torch::randn({4, 3, 2}).to(device_of(comm)).requires_grad_();
+    auto const base = [&] {
+      auto const x = leaf * 1;
+      auto const y = device->forward(x.view({4, 3, 1, 2}));
+      CHECK(y.requires_grad());
+      return c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>{x.getIntrusivePtr()};
+    }();
+    CHECK(base.expired());
+    device->synchronize();
+  });
+  check_no_violations();
+}
+
 } // namespace test::on_cuda

@@ -9,10 +9,12 @@
 
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/torch/batch_norm_group.hpp>
+#include <syncnorm/torch/micro_batches.hpp>
 
 using namespace test;
 using syncnorm::run_ranks;
 using syncnorm::thread_communicator;
+using syncnorm::torch::forward_batches;
 using syncnorm::torch::group_forward;
 using syncnorm::torch::norm_epilogue;
 
@@ -100,6 +102,39 @@ TEST_CASE("in place, gradients are those of a module apart, and a tensor less is
     }
 }
 
+TEST_CASE("in place, a graph goes with its outputs, also over views") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm);
+    norm->set_in_place();
+    auto const leaf = random({4, 3, 2, 2}).requires_grad_();
+    for (int const kind : {0, 1, 2, 3})
+      for (bool const evaluates : {false, true})
+        for (int const backward_passes : {0, 1, 2}) {
+          norm->train(!evaluates);
+          auto const step = [&] {
+            auto const base = leaf * 1;
+            auto const x = base.view({4, 3, 4});
+            Tensor y;
+            if (kind == 0) y = norm->forward(x);
+            if (kind == 1) y = norm->begin_forward(x).finish();
+            if (kind == 2) y = group_forward({{norm, x}}).front();
+            if (kind == 3) y = forward_batches(norm, {x}).front();
+            if (backward_passes > 0) y.sum().backward({}, /*retain_graph=*/backward_passes == 2);
+          };
+          step(); // which makes gradients, to be added to
+          auto const counter = std::make_shared<live_bytes>();
+          {
+            c10::DebugInfoGuard const counts{c10::DebugInfoKind::PROFILER_STATE, counter};
+            step();
+          }
+          CAPTURE(kind);
+          CAPTURE(evaluates);
+          CAPTURE(backward_passes);
+          CHECK(counter->bytes == 0);
+        }
+  });
+}
+
 TEST_CASE("in place: what autograd forbids is an error on every rank, and changes nothing") {
   run_ranks(2, [](thread_communicator const& comm) {
     auto norm = make_norm(BatchNormOptions{3}, comm);
@@ -153,6 +188,16 @@ TEST_CASE("in place: what autograd forbids is an error on every rank, and change
     auto const dx = torch::autograd::grad({norm->forward(leaf * 1).square().sum()}, {leaf}, {}, true, true)[0];
     text = message_of<syncnorm::error>([&] { dx.sum().backward(); });
     CHECK_MESSAGE(contains(text, "a pass in place (double backward) cannot be differentiated"), text);
+    // Of x alone, by a constant.
+    norm->weight.set_requires_grad(false);
+    norm->bias.set_requires_grad(false);
+    for (bool const view : {false, true}) {
+      auto const x = leaf * 1;
+      auto const slope = torch::autograd::grad({norm->forward(view ? x.view({4, 3, 1, 2}) : x).sum()}, {leaf}, {},
+                                               /*retain_graph=*/true, /*create_graph=*/true)[0];
+      text = message_of<syncnorm::error>([&] { torch::autograd::grad({slope.sum()}, {leaf}, {}, {}, false, true); });
+      CHECK_MESSAGE(contains(text, "a pass in place (double backward) cannot be differentiated"), text);
+    }
     // Without gradients, over whatever it is given.
     torch::NoGradGuard const no_recording;
     auto const input = leaf.detach().clone();

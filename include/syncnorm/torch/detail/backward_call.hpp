@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/types.h>
 
 #include <syncnorm/core/epilogue.hpp>
@@ -30,6 +31,15 @@
 
 namespace syncnorm::torch::detail {
 
+/// y, which a pass has written over x, with the history that x had before: that which y comes to have leads to the node that saves it,
+/// which libtorch does not see where x is a view.
+[[nodiscard]] inline at::Tensor output_to_save(at::Tensor const& y, at::Tensor const& x) {
+  auto saved = y.detach(); // whose version is that of y
+  if (x.grad_fn() != nullptr)
+    ::torch::autograd::impl::set_gradient_edge(saved, ::torch::autograd::impl::gradient_edge(x));
+  return saved;
+}
+
 /// What a forward pass read, as far as its backward pass needs it: x of each micro-batch, or y where x is recovered from it.
 struct forward_tensors {
   std::vector<at::Tensor> x;
@@ -39,7 +49,7 @@ struct forward_tensors {
   /// Those to be saved of a pass over `x`, which wrote `y`.
   [[nodiscard]] static forward_tensors of(recorded_pass const& pass, std::vector<at::Tensor> x,
                                           at::Tensor const& weight, at::Tensor const& bias,
-                                          std::vector<at::Tensor> residuals, std::vector<at::Tensor> y) {
+                                          std::vector<at::Tensor> residuals, std::span<at::Tensor const> y) {
     // What was activated depends on bias and residual; so does x where it is recovered from y.
     bool const in_place = pass.kept != nullptr;
     bool activated = false;
@@ -48,8 +58,8 @@ struct forward_tensors {
       activated |= activates;
       if (!in_place && !activates) residuals[k].reset();
     }
-    return {in_place ? std::move(y) : std::move(x), weight, in_place || activated ? bias : at::Tensor{},
-            std::move(residuals)};
+    for (std::size_t k = 0; k < x.size() && in_place; ++k) x[k] = output_to_save(y[k], x[k]);
+    return {std::move(x), weight, in_place || activated ? bias : at::Tensor{}, std::move(residuals)};
   }
 
   /// Appends them to what is saved.

@@ -27,7 +27,7 @@ public:
                             at::Tensor const* y) {
     auto const of = [](c10::optional<at::Tensor> const& tensor) { return tensor.value_or(at::Tensor{}); };
     tensors saved;
-    forward_tensors::of(*pass, {x}, of(weight), of(bias), {of(residual)}, {*y}).append_to(saved);
+    forward_tensors::of(*pass, {x}, of(weight), of(bias), {of(residual)}, {y, 1}).append_to(saved);
     recorded->save_for_backward(std::move(saved));
     if (pass->kept != nullptr) recorded->mark_dirty({x});
     recorded->saved_data["pass"] = c10::IValue::make_capsule(pass);
