@@ -270,6 +270,42 @@ TEST_CASE("a converted model is the same model over the ranks, and reverting res
   });
 }
 
+TEST_CASE("passes that outlast their communicator, or their module, are steps like others") {
+  torch::manual_seed(10);
+  auto const x = random({3, 4, 2}), u = random({3, 4, 2});
+  // One of two passes comes before the change, and both are differentiated after it, in either order.
+  auto const steps = [](nn::Sequential& net, Tensor const& first, Tensor const& second, bool in_order,
+                        auto const& change) {
+    net->forward(first).pow(2).sum().backward();
+    std::vector<Tensor> losses{net->forward(first).pow(2).sum()};
+    change();
+    losses.push_back(net->forward(second).pow(3).sum());
+    if (!in_order) std::swap(losses[0], losses[1]);
+    for (auto const& loss : losses) loss.backward();
+    net->forward(first).sum().backward();
+  };
+  for (bool const in_order : {true, false}) {
+    nn::Sequential whole{prepared(PowerNorm{PowerNormOptions{2}.warmup_iters(0)})};
+    steps(whole, x, u, in_order, [] {});
+    auto const ema_gz = whole[0]->as<PowerNorm>()->ema_gz(), running_phi = whole[0]->as<PowerNorm>()->running_phi();
+    for (int const kind : {0, 1, 2, 3})
+      run_ranks(2, [&](thread_communicator const& comm) {
+        auto const own = [&](Tensor const& of) { return of.slice(1, 2 * comm.rank(), 2 * comm.rank() + 2); };
+        nn::Sequential net{prepared(SyncPowerNorm{PowerNormOptions{2}.warmup_iters(0), comm})};
+        steps(net, own(x), own(u), in_order, [&] {
+          if (kind == 1) net[0]->as<SyncPowerNorm>()->set_communicator(comm);
+          if (kind == 2) convert_sync_powernorm(net, comm);
+          if (kind == 3) convert_sync_powernorm(revert_sync_powernorm(net), comm);
+        });
+        auto& norm = *net[0]->as<SyncPowerNorm>();
+        CAPTURE(kind);
+        CHECK(error_of(norm.ema_gz(), ema_gz) <= 1e-12);
+        CHECK(error_of(norm.running_phi(), running_phi) <= 1e-12);
+        CHECK(norm.iters() == 4);
+      });
+  }
+}
+
 TEST_CASE("a fault of one rank is thrown on every rank, in the warm-up and after it, and changes nothing") {
   auto const good = random({3, 2, 4});
   struct fault {

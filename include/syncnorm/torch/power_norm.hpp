@@ -146,15 +146,10 @@ public:
   /// Becomes a module of the very tensors of `other`, in its mode.
   template <class Other>
   void share_state(PowerNormBase<Other>& other) {
-    other.synchronize();
+    take_over(*other.shared_, shared_->comm());
     ::torch::nn::Cloneable<detail::registry>::copy(other, *this);
     weight = other.weight;
     bias = other.bias;
-    auto const tensors = this->named_buffers(/*recurse=*/false);
-    shared_ = make_shared_part(shared_->comm());
-    shared_->running_phi = tensors["running_phi"];
-    shared_->ema_gz = tensors["ema_gz"];
-    shared_->iters = tensors["iters"];
     train(other.is_training());
   }
 
@@ -164,14 +159,7 @@ public:
 
 protected:
   [[nodiscard]] any_communicator const& comm() const noexcept { return shared_->comm(); }
-  void exchange_over(any_communicator comm) {
-    synchronize();
-    auto const next = make_shared_part(std::move(comm));
-    next->running_phi = shared_->running_phi;
-    next->ema_gz = shared_->ema_gz;
-    next->iters = shared_->iters;
-    shared_ = next;
-  }
+  void exchange_over(any_communicator comm) { take_over(*shared_, std::move(comm)); }
 
   // In containers, the mask may be left out.
   bool _forward_has_default_args() override { return true; }
@@ -185,6 +173,14 @@ protected:
 private:
   template <typename ModuleType, typename... ArgumentTypes>
   friend struct ::torch::nn::AnyModuleHolder;
+  template <class Other>
+  friend class PowerNormBase;
+
+  void take_over(detail::power_norm_shared& state, any_communicator comm) {
+    auto const next = make_shared_part(std::move(comm));
+    state.leave_to(next);
+    shared_ = next;
+  }
 
   [[nodiscard]] std::shared_ptr<detail::power_norm_shared> make_shared_part(any_communicator comm) const {
     power_norm_options const made{.eps = options.eps(),
@@ -303,8 +299,8 @@ public:
       : PowerNormBase{options_, std::move(over)} {}
 
   [[nodiscard]] any_communicator const& communicator() const noexcept { return comm(); }
-  /// The communicator of the passes to come, after those in flight. Passes that are recorded keep theirs. The same on every
-  /// rank.
+  /// The communicator of the passes to come, after those in flight. Passes that are recorded keep theirs, and their backward passes
+  /// wait for what is in flight, their own exchange among it. The same on every rank.
   void set_communicator(any_communicator over) { exchange_over(std::move(over)); }
 };
 

@@ -53,6 +53,27 @@ public:
     return *held;
   }
 
+  /// Leaves the state to `next`, over which the passes to come are. The backward passes of those that are recorded stay here.
+  void leave_to(std::shared_ptr<power_norm_shared> const& next) {
+    synchronize();
+    next->running_phi = running_phi;
+    next->ema_gz = ema_gz;
+    next->iters = iters;
+    next_ = next;
+  }
+
+  /// f(), a backward pass that is a step of the state. Once that is left to another, passes here and there wait for each other in this
+  /// alone.
+  template <class F>
+  void step_back(F const& f) {
+    auto* latest = this;
+    while (latest->next_ != nullptr) latest = latest->next_.get();
+    if (latest == this) return f();
+    latest->synchronize();
+    f();
+    synchronize();
+  }
+
   void synchronize() {
     std::exception_ptr error;
     try {
@@ -73,6 +94,7 @@ private:
   std::int64_t channels_;
   std::optional<power_norm_workspace<any_communicator, float>> of_float_;
   std::optional<power_norm_workspace<any_communicator, double>> of_double_;
+  std::shared_ptr<power_norm_shared> next_; // null: the state is this one's
 };
 
 /// What a recorded forward pass leaves for its backward pass, besides tensors.
@@ -154,9 +176,12 @@ private:
       fault = text_of(e);
     }
     auto& shared = *pass.shared;
-    power_norm_backward<T const, T>(at_executor{}, shared.comm(), dy_view, of_x.x_view, dx_view, affine,
-                                    shared.state<T>(), shared.options(), pass.saved, gradients, shared.workspace<T>(),
-                                    {.fault = fault});
+    auto const compute = [&] {
+      power_norm_backward<T const, T>(at_executor{}, shared.comm(), dy_view, of_x.x_view, dx_view, affine,
+                                      shared.state<T>(), shared.options(), pass.saved, gradients, shared.workspace<T>(),
+                                      {.fault = fault});
+    };
+    pass.saved.pass->constant ? compute() : shared.step_back(compute);
     return {dx, dgamma, dbeta, {}, {}, {}};
   }
 };
