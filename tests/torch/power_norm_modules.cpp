@@ -181,6 +181,20 @@ TEST_CASE("checkpoints, clones and conversions take the state as it is after wha
   });
 }
 
+TEST_CASE("the number of steps is no less a number after a conversion") {
+  PowerNorm norm{4};
+  for (std::int64_t const steps : {70001, 16777217}) {
+    norm->named_buffers()["iters"].fill_(steps);
+    for (auto const type : {torch::kHalf, torch::kBFloat16, torch::kFloat, torch::kDouble}) {
+      norm->to(type);
+      CHECK((norm->running_phi().scalar_type() == type));
+      CHECK(norm->iters() == steps);
+      norm->to(torch::kCPU, torch::kFloat);
+      CHECK(norm->iters() == steps);
+    }
+  }
+}
+
 TEST_CASE("a converted model is the same model over the ranks, and reverting restores it") {
   torch::manual_seed(6);
   auto const x = torch::randn({5, 6, 3}, torch::kDouble), dy = torch::randn({5, 6, 4}, torch::kDouble);

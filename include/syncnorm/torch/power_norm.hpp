@@ -197,9 +197,10 @@ private:
   template <class Convert>
   void converted(Convert const& convert) {
     synchronize();
-    convert();
     auto& iters = shared_->iters;
-    if (iters.scalar_type() != ::torch::kLong) iters.set_data(iters.to(::torch::kLong));
+    auto const before = iters.clone();
+    convert();
+    if (iters.scalar_type() != ::torch::kLong) iters.set_data(before.to(iters.device()));
   }
 
   /// What keeps autograd from recording a pass over `input`, which in training it does whatever needs a gradient.
