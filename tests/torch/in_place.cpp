@@ -1,5 +1,6 @@
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include <c10/core/Allocator.h>
@@ -41,6 +42,25 @@ Tensor forward(way how, SyncBatchNorm& norm, Tensor const& input, norm_epilogue 
   SyncBatchNorm other{BatchNormOptions{1}, norm->communicator()};
   return group_forward({{other, torch::ones({2, 1})}, {norm, input, with}}).back();
 }
+
+/// A rank whose exchanges fail after so many.
+struct failing {
+  thread_communicator comm;
+  int* left; ///< negative: none fails
+
+  [[nodiscard]] int rank() const { return comm.rank(); }
+  [[nodiscard]] int size() const { return comm.size(); }
+  [[nodiscard]] double exchange_overhead() const { return 0; } // so that there are many
+  template <syncnorm::wire_type T>
+  void allgather(std::span<T const> in, std::span<T> out) const {
+    if ((*left)-- == 0) throw syncnorm::communicator_error{"failing", "the link is lost"};
+    comm.allgather(in, out);
+  }
+  template <syncnorm::reducible_type T>
+  void allreduce(std::span<T const> in, std::span<T> out, syncnorm::reduce_op op) const {
+    comm.allreduce(in, out, op);
+  }
+};
 
 } // namespace
 
@@ -251,6 +271,26 @@ TEST_CASE("in place, a pass that is dropped or refused leaves its input as it wa
       auto const text = refused(members);
       CHECK_MESSAGE(contains(text, "writes to memory that another pass of the group reads"), text);
       CHECK(torch::equal(y, values));
+    }
+  });
+}
+
+TEST_CASE("in place, what a pass that fails has written to is known to autograd") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    int left = -1;
+    auto norm = make_norm(BatchNormOptions{64}, failing{comm, &left});
+    norm->set_in_place();
+    auto const leaf = random({8, 64, 32, 32}).requires_grad_();
+    for (int i = 0; i < 2; ++i) norm->forward(leaf * 1); // by which ranks agree on several exchanges
+    for (int const arrive : {0, 1}) {
+      left = arrive;
+      auto const x = leaf.exp(); // which needs its result
+      auto const values = x.detach().clone();
+      auto text = message_of<syncnorm::communicator_error>([&] { norm->forward(x); });
+      CHECK_MESSAGE(contains(text, "the link is lost"), text);
+      CHECK(torch::equal(x, values) == (arrive == 0));
+      text = message_of<c10::Error>([&] { x.sum().backward(); });
+      CHECK_MESSAGE(contains(text, arrive == 0 ? "nothing was thrown" : "modified by an inplace operation"), text);
     }
   });
 }

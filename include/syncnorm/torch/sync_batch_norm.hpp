@@ -158,7 +158,8 @@ public:
   /// requires a gradient, nor a result that its own backward pass needs; and nothing may write to the output until the
   /// backward pass, whose gradients cannot be differentiated. In a group, and as one of several micro-batches in training, it must
   /// not be a view, either, where gradients are recorded: libtorch records no function of several outputs that writes to one. Nor
-  /// may micro-batches in evaluation be views of one tensor then. The same on every rank.
+  /// may micro-batches in evaluation be views of one tensor then. Where a communicator fails midway, `forward` leaves the input partly
+  /// written over, of which autograd is told. The same on every rank.
   void set_in_place(bool on = true) noexcept { in_place_ = on; }
   [[nodiscard]] bool is_in_place() const noexcept { return in_place_; }
 

@@ -36,7 +36,14 @@ public:
   void run() {
     at::AutoGradMode const no_recording{false};
     before();
-    compute();
+    try {
+      compute();
+    } catch (...) {
+      // Once all ranks had been heard of, parts of the input may have been written.
+      if (in_.in_place && pass_->saved.count > 0)
+        for (auto const& x : in_.batches) bump_versions({x});
+      throw;
+    }
     after();
   }
   /// Describes a pass on a device, which it borrows; `plan_of` does one on the CPU.
