@@ -92,9 +92,11 @@ private:
         exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home} {}
 
   void complete() {
-    if (auto const work = std::move(work_)) detail::explaining_mismatches([&] { work->wait(); });
-    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
-    if (exchanges_) exchange_.finish();
+    detail::explaining_mismatches([&] {
+      if (auto const work = std::move(work_)) work->wait();
+      if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+      if (exchanges_) exchange_.finish();
+    });
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       takes_part(steps) ? steps.accept(exchange_.summary(l)) : steps.require_valid();
     });

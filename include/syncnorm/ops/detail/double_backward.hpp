@@ -93,7 +93,7 @@ public:
     auto const rule = merge_rule::sums;
     auto const policy = resolve(saved_->exchange, comm, rule, channels_, buffers_type::rows);
     auto const work = packets.start(comm, rule, policy, false);
-    packets.finish();
+    explaining_mismatches([&] { packets.finish(); });
     std::array<std::span<double>, buffers_type::rows> totals;
     for (std::size_t v = 0; v < buffers_type::rows; ++v) totals[v] = all(static_cast<row>(v));
     packets.total(0, totals);

@@ -82,12 +82,10 @@ public:
         return nullptr;
       }
       rank_ = rank(comm);
-      return explaining_mismatches([&]() -> std::unique_ptr<erased_work> {
-        if (!agreed_ && exchange_head(comm, policy)) return nullptr;
-        if constexpr (allreduces<C, double>)
-          if (policy == exchange_policy::reduce) return start_reduce(comm, split);
-        return start_gather(comm, split);
-      });
+      if (!agreed_ && exchange_head(comm, policy)) return nullptr;
+      if constexpr (allreduces<C, double>)
+        if (policy == exchange_policy::reduce) return start_reduce(comm, split);
+      return start_gather(comm, split);
     } catch (...) {
       failure_ = std::current_exception();
       return nullptr;
