@@ -77,13 +77,15 @@ public:
                                                     bool grouped) override {
     std::vector<cuda_buffers*> buffers;
     std::vector<cuda::batch_norm_pass> passes;
+    cuda_begun_passes::watches watched;
     for (auto const& plan : plans) {
       auto& each = static_cast<cuda_plan&>(*plan);
       buffers.push_back(each.buffers);
       passes.push_back(std::move(each.pass));
+      watched.push_back(std::move(each.watched));
     }
     auto& first = *buffers.front();
-    return std::make_unique<cuda_begun_passes>(std::move(buffers), [&](cudaStream_t stream) {
+    return std::make_unique<cuda_begun_passes>(std::move(buffers), std::move(watched), [&](cudaStream_t stream) {
       if (grouped)
         return groups_.try_emplace(first.device().index(), comm_).first->second.begin(std::move(passes), stream);
       auto& workspace = first.workspace();

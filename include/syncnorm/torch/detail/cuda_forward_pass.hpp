@@ -70,13 +70,11 @@ public:
     using planned = cuda::detail::planned_forward<Kernels, element, parameter>;
     auto& buffers = *record_->buffers;
     buffers.template load<Kernels, element>();
-    {
-      c10::DeviceGuard const there{buffers.device()};
-      watch(current_stream(buffers.device()));
-    }
+    c10::DeviceGuard const there{buffers.device()};
     return with_operands([&](operands const& of) {
       return std::make_unique<cuda_plan>(
-          buffers, std::make_unique<planned>(of, in_.options, record_->saved(), buffers.workspace(), caller()));
+          buffers, std::make_unique<planned>(of, in_.options, record_->saved(), buffers.workspace(), caller()),
+          watch(current_stream(buffers.device())));
     });
   }
 
@@ -85,7 +83,6 @@ public:
     if (is_converted()) counter_.copy_(in_.num_batches_tracked);
   }
   void after() override {
-    watched_.reset();
     if (outputs_.empty()) throw_own_fault();
     if (in_.scope != statistics_scope::all_ranks || !this->mean_.defined()) return;
     bump_versions({in_.running_mean, in_.running_var});
@@ -101,7 +98,7 @@ private:
   void compute() override {
     with_operands([&](operands const& of) {
       record_->buffers->template run<Kernels, element>([&](cuda::batch_norm_workspace& workspace, cudaStream_t stream) {
-        watch(stream);
+        auto const watched = watch(stream);
         cuda::detail::forward<Kernels, element, parameter>(comm_, of, in_.options, record_->saved(), workspace, stream,
                                                            caller());
       });
@@ -130,10 +127,10 @@ private:
     return static_cast<cuda_kept<element>*>(pass_->kept.get())->of;
   }
   /// Watches what is kept of the micro-batch by which passes that follow make room, until the pass is done.
-  void watch(cudaStream_t stream) {
+  [[nodiscard]] std::unique_ptr<kept_room::watch> watch(cudaStream_t stream) const {
     auto const* const of = cuda::detail::find_tightest(kept(), std::span{std::as_const(this->epilogues_)});
     bool const keeps = of != nullptr && fault_.empty();
-    watched_.emplace(record_->buffers->room(), keeps ? of->memory().state : nullptr, stream);
+    return std::make_unique<kept_room::watch>(record_->buffers->room(), keeps ? of->memory().state : nullptr, stream);
   }
 
   /// Makes room for what a pass in place keeps of each x, where it is recorded.
@@ -175,7 +172,6 @@ private:
   C const& comm_;
   std::shared_ptr<cuda_record> record_;
   at::Tensor counter_;
-  std::optional<kept_room::watch> watched_;
 };
 
 } // namespace syncnorm::torch::detail

@@ -57,7 +57,8 @@ public:
     return std::min(all, needed + std::max<std::int64_t>(4, (all + 15) / 16));
   }
 
-  /// Lets the host know what a pass has kept in the end, also where that throws; −1 where it kept nothing for a fault.
+  /// Lets the host know what a pass has kept in the end, also where that throws; −1 where it kept nothing for a fault. It ends in the
+  /// turn of that pass, since its copy is a part of that.
   class watch {
   public:
     watch(kept_room& room, std::int64_t* state, cudaStream_t stream) : room_{room}, state_{state}, stream_{stream} {
