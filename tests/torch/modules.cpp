@@ -457,6 +457,17 @@ TEST_CASE("bad options and one value in all are errors on every rank") {
       CHECK_MESSAGE(contains(text, "more than 1 value per channel"), text);
       CHECK(same_state(before, state_of(*norm)));
     });
+  run_ranks(2, [&](thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm), same = make_norm(BatchNormOptions{3}, comm);
+    norm->options.num_features(5); // which makes it no other module
+    for (int step = 0; step < 2; ++step) {
+      auto const x = random({4, 3, 2});
+      auto const expected = same->forward(x);
+      CHECK(torch::equal(step == 0 ? norm->begin_forward(x).finish() : norm->forward(x), expected));
+      norm->set_communicator(comm);
+    }
+    CHECK(torch::equal(norm->running_var, same->running_var));
+  });
   auto const null = message_of<invalid_argument_error>([] {
     SyncBatchNorm norm{BatchNormOptions{-2}};
     norm->forward(torch::ones({2, 3}));

@@ -138,7 +138,7 @@ public:
                                    ", the communicator for CUDA tensors on " + text(passes.rank(), passes.size())};
   }
   static void set(SyncBatchNormImpl& norm, std::shared_ptr<device_passes> passes) {
-    norm.renew_state(norm.state_->comm);
+    norm.set_communicator(norm.state_->comm);
     norm.state_->device = std::move(passes);
   }
 };

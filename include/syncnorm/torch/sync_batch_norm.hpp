@@ -50,14 +50,14 @@ public:
   /// which of weight and bias there are, where `options.affine()`.
   explicit SyncBatchNormImpl(::torch::nn::BatchNormOptions const& options_, any_communicator comm = self_communicator{},
                              int revert_dimension = 2, affine_parts parts = affine_parts::gamma_and_beta)
-      : options{options_}, revert_dimension_{revert_dimension}, parts_{parts}, state_{make_state(std::move(comm))} {
+      : options{options_}, revert_dimension_{revert_dimension}, parts_{parts}, state_{make_state(std::move(comm), 0)} {
     reset();
   }
 
   void reset() override {
     // A clone shares nothing with its original, the buffers of the exchange least of all.
     auto const device = state_->device;
-    renew_state(state_->comm);
+    renew_state(state_->comm, options.num_features());
     if (device != nullptr) state_->device = device->renewed();
     auto const channels = options.num_features() > 0 ? options.num_features() : 0;
     auto const parameter = [&](char const* name, bool exists) {
@@ -136,7 +136,7 @@ public:
 
   /// The communicator of the passes to come, of CPU tensors; those of CUDA tensors are given anew by `use_cuda`. Passes that are
   /// recorded keep theirs. The same on every rank.
-  void set_communicator(any_communicator comm) { renew_state(std::move(comm)); }
+  void set_communicator(any_communicator comm) { renew_state(std::move(comm), channels()); }
 
   /// Off: backward passes are local, as if the other ranks' gradients were zero; for the steps of a gradient
   /// accumulation but the last. It is the setting at the time of the backward pass that counts. The same on every rank.
@@ -174,6 +174,7 @@ public:
 
   [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
 
+  /// It is the `num_features` with which the module was made that counts.
   ::torch::nn::BatchNormOptions options;
   /// Undefined without `affine`, or where the module has no such part.
   ::torch::Tensor weight, bias;
@@ -185,15 +186,18 @@ private:
   friend class detail::members_of;
   friend class detail::device_of;
 
-  [[nodiscard]] std::shared_ptr<detail::exchange_state> make_state(any_communicator comm) const {
+  [[nodiscard]] static std::shared_ptr<detail::exchange_state> make_state(any_communicator comm,
+                                                                          std::int64_t channels) {
     return std::make_shared<detail::exchange_state>(
-        detail::exchange_state{std::move(comm), batch_norm_workspace{options.num_features()}});
+        detail::exchange_state{std::move(comm), batch_norm_workspace{channels}});
   }
+  /// Those that its tensors have been made for, whatever `options` say since.
+  [[nodiscard]] std::int64_t channels() const { return state_->workspace.exchange.channels(); }
 
   /// Leaves what is shared so far to others, but for the setting.
-  void renew_state(any_communicator comm) {
+  void renew_state(any_communicator comm, std::int64_t channels) {
     bool const exchange = state_->exchange_backward;
-    state_ = make_state(std::move(comm));
+    state_ = make_state(std::move(comm), channels);
     state_->exchange_backward = exchange;
   }
 
@@ -209,7 +213,7 @@ private:
     detail::forward_inputs in{std::move(batches), std::move(epilogues), weight, bias, running_mean,
                               running_var,        num_batches_tracked};
     in.options = make_options();
-    in.channels = options.num_features();
+    in.channels = channels();
     in.scope = is_training() && !frozen_ ? statistics_scope::all_ranks
                : running_mean.defined()  ? statistics_scope::constant
                                          : statistics_scope::this_rank;
