@@ -232,6 +232,11 @@ TEST_CASE("what a BatchNorm could not do is not reverted") {
   norm.set_running_variance(syncnorm::running_variance::standard_deviation);
   text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(model); });
   CHECK_MESSAGE(contains(text, "keeps running standard deviations"), text);
+  for (auto const parts : {syncnorm::affine_parts::gamma, syncnorm::affine_parts::beta}) {
+    SyncBatchNorm const alone{BatchNormOptions{3}, syncnorm::any_communicator{}, 2, parts};
+    text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(alone.ptr()); });
+    CHECK_MESSAGE(contains(text, "a weight or a bias alone"), text);
+  }
   CHECK(kinds_of(*model) == kinds);
 }
 

@@ -55,6 +55,9 @@ template <class Impl>
   if (norm.has_frozen_statistics())
     throw invalid_argument_error{"revert_sync_batchnorm: a module has frozen statistics, which torch::nn::BatchNorm "
                                  "would update in training; freeze_statistics(false) comes before"};
+  if (norm.weight.defined() != norm.bias.defined())
+    throw invalid_argument_error{"revert_sync_batchnorm: a module has a weight or a bias alone, to which a clone of a "
+                                 "torch::nn::BatchNorm would add the other"};
   switch (norm.revert_dimension()) {
   case 1:
     return make_local_as<::torch::nn::BatchNorm1dImpl>(norm);
@@ -107,7 +110,7 @@ Holder convert_sync_batchnorm(Holder const& module, any_communicator const& comm
 /// conversion, and otherwise by its `revert_dimension`; returns `module`, or what replaces it where it is a SyncBatchNorm
 /// itself. A SyncBatchNorm that a member holds by its type stays, with a communicator of its own rank alone, which is as
 /// local. The tensors are the same. Throws invalid_argument_error, and has changed nothing then, where a BatchNorm
-/// could not do as the module: with frozen statistics, or a running standard deviation.
+/// could not do as the module: with frozen statistics, a running standard deviation, or a weight or bias alone.
 inline std::shared_ptr<::torch::nn::Module> revert_sync_batchnorm(std::shared_ptr<::torch::nn::Module> const& module) {
   if (module == nullptr) throw invalid_argument_error{"revert_sync_batchnorm: the module is null"};
   if (auto const* norm = module->as<SyncBatchNormImpl>()) return detail::make_local(*norm).module;
