@@ -42,8 +42,8 @@ class members_of;
 /// With `create_graph`, on every rank and by losses of one structure, they can be differentiated once more, which is collective,
 /// too.
 ///
-/// Unlike in libtorch, a batch that is empty on every rank leaves `num_batches_tracked`, too, as it was, and a momentum
-/// outside [0, 1] or a negative eps is an error.
+/// Unlike in libtorch, a batch that is empty on every rank leaves `num_batches_tracked`, too, as it was, a momentum outside
+/// [0, 1] or a negative eps is an error, and an infinity in the input may make its channel's running mean NaN, not infinite.
 class SyncBatchNormImpl : public ::torch::nn::Cloneable<SyncBatchNormImpl> {
 public:
   /// `revert_dimension` is which of BatchNorm1d, 2d and 3d `revert_sync_batchnorm` makes of the module. `parts` says
