@@ -12,18 +12,24 @@
 
 namespace syncnorm::cuda::detail {
 
-/// What kernels know an element type by.
+template <class T, class As>
+using as_const_as = std::conditional_t<std::is_const_v<T>, As const, As>;
+
+/// What kernels know an element type by, of the same bits.
 template <class T>
 using device_element_t =
-    std::conditional_t<format_of<T> == element_format::binary16, __half,
-                       std::conditional_t<format_of<T> == element_format::bfloat16, __nv_bfloat16, T>>;
+    std::conditional_t<format_of<T> == element_format::binary16, as_const_as<T, __half>,
+                       std::conditional_t<format_of<T> == element_format::bfloat16, as_const_as<T, __nv_bfloat16>, T>>;
 
 template <class T>
-[[nodiscard]] auto device_view(tensor_view<T> const& x) {
-  using same = device_element_t<std::remove_const_t<T>>;
-  using element_type = std::conditional_t<std::is_const_v<T>, same const, same>;
-  return tensor_view<element_type>{
-      reinterpret_cast<element_type*>(x.data), x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s};
+[[nodiscard]] tensor_view<device_element_t<T>> device_view(tensor_view<T> const& x) {
+  return {reinterpret_cast<device_element_t<T>*>(x.data),
+          x.samples,
+          x.channels,
+          x.spatial,
+          x.stride_n,
+          x.stride_c,
+          x.stride_s};
 }
 
 template <class T>
