@@ -1,4 +1,5 @@
 #include <cstdint>
+#include <malloc.h>
 #include <memory>
 #include <span>
 #include <vector>
@@ -153,6 +154,36 @@ TEST_CASE("in place, a graph goes with its outputs, also over views") {
           CHECK(counter->bytes == 0);
         }
   });
+}
+
+TEST_CASE("what a pass keeps goes with its graph, or its backward pass") {
+  auto const mask = torch::ones({64, 128}, torch::kBool); // of its own size, by which it is known
+  auto norm = make_norm(BatchNormOptions{128});
+  norm->weight.detach().zero_(); // so that no channel can be recovered
+  auto const leaf = random({64, 128, 128}).requires_grad_();
+  auto const tensor = leaf.numel() * leaf.element_size();
+  auto const step = [&](bool retain) {
+    auto const y = norm->forward_with(leaf * 1, {.mask = mask});
+    y.sum().backward({}, retain);
+    return y;
+  };
+  norm->set_in_place();
+  step(false); // which makes gradients, to be added to
+  auto const allocated = [] {
+    auto const all = mallinfo2();
+    return static_cast<std::int64_t>(all.uordblks + all.hblkhd);
+  };
+  for (bool const retain : {false, true}) {
+    auto const counter = std::make_shared<live_bytes>();
+    c10::DebugInfoGuard const counts{c10::DebugInfoKind::PROFILER_STATE, counter};
+    auto const before = allocated();
+    auto const y = step(retain);
+    CAPTURE(retain);
+    CHECK((counter->bytes >= tensor + mask.numel()) == retain);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) // which keep allocations themselves
+    CHECK((allocated() - before >= 2 * tensor) == retain);
+#endif
+  }
 }
 
 TEST_CASE("in place: what autograd forbids is an error on every rank, and changes nothing") {

@@ -22,11 +22,11 @@
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
+#include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/refuse_differentiation.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/element.hpp>
-#include <syncnorm/torch/epilogue.hpp>
 #include <syncnorm/torch/executor.hpp>
 
 namespace syncnorm::torch::detail {
@@ -45,21 +45,22 @@ struct forward_tensors {
   std::vector<at::Tensor> x;
   at::Tensor weight, bias;
   std::vector<at::Tensor> residuals; ///< of each micro-batch, as far as its values are needed
+  at::Tensor memory{};               ///< by which the memory of the pass stays
 
-  /// Those to be saved of a pass over `x`, which wrote `y`.
-  [[nodiscard]] static forward_tensors of(recorded_pass const& pass, std::vector<at::Tensor> x,
-                                          at::Tensor const& weight, at::Tensor const& bias,
-                                          std::vector<at::Tensor> residuals, std::span<at::Tensor const> y) {
+  /// Those to be saved of a pass over `x`.
+  [[nodiscard]] static forward_tensors of(forward_pass const& pass, std::vector<at::Tensor> x, at::Tensor const& weight,
+                                          at::Tensor const& bias, std::vector<at::Tensor> residuals) {
     // What was activated depends on bias and residual; so does x where it is recovered from y.
-    bool const in_place = pass.kept != nullptr;
+    bool const in_place = pass.pass()->in_place;
     bool activated = false;
     for (std::size_t k = 0; k < residuals.size(); ++k) {
-      bool const activates = pass.epilogues[k].activation.negative_slope != 1;
+      bool const activates = pass.pass()->epilogues[k].activation.negative_slope != 1;
       activated |= activates;
       if (!in_place && !activates) residuals[k].reset();
     }
-    for (std::size_t k = 0; k < x.size() && in_place; ++k) x[k] = output_to_save(y[k], x[k]);
-    return {std::move(x), weight, in_place || activated ? bias : at::Tensor{}, std::move(residuals)};
+    for (std::size_t k = 0; k < x.size() && in_place; ++k) x[k] = output_to_save(pass.outputs()[k], x[k]);
+    return {std::move(x), weight, in_place || activated ? bias : at::Tensor{}, std::move(residuals),
+            pass.saved_memory()};
   }
 
   /// Appends them to what is saved.
@@ -67,13 +68,14 @@ struct forward_tensors {
     saved.insert(saved.end(), x.begin(), x.end());
     saved.insert(saved.end(), {weight, bias});
     saved.insert(saved.end(), residuals.begin(), residuals.end());
+    saved.push_back(memory);
   }
   /// Those of `batches` micro-batches, which were appended, from `next` on.
   [[nodiscard]] static forward_tensors take_from(std::vector<at::Tensor>::const_iterator& next, std::size_t batches) {
     auto const end_of_x = next + static_cast<std::ptrdiff_t>(batches), residuals = end_of_x + 2;
     auto const end = residuals + static_cast<std::ptrdiff_t>(batches);
-    forward_tensors taken{{next, end_of_x}, end_of_x[0], end_of_x[1], {residuals, end}};
-    next = end;
+    forward_tensors taken{{next, end_of_x}, end_of_x[0], end_of_x[1], {residuals, end}, *end};
+    next = end + 1;
     return taken;
   }
 };
@@ -114,24 +116,27 @@ public:
     gradients.insert(gradients.end(), dresiduals_.begin(), dresiduals_.end());
     gradients.resize(2 * dy_.size() + 2);
     if (!at::GradMode::is_enabled()) return gradients;
-    if (pass_->kept != nullptr) {
+    if (pass_->in_place) {
       auto inputs = dy_;
       of_.append_to(inputs);
       refuse_differentiation(
           "syncnorm::torch::SyncBatchNorm: the gradients of a pass in place (double backward) cannot be differentiated",
           gradients, inputs);
     } else {
-      batch_norm_backward_function::record(gradients, dy_, of_.x, of_.weight, {pass_, of_.bias, of_.residuals});
+      batch_norm_backward_function::record(gradients, dy_, of_.x, of_.weight,
+                                           {pass_, of_.bias, of_.residuals, of_.memory});
     }
     return gradients;
   }
 
 protected:
   backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, tensors dy, wanted_gradients wants)
-      : pass_{std::move(pass)}, of_{std::move(of)}, dy_{std::move(dy)}, wants_{std::move(wants)} {}
+      : pass_{std::move(pass)}, of_{std::move(of)}, memory_{pass_->memory.lock()}, dy_{std::move(dy)}, wants_{std::move(
+                                                                                                           wants)} {}
 
   c10::intrusive_ptr<recorded_pass> pass_;
   forward_tensors of_;
+  std::shared_ptr<pass_memory> memory_;
   tensors dy_;
   wanted_gradients wants_;
   tensors dx_, dresiduals_; ///< none, or one of each x
@@ -146,7 +151,7 @@ protected:
   prepared_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, tensors dy, wanted_gradients wants,
                          std::string fault)
       : backward_call{std::move(pass), std::move(of), std::move(dy), std::move(wants)}, fault_{std::move(fault)} {
-    bool const recorded = at::GradMode::is_enabled() && pass_->kept == nullptr && wants_.any();
+    bool const recorded = at::GradMode::is_enabled() && !pass_->in_place && wants_.any();
     differentiable_ = recorded ? backward_pass::needed : backward_pass::impossible;
     for (auto const& each : dy_)
       if (fault_.empty()) fault_ = find_gradient_fault(each, recorded);
@@ -180,13 +185,13 @@ private:
       dy_views_.push_back(make_companion<T>(read_dy_.at(k), of));
       if (wants_x) dx_.push_back(of.y), dx_views_.push_back(of.y_view);
       // x is made again where its gradient will be.
-      if (pass_->kept != nullptr) recovered_.push_back(of.y), recovered_views_.push_back(of.y_view);
-      auto const& [activation, masked, mask] = pass_->epilogues[k];
+      if (pass_->in_place) recovered_.push_back(of.y), recovered_views_.push_back(of.y_view);
+      auto const& [activation, masked] = pass_->epilogues[k];
       auto& residual = read_residuals_.at(k);
       // For one whose values are not needed, dy stands in.
       auto const absent = wants_.residuals[k] ? dy_views_.back() : tensor_view<T const>{};
       epilogues_.push_back(
-          {activation, residual.defined() ? make_companion<T>(residual, of) : absent, view_of_mask(mask), masked});
+          {activation, residual.defined() ? make_companion<T>(residual, of) : absent, mask_in(memory_, k), masked});
       auto& dresidual = dresiduals_.emplace_back();
       auto& to_residual = dresidual_views_.emplace_back();
       if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = at::empty_like(of.y), of.order);
@@ -208,15 +213,16 @@ template <class T, class P>
 class typed_backward_call final : public prepared_backward_call<T, P> {
   using base = prepared_backward_call<T, P>;
   using base::affine_, base::differentiable_, base::dresidual_views_, base::dx_views_, base::dy_views_,
-      base::epilogues_, base::fault_, base::gradients_, base::pass_, base::recovered_views_, base::x_views_;
+      base::epilogues_, base::fault_, base::gradients_, base::memory_, base::pass_, base::recovered_views_,
+      base::x_views_;
 
 public:
   /// `fault` is what is wrong already.
   typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, backward_call::tensors dy,
                       wanted_gradients wants, std::string fault)
       : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)} {
-    if (pass_->kept == nullptr || !fault_.empty()) return;
-    auto const& kept = *static_cast<std::vector<batch_norm_kept<T>> const*>(pass_->kept.get());
+    if (!pass_->in_place || !fault_.empty()) return;
+    auto const& kept = *static_cast<std::vector<batch_norm_kept<T>> const*>(memory_->kept.get());
     for (std::size_t k = 0; k < kept.size() && fault_.empty(); ++k) {
       fault_ = kept[k].recover(at_executor{}, x_views_[k], recovered_views_[k], affine_, pass_->saved, epilogues_[k]);
       x_views_[k] = recovered_views_[k];

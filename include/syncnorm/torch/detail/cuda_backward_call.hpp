@@ -39,7 +39,7 @@ public:
   cuda_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, backward_call::tensors dy,
                      wanted_gradients wants, C const& comm, std::string fault)
       : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)}, comm_{comm} {
-    if (this->pass_->kept == nullptr || !this->fault_.empty()) return;
+    if (!this->pass_->in_place || !this->fault_.empty()) return;
     at::AutoGradMode const no_recording{false};
     try { // y stays for whoever else reads it
       for (std::size_t k = 0; k < this->recovered_.size(); ++k) this->recovered_[k].copy_(this->read_x_[k]);
@@ -81,8 +81,8 @@ private:
     affine_gradients<parameter> const gradients{on_device(this->gradients_.gamma), on_device(this->gradients_.beta)};
     auto const y = each_on_device(this->recovered_views_);
     std::span<cuda::batch_norm_kept<element>> kept;
-    if (this->pass_->kept != nullptr && this->fault_.empty()) {
-      kept = static_cast<cuda_kept<element>*>(this->pass_->kept.get())->of;
+    if (this->pass_->in_place && this->fault_.empty()) {
+      kept = static_cast<cuda_kept<element>*>(this->memory_->kept.get())->of;
       for (auto& each : kept) each.holds_x = each.like.size() == 0; // not a y that was just copied
     }
     return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual, kept, y});

@@ -37,7 +37,7 @@ namespace syncnorm::torch::detail {
 template <class Kernels, communicator C, class T, class P>
 class cuda_forward_pass final : public prepared_forward_pass<T, P> {
   using base = prepared_forward_pass<T, P>;
-  using base::backward_, base::fault_, base::in_, base::outputs_, base::pass_;
+  using base::backward_, base::fault_, base::in_, base::memory_, base::outputs_, base::pass_;
   using element = device_element_t<T>;
   using parameter = device_element_t<P>;
 
@@ -123,8 +123,8 @@ private:
 
   /// What a pass in place that is recorded keeps; else nothing.
   [[nodiscard]] std::span<cuda::batch_norm_kept<element>> kept() const {
-    if (pass_->kept == nullptr) return {};
-    return static_cast<cuda_kept<element>*>(pass_->kept.get())->of;
+    if (!pass_->in_place) return {};
+    return static_cast<cuda_kept<element>*>(memory_->kept.get())->of;
   }
   /// Watches what is kept of the micro-batch by which passes that follow make room, until the pass is done.
   [[nodiscard]] std::unique_ptr<kept_room::watch> watch(cudaStream_t stream) const {
@@ -147,7 +147,8 @@ private:
         kept->allocate(in_.channels, room, x, device);
       }
     }
-    pass_->kept = kept;
+    memory_->kept = kept;
+    pass_->in_place = true;
   }
 
   /// So that this rank goes on, and hears of its fault where the others do; none where there can be none.

@@ -19,7 +19,6 @@
 #include <syncnorm/torch/detail/refuse_differentiation.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/element.hpp>
-#include <syncnorm/torch/epilogue.hpp>
 #include <syncnorm/torch/executor.hpp>
 
 namespace syncnorm::torch::detail {
@@ -30,6 +29,7 @@ struct backward_results {
   c10::intrusive_ptr<recorded_pass> pass;
   at::Tensor bias;
   std::vector<at::Tensor> residuals;
+  at::Tensor memory; ///< by which the memory of the forward pass stays
   std::vector<std::int64_t> present{};
   ::torch::autograd::variable_list defined{};
 };
@@ -59,6 +59,7 @@ public:
     tensors saved(of.begin(), of.end());
     saved.insert(saved.end(), {weight.value_or(at::Tensor{}), results->bias});
     saved.insert(saved.end(), results->residuals.begin(), results->residuals.end());
+    saved.push_back(results->memory);
     recorded->save_for_backward(std::move(saved));
     recorded->saved_data["pass"] = c10::IValue::make_capsule(results->pass);
     recorded->saved_data["weight"] = weight.has_value();
@@ -122,6 +123,7 @@ public:
     double_backward_views<T, P> of;
     of.to_dy.resize(batches), of.to_x.resize(batches);
     at::Tensor to_weight;
+    auto const memory = pass.memory.lock();
     try {
       if (fault.empty()) {
         auto const keep = [&](at::Tensor const& tensor) -> at::Tensor& { return kept.emplace_back(tensor); };
@@ -148,11 +150,11 @@ public:
           if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = at::empty_like(of_x.y), of_x.order);
           if (wants(batches + k)) to_x[k] = of_x.y, of.to_x[k] = of_x.y_view;
           v_views.push_back(companion(take(batches + 2 + k)));
-          auto const& [activation, masked, mask] = pass.epilogues[k];
+          auto const& [activation, masked] = pass.epilogues[k];
           auto const& residual = saved[2 * batches + 2 + k];
           // For one whose values are not needed, what has the gradient stands in.
           of.epilogues.push_back(
-              {activation, residual.defined() ? companion(residual) : v_views.back(), view_of_mask(mask), masked});
+              {activation, residual.defined() ? companion(residual) : v_views.back(), mask_in(memory, k), masked});
         }
         of.second.dx = u_views, of.second.dresidual = v_views;
         auto const options = saved.front().options().dtype(pass.parameters);

@@ -59,6 +59,8 @@ public:
 
   [[nodiscard]] forward_inputs const& inputs() const noexcept { return in_; }
   [[nodiscard]] c10::intrusive_ptr<recorded_pass> const& pass() const noexcept { return pass_; }
+  /// What autograd is to save so that the memory of the pass stays; undefined where it has none.
+  [[nodiscard]] at::Tensor const& saved_memory() const noexcept { return saved_memory_; }
   /// One of each micro-batch; none where a fault of this rank leaves nothing to record.
   [[nodiscard]] std::vector<at::Tensor> const& outputs() const noexcept { return outputs_; }
   /// Whether gradients are recorded.
@@ -73,7 +75,16 @@ protected:
     pass_->element = element;
     pass_->parameters = parameters;
     pass_->channels = in_.channels;
-    for (auto const& with : in_.epilogues) pass_->epilogues.push_back({with.activation, with.masked, {}});
+    bool has_mask = false;
+    for (auto const& with : in_.epilogues) {
+      pass_->epilogues.push_back({with.activation, with.masked});
+      has_mask = has_mask || with.mask.defined();
+    }
+    if (!has_mask && !in_.in_place) return;
+    memory_ = std::make_shared<pass_memory>();
+    memory_->masks.resize(in_.epilogues.size());
+    saved_memory_ = tensor_with(memory_);
+    pass_->memory = memory_;
   }
 
   virtual void compute() = 0;
@@ -94,6 +105,7 @@ protected:
   std::string fault_;
   backward_pass backward_; ///< what this rank needs or lacks
   c10::intrusive_ptr<recorded_pass> pass_;
+  std::shared_ptr<pass_memory> memory_; ///< null: there are no masks, and it is not in place
   std::vector<at::Tensor> outputs_;
 
 private:
@@ -110,6 +122,7 @@ private:
   }
 
   std::vector<std::int64_t> versions_, residual_versions_;
+  at::Tensor saved_memory_;
 };
 
 /// The same for elements of type `T` and parameters of type `P`: what a pass reads and writes, wherever it runs.
@@ -165,9 +178,8 @@ private:
       if (with.residual.defined()) epilogue.residual = make_companion<T>(residuals_.emplace_back(with.residual), of);
       if (in_.in_place && epilogue.has_residual() && syncnorm::detail::overlap<T>(epilogue.residual, of.x_view))
         throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
-      auto& mask = pass_->epilogues[k].mask;
-      if (with.mask.defined()) mask = dense_mask(with.mask, of.order);
-      epilogue.mask = view_of_mask(mask);
+      if (with.mask.defined()) memory_->masks[k] = dense_mask(with.mask, of.order);
+      epilogue.mask = mask_in(memory_, k);
     }
   }
 

@@ -19,22 +19,21 @@ public:
   using context = ::torch::autograd::AutogradContext;
   using tensors = ::torch::autograd::variable_list;
 
-  /// Returns y, recorded as a function of x, which it may be, weight, bias and residual, of which all but x may be absent.
+  /// Returns y of a pass, recorded as a function of x, which it may be, weight, bias and residual, of which all but x may be absent.
   /// `anchor` requires a gradient, so that this rank joins a backward pass that others need, when it needs none itself.
   static at::Tensor forward(context* recorded, at::Tensor const& x, c10::optional<at::Tensor> const& weight,
                             c10::optional<at::Tensor> const& bias, c10::optional<at::Tensor> const& residual,
-                            c10::optional<at::Tensor> const& /*anchor*/, c10::intrusive_ptr<recorded_pass> const& pass,
-                            at::Tensor const* y) {
+                            c10::optional<at::Tensor> const& /*anchor*/, forward_pass const* pass) {
     auto const of = [](c10::optional<at::Tensor> const& tensor) { return tensor.value_or(at::Tensor{}); };
     tensors saved;
-    forward_tensors::of(*pass, {x}, of(weight), of(bias), {of(residual)}, {y, 1}).append_to(saved);
+    forward_tensors::of(*pass, {x}, of(weight), of(bias), {of(residual)}).append_to(saved);
     recorded->save_for_backward(std::move(saved));
-    if (pass->kept != nullptr) recorded->mark_dirty({x});
-    recorded->saved_data["pass"] = c10::IValue::make_capsule(pass);
+    if (pass->pass()->in_place) recorded->mark_dirty({x});
+    recorded->saved_data["pass"] = c10::IValue::make_capsule(pass->pass());
     recorded->saved_data["weight"] = weight.has_value();
     recorded->saved_data["bias"] = bias.has_value();
     recorded->saved_data["residual"] = residual.has_value();
-    return *y;
+    return pass->outputs().front();
   }
 
   static tensors backward(context* recorded, tensors const& dy) {
@@ -56,7 +55,7 @@ public:
         make_backward_call(std::move(pass), std::move(of), {dy.at(0)}, std::move(wanted), std::move(fault));
     call->run();
     auto gradients = call->results();
-    gradients.resize(7); // of the anchor, and what is no tensor
+    gradients.resize(6); // of the anchor, and what is no tensor
     return gradients;
   }
 };
@@ -69,9 +68,8 @@ public:
   };
   c10::optional<at::Tensor> anchor;
   if (anchored) anchor = at::zeros({0}).requires_grad_();
-  auto const output =
-      batch_norm_function::apply(in.first(), optional(in.weight), optional(in.bias),
-                                 optional(in.epilogues.front().residual), anchor, pass.pass(), &pass.outputs().front());
+  auto const output = batch_norm_function::apply(in.first(), optional(in.weight), optional(in.bias),
+                                                 optional(in.epilogues.front().residual), anchor, &pass);
   // In place, it is the input even where nothing is recorded.
   return pass.outputs().front().is_same(in.first()) ? in.first() : output;
 }

@@ -39,27 +39,27 @@ public:
   /// Returns the outputs, recorded as functions of `inputs`: those of each member, weight, bias and residuals, as far as they
   /// are there, and perhaps an anchor as in `batch_norm_function`.
   static tensors forward(context* recorded, at::TensorList inputs, c10::intrusive_ptr<recorded_group> const& group,
-                         tensors const* outputs) {
-    tensors saved, written;
+                         std::vector<std::unique_ptr<forward_pass>> const* passes) {
+    tensors saved, written, outputs;
     auto next = inputs.begin();
-    auto y = outputs->begin();
-    for (auto const& [pass, batches, has_weight, has_bias, has_residuals] : group->members) {
+    for (std::size_t l = 0; l < passes->size(); ++l) {
+      auto const& pass = *(*passes)[l];
+      auto const& [of_pass, batches, has_weight, has_bias, has_residuals] = group->members[l];
       auto const take = [&](bool there) { return there ? *next++ : at::Tensor{}; };
       tensors x(next, next + static_cast<std::ptrdiff_t>(batches));
       next += static_cast<std::ptrdiff_t>(batches);
       auto const weight = take(has_weight), bias = take(has_bias);
       tensors residuals;
       for (bool const there : has_residuals) residuals.push_back(take(there));
-      if (pass->kept != nullptr) written.insert(written.end(), x.begin(), x.end());
-      auto const end_of_y = y + static_cast<std::ptrdiff_t>(batches);
-      forward_tensors::of(*pass, std::move(x), weight, bias, std::move(residuals), {y, end_of_y}).append_to(saved);
-      y = end_of_y;
+      if (of_pass->in_place) written.insert(written.end(), x.begin(), x.end());
+      forward_tensors::of(pass, std::move(x), weight, bias, std::move(residuals)).append_to(saved);
+      outputs.insert(outputs.end(), pass.outputs().begin(), pass.outputs().end());
     }
     recorded->save_for_backward(std::move(saved));
     recorded->mark_dirty(written);
     recorded->saved_data["group"] = c10::IValue::make_capsule(group);
     recorded->saved_data["inputs"] = static_cast<std::int64_t>(inputs.size());
-    return *outputs;
+    return outputs;
   }
 
   static tensors backward(context* recorded, tensors const& dy) {
@@ -132,7 +132,7 @@ public:
     outputs.insert(outputs.end(), pass->outputs().begin(), pass->outputs().end());
   }
   if (anchored) inputs.push_back(at::zeros({0}).requires_grad_());
-  auto recorded = group_function::apply(at::TensorList{inputs}, group, &outputs);
+  auto recorded = group_function::apply(at::TensorList{inputs}, group, &passes);
   // In place, they are the inputs even where nothing is recorded.
   for (std::size_t i = 0; i < outputs.size(); ++i)
     if (outputs[i].is_same(of[i])) recorded[i] = of[i];

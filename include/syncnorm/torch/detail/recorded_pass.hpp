@@ -14,11 +14,13 @@
 
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/ops/batch_norm_group.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/element.hpp>
+#include <syncnorm/torch/epilogue.hpp>
 
 namespace syncnorm::torch::detail {
 
@@ -36,8 +38,19 @@ struct exchange_state {
 struct recorded_epilogue {
   syncnorm::activation activation{};
   masked_outputs masked = masked_outputs::normalized;
-  at::Tensor mask{}; ///< dense `[N, S]`, or undefined
 };
+
+/// What a forward pass leaves for its backward pass that may be as large as x, besides the tensors that it has read and written.
+struct pass_memory {
+  std::vector<at::Tensor> masks; ///< of each micro-batch, dense `[N, S]`, or undefined
+  std::shared_ptr<void> kept{};  ///< what is kept of each x of a pass in place
+};
+
+/// A tensor that keeps `memory`, to be saved with others, so that it goes when autograd frees those.
+[[nodiscard]] inline at::Tensor tensor_with(std::shared_ptr<pass_memory> const& memory) {
+  return at::from_blob(
+      memory.get(), {0}, [memory](void*) {}, at::kByte);
+}
 
 /// What a recorded forward pass leaves for its backward pass, besides tensors.
 struct recorded_pass : ::torch::CustomClassHolder {
@@ -47,7 +60,8 @@ struct recorded_pass : ::torch::CustomClassHolder {
   std::int64_t channels = 0;                  ///< of the module
   at::ScalarType parameters = at::kFloat;     ///< the type of weight, bias and running statistics
   std::vector<recorded_epilogue> epilogues{}; ///< of each micro-batch
-  std::shared_ptr<void> kept{};               ///< what is kept of each x of a pass in place, or null
+  bool in_place = false;                      ///< whether x is recovered from y
+  std::weak_ptr<pass_memory> memory{};        ///< null: there are no masks, nothing is kept, or autograd has freed it
   std::shared_ptr<device_passes> device{};    ///< of a pass on a device, or null
   std::shared_ptr<device_record> on_device{}; ///< the same
 
@@ -57,6 +71,11 @@ struct recorded_pass : ::torch::CustomClassHolder {
                                                       : own.emplace(static_cast<std::int64_t>(saved.mean.size()), true);
   }
 };
+
+/// The mask of a micro-batch, where there is one.
+[[nodiscard]] inline mask_view mask_in(std::shared_ptr<pass_memory> const& memory, std::size_t batch) {
+  return memory == nullptr ? mask_view{} : view_of_mask(memory->masks.at(batch));
+}
 
 /// The `[C]` values of `tensor`, which has to be contiguous; none where it is undefined.
 template <class T>

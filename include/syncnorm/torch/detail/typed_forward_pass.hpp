@@ -27,8 +27,8 @@ namespace syncnorm::torch::detail {
 template <class T, class P>
 class typed_forward_pass final : public prepared_forward_pass<T, P> {
   using base = prepared_forward_pass<T, P>;
-  using base::affine_, base::backward_, base::epilogues_, base::fault_, base::in_, base::pass_, base::running_,
-      base::x_views_, base::y_views_;
+  using base::affine_, base::backward_, base::epilogues_, base::fault_, base::in_, base::memory_, base::pass_,
+      base::running_, base::x_views_, base::y_views_;
 
 public:
   /// `fault` is what is wrong already.
@@ -40,7 +40,8 @@ public:
         auto kept = std::make_shared<std::vector<batch_norm_kept<T>>>(x_views_.size());
         for (std::size_t k = 0; k < kept->size() && this->records(); ++k)
           (*kept)[k].keep(x_views_[k], affine_, epilogues_[k]);
-        pass_->kept = std::move(kept);
+        memory_->kept = std::move(kept);
+        pass_->in_place = true;
       }
       if (!this->counts()) return;
       tracks_ = in_.num_batches_tracked.template item<std::int64_t>(); // of any type, as Module::to converts it, too
