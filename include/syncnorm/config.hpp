@@ -15,3 +15,10 @@
 #define SYNCNORM_UNROLL
 #define SYNCNORM_UNROLL_FOUR
 #endif
+
+#if defined(__NVCC__)
+#define SYNCNORM_CALLS_EITHER _Pragma("nv_exec_check_disable")
+#else
+/// Lets a template that is SYNCNORM_HOST_DEVICE call what its argument's type has for one of the two alone.
+#define SYNCNORM_CALLS_EITHER
+#endif

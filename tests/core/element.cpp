@@ -19,6 +19,13 @@ struct one_way {
 
 struct undescribed {};
 
+/// Has no conversions of its own.
+struct plain {
+  unsigned short bits;
+};
+
+struct half_described {};
+
 } // namespace
 
 template <>
@@ -33,6 +40,21 @@ struct syncnorm::element_traits<one_way> {
   static constexpr std::string_view name = "one way";
 };
 
+template <>
+struct syncnorm::element_traits<plain> {
+  using accumulate_type = float;
+  static constexpr std::string_view name = "plain";
+  static float to_accumulate(plain value) { return static_cast<float>(value.bits) / 4; }
+  static plain from_accumulate(float sum) { return {static_cast<unsigned short>(sum * 4)}; }
+};
+
+template <>
+struct syncnorm::element_traits<half_described> {
+  using accumulate_type = float;
+  static constexpr std::string_view name = "half described";
+  static float to_accumulate(half_described) { return 0; }
+};
+
 TEST_CASE("elements are what element_traits describes and what converts both ways") {
   static_assert(syncnorm::element<float> && syncnorm::element<double>);
   static_assert(syncnorm::element<float const> && syncnorm::element<half> && syncnorm::element<half const>);
@@ -41,6 +63,15 @@ TEST_CASE("elements are what element_traits describes and what converts both way
   static_assert(std::is_same_v<syncnorm::accumulate_t<double>, double>);
   CHECK(syncnorm::element_traits<float>::name == "float");
   CHECK(syncnorm::element_traits<double>::name == "double");
+}
+
+TEST_CASE("the traits convert elements that do not convert by themselves") {
+  static_assert(syncnorm::element<plain> && syncnorm::element<plain const> && !syncnorm::element<half_described>);
+  CHECK(syncnorm::to_accumulate(plain{5}) == 1.25F);
+  CHECK(syncnorm::from_accumulate<plain>(1.25F).bits == 5);
+  CHECK(syncnorm::as_double(plain{5}) == 1.25);
+  CHECK(syncnorm::from_double<plain>(1.25).bits == 5);
+  CHECK(syncnorm::to_accumulate(syncnorm::from_accumulate<half>(7)) == 7);
 }
 
 TEST_CASE("errors know where they were thrown and what a backend said") {

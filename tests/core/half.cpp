@@ -1,3 +1,9 @@
+// As PyTorch defines for CUDA extensions: CUDA's types have no conversions.
+#define __CUDA_NO_HALF_OPERATORS__
+#define __CUDA_NO_HALF_CONVERSIONS__
+#define __CUDA_NO_HALF2_OPERATORS__
+#define __CUDA_NO_BFLOAT16_CONVERSIONS__
+
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -33,6 +39,21 @@ struct definition {
 };
 
 bool is_nan_pattern(long double value) { return std::isnan(value); }
+
+/// Whether elements `T` and sums become each other as they do of `Own`, of the same format.
+template <class T, class Own>
+void check_as() {
+  int wrong = 0;
+  for (unsigned bits = 0; bits < 65536; ++bits) {
+    auto const own = Own::from_bits(static_cast<std::uint16_t>(bits));
+    float const value = own, found = syncnorm::to_accumulate(std::bit_cast<T>(own));
+    wrong += found != value && !(std::isnan(found) && std::isnan(value));
+    if (std::isnan(value)) continue;
+    for (float const sum : {value, value * 1.0004F, value * 1.0006F, value * 1.003F, value * 1.005F})
+      wrong += std::bit_cast<std::uint16_t>(syncnorm::from_accumulate<T>(sum)) != Own{sum}.bits();
+  }
+  CHECK(wrong == 0);
+}
 
 } // namespace
 
@@ -107,8 +128,8 @@ TEST_CASE("the formats are known of all types that name them") {
 #if __has_include(<cuda_fp16.h>) && __has_include(<cuda_bf16.h>)
   static_assert(syncnorm::element<__half> && syncnorm::format_of<__half> == element_format::binary16);
   static_assert(syncnorm::element<__nv_bfloat16> && syncnorm::format_of<__nv_bfloat16> == element_format::bfloat16);
-  CHECK(std::bit_cast<std::uint16_t>(__half{0.1F}) == float16{0.1F}.bits());
-  CHECK(std::bit_cast<std::uint16_t>(__nv_bfloat16{0.1F}) == bfloat16{0.1F}.bits());
+  check_as<__half, float16>();
+  check_as<__nv_bfloat16, bfloat16>();
 #endif
   CHECK(syncnorm::element_traits<float16>::name == "float16");
 }

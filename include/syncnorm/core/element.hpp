@@ -5,6 +5,8 @@
 #include <string_view>
 #include <type_traits>
 
+#include <syncnorm/config.hpp>
+
 namespace syncnorm {
 
 /// What the bits of a 16-bit element mean: IEEE 754's binary16, or the upper half of a binary32.
@@ -18,8 +20,13 @@ enum class element_format : std::uint8_t { other, binary16, bfloat16 };
 ///       static constexpr auto format = syncnorm::element_format::binary16; // optional
 ///     };
 ///
-/// The type must convert explicitly to and from `accumulate_type`. With a format, which wants `float` for that, tensors
-/// of it are converted a vector at a time, whatever conversions the type has.
+/// The type must convert explicitly to and from `accumulate_type`, or else the traits have functions that do:
+///
+///       static float to_accumulate(my_half value);
+///       static my_half from_accumulate(float sum);
+///
+/// With a format, which wants `float` for `accumulate_type`, tensors of it are converted a vector at a time, whatever conversions
+/// the type has.
 template <class T>
 struct element_traits;
 
@@ -51,24 +58,58 @@ inline constexpr element_format format_of = [] {
   }
 }();
 
-/// A type that tensors can hold.
+namespace detail {
+
 template <class T>
-concept element = std::is_trivially_copyable_v<T> && requires(T value, accumulate_t<T> sum) {
-  { element_traits<std::remove_cv_t<T>>::name } -> std::convertible_to<std::string_view>;
+concept traits_convert = requires(T value, accumulate_t<T> sum) {
+  { element_traits<std::remove_cv_t<T>>::to_accumulate(value) } -> std::same_as<accumulate_t<T>>;
+  { element_traits<std::remove_cv_t<T>>::from_accumulate(sum) } -> std::same_as<std::remove_cv_t<T>>;
+};
+
+template <class T>
+concept converts = requires(T value, accumulate_t<T> sum) {
   static_cast<accumulate_t<T>>(value);
   static_cast<T>(sum);
 };
 
+} // namespace detail
+
+/// A type that tensors can hold.
+template <class T>
+concept element = std::is_trivially_copyable_v<T> && requires {
+  { element_traits<std::remove_cv_t<T>>::name } -> std::convertible_to<std::string_view>;
+} &&(detail::traits_convert<T> || detail::converts<T>);
+
+/// An element in the type of its sums, which holds it exactly.
+SYNCNORM_CALLS_EITHER
+template <element T>
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr accumulate_t<T> to_accumulate(T value) {
+  if constexpr (detail::traits_convert<T>)
+    return element_traits<T>::to_accumulate(value);
+  else
+    return static_cast<accumulate_t<T>>(value);
+}
+
+/// A sum rounded to an element.
+SYNCNORM_CALLS_EITHER
+template <element T>
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr T from_accumulate(accumulate_t<T> sum) {
+  if constexpr (detail::traits_convert<T>)
+    return element_traits<T>::from_accumulate(sum);
+  else
+    return static_cast<T>(sum);
+}
+
 /// A parameter or a statistic as a double, which holds each exactly.
 template <element P>
 [[nodiscard]] constexpr double as_double(P value) {
-  return static_cast<double>(static_cast<accumulate_t<P>>(value));
+  return static_cast<double>(to_accumulate(value));
 }
 
 /// A double rounded to the type of a parameter or a statistic.
 template <element P>
 [[nodiscard]] constexpr P from_double(double value) {
-  return static_cast<P>(static_cast<accumulate_t<P>>(value));
+  return from_accumulate<P>(static_cast<accumulate_t<P>>(value));
 }
 
 } // namespace syncnorm

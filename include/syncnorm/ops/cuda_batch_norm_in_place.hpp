@@ -60,9 +60,7 @@ public:
     auto const gamma = on_host(affine.gamma, 1), beta = on_host(affine.beta, 0);
     std::int64_t needed = 0;
     for (std::size_t c = 0; c < gamma.size(); ++c)
-      if (!is_recoverable(static_cast<double>(gamma[c]), static_cast<double>(beta[c]), of.negative_slope,
-                          recoverable_ratio<T>))
-        ++needed;
+      if (!is_recoverable(as_double(gamma[c]), as_double(beta[c]), of.negative_slope, recoverable_ratio<T>)) ++needed;
     room_ = count_ = 0;
     if (table_ == nullptr) table_ = (own_table_ = detail::device_memory{table_bytes(channels_)}).data();
     auto const room = std::min(channels_, needed + spare);

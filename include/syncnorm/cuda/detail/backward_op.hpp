@@ -117,17 +117,17 @@ struct gradient_op {
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load_rest(Hw const&, spot const&, pack<T> (&)[inputs]) const {}
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
-    A dv = static_cast<A>(in[0]);
-    A const d = static_cast<A>(in[1]) - k[1];
+    A dv = to_accumulate(in[0]);
+    A const d = to_accumulate(in[1]) - k[1];
     if constexpr (Epilogue) {
       A v = d * k[4] + k[5];
-      if (residual.data != nullptr) v += static_cast<A>(in[2]);
+      if (residual.data != nullptr) v += to_accumulate(in[2]);
       dv = activation_gradient(v, dv, slope);
       dv = counts || !zeroes ? dv : A{0};
-      out[1] = static_cast<T>(dv);
-      out[0] = static_cast<T>(dv * k[0] + (counts ? of_x(k, d) : A{0}));
+      out[1] = from_accumulate<T>(dv);
+      out[0] = from_accumulate<T>(dv * k[0] + (counts ? of_x(k, d) : A{0}));
     } else {
-      out[0] = static_cast<T>(dv * k[0] + of_x(k, d));
+      out[0] = from_accumulate<T>(dv * k[0] + of_x(k, d));
     }
   }
   /// Nothing where statistics are constant, whatever x is.

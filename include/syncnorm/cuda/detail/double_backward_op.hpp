@@ -126,23 +126,23 @@ struct double_gradient_op {
   }
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], [[maybe_unused]] bool counts,
                              T (&out)[outputs]) const {
-    A const d = static_cast<A>(in[2]) - k[7];
-    A g = static_cast<A>(in[1]), to_g = times_given(k[1], d) + k[2], through = times_given(k[5], d) + k[6];
+    A const d = to_accumulate(in[2]) - k[7];
+    A g = to_accumulate(in[1]), to_g = times_given(k[1], d) + k[2], through = times_given(k[5], d) + k[6];
     if (u.data != nullptr) {
-      to_g += times_given(k[0], static_cast<A>(in[0]));
-      through += times_given(k[3], static_cast<A>(in[0]));
+      to_g += times_given(k[0], to_accumulate(in[0]));
+      through += times_given(k[3], to_accumulate(in[0]));
     }
     if constexpr (Epilogue) {
       A activated = d * k[8] + k[9];
-      if (residual.data != nullptr) activated += static_cast<A>(in[3]);
-      if (v.data != nullptr) to_g += static_cast<A>(in[4]);
+      if (residual.data != nullptr) activated += to_accumulate(in[3]);
+      if (v.data != nullptr) to_g += to_accumulate(in[4]);
       bool const written = counts || !zeroes;
       g = written ? activation_gradient(activated, g, slope) : A{0};
       to_g = written ? activation_gradient(activated, to_g, slope) : A{0};
       through = counts ? through : A{0};
     }
-    out[0] = static_cast<T>(to_g);
-    out[1] = static_cast<T>(times_given(k[4], g) + through);
+    out[0] = from_accumulate<T>(to_g);
+    out[1] = from_accumulate<T>(times_given(k[4], g) + through);
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {

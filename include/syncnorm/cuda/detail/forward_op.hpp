@@ -171,17 +171,17 @@ struct normalize_op {
   }
   template <bool Forward = false>
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
-    A v = static_cast<A>(in[0]);
+    A v = to_accumulate(in[0]);
     if constexpr (Epilogue) {
       bool const inverts = !Forward && statistics.inverts;
-      A const r = residual.data != nullptr ? static_cast<A>(in[1]) : A{0};
+      A const r = residual.data != nullptr ? to_accumulate(in[1]) : A{0};
       if (inverts) v = activate(v, slope) - r;
       v = (v - k[0]) * k[1] + k[2];
       if (!inverts) v = counts ? activate(v + r, slope) : A{0};
     } else {
       v = (v - k[0]) * k[1] + k[2];
     }
-    out[0] = static_cast<T>(v);
+    out[0] = from_accumulate<T>(v);
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {

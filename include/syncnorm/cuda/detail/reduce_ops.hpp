@@ -94,9 +94,9 @@ struct moments_op {
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
   }
-  static SYNCNORM_DEVICE void set_pivot(fine& to, T value) { to.pivot = static_cast<A>(value); }
+  static SYNCNORM_DEVICE void set_pivot(fine& to, T value) { to.pivot = to_accumulate(value); }
   SYNCNORM_DEVICE void add(fine& to, constants const&, T const (&in)[inputs], bool counts_too) const {
-    A const d = counts_too ? static_cast<A>(in[0]) - to.pivot : A{0};
+    A const d = counts_too ? to_accumulate(in[0]) - to.pivot : A{0};
     to.first += d;
     to.second += d * d;
   }
@@ -211,11 +211,11 @@ struct backward_sums_op : added_parts<2> {
   }
   static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
   SYNCNORM_DEVICE void add(fine& to, constants const& k, T const (&in)[inputs], bool counts_too) const {
-    A g = static_cast<A>(in[0]);
-    A const d = static_cast<A>(in[1]) - k.center;
+    A g = to_accumulate(in[0]);
+    A const d = to_accumulate(in[1]) - k.center;
     if constexpr (Epilogue) {
       A v = d * k.scale + k.shift;
-      if (residual.data != nullptr) v += static_cast<A>(in[2]);
+      if (residual.data != nullptr) v += to_accumulate(in[2]);
       g = activation_gradient(v, g, slope);
     }
     to.first += counts_too ? g : A{0};
@@ -297,17 +297,17 @@ struct double_backward_sums_op : added_parts<5> {
   static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
   SYNCNORM_DEVICE void add(fine& to, constants const& k, T const (&in)[inputs], bool counts_too, bool exists) const {
     if (!exists) return;
-    A const d = static_cast<A>(in[2]) - k.center;
-    A g = static_cast<A>(in[1]);
+    A const d = to_accumulate(in[2]) - k.center;
+    A g = to_accumulate(in[1]);
     if constexpr (Epilogue) {
       A v = d * k.scale + k.shift;
-      if (residual.data != nullptr) v += static_cast<A>(in[3]);
+      if (residual.data != nullptr) v += to_accumulate(in[3]);
       g = counts_too || !zeroes ? activation_gradient(v, g, slope) : A{0};
     }
     to.of[0] += g;
     to.of[1] += g * d;
     if (u.data == nullptr) return; // not 0 times what may be infinite
-    A const second = static_cast<A>(in[0]), counted_second = Epilogue && !counts_too ? A{0} : second;
+    A const second = to_accumulate(in[0]), counted_second = Epilogue && !counts_too ? A{0} : second;
     to.of[2] += counted_second;
     to.of[3] += counted_second * d;
     to.of[4] += second * g;

@@ -55,7 +55,7 @@ private:
         if (!is_masked(mask_, at.sample, s))
           position(&dy(at.sample, 0, s), &x(at.sample, 0, s), to, first, length, ahead, streams, sums);
         else if constexpr (Map)
-          std::fill_n(to, length, static_cast<T>(A{0}));
+          std::fill_n(to, length, from_accumulate<T>(A{0}));
       }
     });
     sums.finish();

@@ -109,7 +109,7 @@ template <class T, class A = accumulate_t<T>>
       for_each_vector<native_lanes<A>>(at.length,
                                        [&]<int L>(std::int64_t i) { store<L>(buffer + i, load<L>(from + i)); });
   } else {
-    for (std::int64_t i = 0; i < at.length; ++i) buffer[i] = static_cast<A>(from[i * x.stride_s]);
+    for (std::int64_t i = 0; i < at.length; ++i) buffer[i] = to_accumulate(from[i * x.stride_s]);
   }
   return buffer;
 }
@@ -131,7 +131,7 @@ void finish_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at
     for_each_vector<native_lanes<A>>(at.length,
                                      [&]<int L>(std::int64_t i) { put<L>(to + i, load<L>(buffer + i), streams); });
   else
-    for (std::int64_t i = 0; i < at.length; ++i) to[i * y.stride_s] = static_cast<T>(buffer[i]);
+    for (std::int64_t i = 0; i < at.length; ++i) to[i * y.stride_s] = from_accumulate<T>(buffer[i]);
 }
 
 /// Sums over vectors of `L` lanes and over what is left.

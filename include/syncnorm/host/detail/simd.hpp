@@ -32,12 +32,12 @@ template <int Lanes, class T>
     std::memcpy(&bits, from, sizeof bits);
     v = widen<format_of<T>, Lanes>(bits);
   } else if constexpr (Lanes == 1) {
-    v = static_cast<A>(*from);
+    v = to_accumulate(*from);
   } else if constexpr (std::is_same_v<A, T>) {
     std::memcpy(&v, from, sizeof v);
   } else {
     std::array<A, static_cast<std::size_t>(Lanes)> values;
-    for (int i = 0; i < Lanes; ++i) values[static_cast<std::size_t>(i)] = static_cast<A>(from[i]);
+    for (int i = 0; i < Lanes; ++i) values[static_cast<std::size_t>(i)] = to_accumulate(from[i]);
     std::memcpy(&v, values.data(), sizeof v);
   }
   return v;
@@ -65,9 +65,9 @@ template <int Lanes, class T>
     static_assert(sizeof packed == Lanes * sizeof(T));
     std::memcpy(static_cast<void*>(to), &packed, sizeof packed);
   } else if constexpr (Lanes == 1) {
-    *to = static_cast<T>(v);
+    *to = from_accumulate<T>(v);
   } else {
-    for (int i = 0; i < Lanes; ++i) to[i] = static_cast<T>(v[i]);
+    for (int i = 0; i < Lanes; ++i) to[i] = from_accumulate<T>(v[i]);
   }
 }
 
