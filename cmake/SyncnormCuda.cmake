@@ -1,22 +1,13 @@
 # The language CUDA for the project's own tests, examples and benchmarks, where the component is; SYNCNORM_COMPILE_CUDA then
-# says whether they have it, and SYNCNORM_DEFAULT_ARCHITECTURES whether nobody chose what it is compiled for. Included at the top,
-# since a language is enabled for a directory and those below.
+# says whether they have it. Included at the top, since a language is enabled for a directory and those below.
 
 option(SYNCNORM_WITH_CUDA_LANGUAGE "Compile the CUDA sources of tests, examples and benchmarks where the toolkit is" ON)
 set(SYNCNORM_COMPILE_CUDA FALSE)
-set(SYNCNORM_DEFAULT_ARCHITECTURES FALSE)
 if(SYNCNORM_HAVE_CUDA AND SYNCNORM_WITH_CUDA_LANGUAGE)
   find_package(CUDAToolkit QUIET)
   if(CUDAToolkit_NVCC_EXECUTABLE)
-    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(SYNCNORM_DEFAULT_ARCHITECTURES TRUE)
-      set(CMAKE_CUDA_ARCHITECTURES 80 90)
-    endif()
     if(NOT DEFINED CMAKE_CUDA_COMPILER)
       set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
-    endif()
-    if(NOT DEFINED CMAKE_CUDA_HOST_COMPILER)
-      set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
     endif()
     enable_language(CUDA)
     set(SYNCNORM_COMPILE_CUDA TRUE)
