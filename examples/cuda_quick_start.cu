@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <stdexcept>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -14,39 +15,44 @@ namespace {
 
 constexpr std::int64_t channels = 64, pixels = 56 * 56;
 
+void check(cudaError_t code) {
+  if (code != cudaSuccess) throw std::runtime_error{cudaGetErrorString(code)};
+}
+
 void train(syncnorm::nccl_communicator const& comm, syncnorm::thread_communicator const& thread) {
-  cudaSetDevice(comm.rank());
+  check(cudaSetDevice(comm.rank()));
   cudaStream_t stream = nullptr;
-  cudaStreamCreate(&stream);
+  check(cudaStreamCreate(&stream));
   std::int64_t const samples = 2 + comm.rank(); // ranks may differ, and one may have none
   float* memory = nullptr;
   auto const elements = samples * channels * pixels;
-  cudaMalloc(reinterpret_cast<void**>(&memory), 4 * sizeof(float) * static_cast<std::size_t>(elements));
-  cudaMemset(memory, 0, 4 * sizeof(float) * static_cast<std::size_t>(elements));
+  check(cudaMalloc(reinterpret_cast<void**>(&memory), 4 * sizeof(float) * static_cast<std::size_t>(elements)));
+  check(cudaMemset(memory, 0, 4 * sizeof(float) * static_cast<std::size_t>(elements)));
   auto const view = [&](int i) { return syncnorm::nchw(memory + i * elements, samples, channels, pixels); };
   auto const x = view(0), y = view(1), dy = view(2), dx = view(3);
   {
     syncnorm::cuda::batch_norm<float, syncnorm::nccl_communicator> layer{comm, channels};
     thread.barrier();                  // ranks of one process allocate and free nothing while others exchange
-    layer.forward(x, y, stream);       // two kernels and one allgather, enqueued; the ranks agree in the first pass
+    layer.prepare(stream);             // loads the kernels; the ranks agree, and NCCL connects them
+    layer.forward(x, y, stream);       // two kernels and one allgather, enqueued
     layer.backward(x, dy, dx, stream); // the same
     layer.synchronize(stream);
 
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t step = nullptr;
-    cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     layer.forward(x, y, stream);
     layer.backward(x, dy, dx, stream);
-    cudaStreamEndCapture(stream, &graph);
-    cudaGraphInstantiate(&step, graph, 0);
-    for (int i = 0; i < 10; ++i) cudaGraphLaunch(step, stream);
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&step, graph, 0));
+    for (int i = 0; i < 10; ++i) check(cudaGraphLaunch(step, stream));
     layer.synchronize(stream); // throws what went wrong in a step, the same on every rank
-    cudaGraphExecDestroy(step);
-    cudaGraphDestroy(graph);
+    check(cudaGraphExecDestroy(step));
+    check(cudaGraphDestroy(graph));
     thread.barrier();
   }
-  cudaFree(memory);
-  cudaStreamDestroy(stream);
+  check(cudaFree(memory));
+  check(cudaStreamDestroy(stream));
 }
 
 } // namespace
