@@ -123,7 +123,10 @@ public:
   [[nodiscard]] double exchange_overhead() const noexcept { return 2e-6; }
   /// Every rank reads every other's contribution where it lies, to reduce it, too.
   [[nodiscard]] exchange_cost cost_of_exchange() const noexcept {
-    return {.latency = 1e-6, .bandwidth = 1e10, .reduction_scales = false};
+    exchange_cost cost;
+    cost.latency = 1e-6;
+    cost.reduction_scales = false;
+    return cost;
   }
 
   /// The sub-communicator of the ranks that give the same `color`, any int, ordered by (key, rank).

@@ -37,7 +37,7 @@ void kernels_of<T, Kernels>::local_moments(in x, mask_view mask, header const& o
   auto const* const call = "local_moments";
   detail::operand_check const check{call};
   check.tensor(x, "x");
-  check.epilogue<T>({.mask = mask}, x);
+  check.epilogue<T>({{}, {}, mask}, x);
   check.packet(packet);
   check.work(work, workspace_bytes(x.channels, limits));
   detail::moments_op<detail::device_element_t<T>> const op{detail::device_view(x), mask};

@@ -74,7 +74,7 @@ struct double_gradient_op {
   using A = accumulate_t<T>;
   static constexpr int inputs = Epilogue ? 5 : 3, outputs = 2, coefficients = Epilogue ? 10 : 8;
   static constexpr int unroll = Epilogue || sizeof(T) == 2 ? 1 : 2, unroll_aligned = unroll, threads = 256;
-  static constexpr int resident[] = {2, Epilogue ? 1 : 2};
+  static constexpr int resident[2] = {2, Epilogue ? 1 : 2};
 
   tensor_view<T const> u, dy, x, residual{}, v{}; ///< u, residual or v without data: 0
   tensor_view<T> to_dy{}, to_x{};                 ///< without data: not needed

@@ -66,7 +66,7 @@ struct moments_op {
   static constexpr int inputs = 1, sums = 2, parts = 3, unroll = 4, unroll_aligned = sizeof(T) == 4 ? 4 : 2,
                        threads = 256;
   /// Blocks that a multiprocessor holds at a time by their registers, of packs along positions and along channels.
-  static constexpr int resident[] = {3, 2};
+  static constexpr int resident[2] = {3, 2};
   static constexpr bool counts = true; ///< part 0 is the count
   static constexpr bool pivoted = true;
 
@@ -169,7 +169,7 @@ struct backward_sums_op : added_parts<2> {
   using A = accumulate_t<T>;
   static constexpr int inputs = Epilogue ? 3 : 2, threads = 256;
   static constexpr int unroll = (Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0), unroll_aligned = Epilogue ? 1 : 2;
-  static constexpr int resident[] = {sizeof(T) == 8 ? 2 : 3, 2};
+  static constexpr int resident[2] = {sizeof(T) == 8 ? 2 : 3, 2};
   static constexpr bool pivoted = false;
 
   tensor_view<T const> dy, x, residual{}; ///< residual without data: none
@@ -248,7 +248,7 @@ struct double_backward_sums_op : added_parts<5> {
   using element_type = T;
   using A = accumulate_t<T>;
   static constexpr int inputs = Epilogue ? 4 : 3, unroll = Epilogue ? 1 : 2, unroll_aligned = 1, threads = 128;
-  static constexpr int resident[] = {Epilogue ? 4 : 6, sizeof(T) == 2 ? 2 : 3};
+  static constexpr int resident[2] = {Epilogue ? 4 : 6, sizeof(T) == 2 ? 2 : 3};
   static constexpr bool pivoted = false;
   static constexpr bool sums_all = true; ///< elements that do not count are in some sums
 
