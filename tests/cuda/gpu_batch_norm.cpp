@@ -99,6 +99,12 @@ TEST_CASE("one rank on a GPU agrees with the oracle, in every element type") {
   }
 }
 
+TEST_CASE("equal elements have exactly their mean on a GPU, and no spread") {
+  syncnorm::self_communicator const self;
+  layer_cases::check_equal_elements<layer_over<float, syncnorm::self_communicator>, float>(self, true);
+  layer_cases::check_equal_elements<layer_over<double, syncnorm::self_communicator>, double>(self, true);
+}
+
 TEST_CASE("passes on the chip of different sizes are replayed from one graph") {
   // 64 KB a channel, for which a kernel needs leave, and then 1 KB of the same kernel.
   using layer_cases::device_tensor;

@@ -18,12 +18,6 @@
 
 namespace layer_cases {
 
-template <class P>
-void put(std::span<P> to, std::vector<long double> const& values) {
-  std::vector<P> const all(values.begin(), values.end());
-  test::copy_to_device(to.data(), all.data(), to.size_bytes());
-}
-
 enum class dx_over : std::uint8_t { neither, y, dy };
 
 /// Two steps in place, enqueued or replayed, against the oracle; of dx over y or dy, which take x or dy away, one. Channels are in

@@ -83,6 +83,12 @@ std::vector<T> get(std::span<T> values) {
   return all;
 }
 
+template <class P>
+void put(std::span<P> to, std::vector<long double> const& values) {
+  std::vector<P> const all(values.begin(), values.end());
+  test::copy_to_device(to.data(), all.data(), to.size_bytes());
+}
+
 /// The largest difference, by the scale of what is expected; infinite where one is no number.
 template <class A, class B>
 double error_of(std::vector<A> const& found, std::vector<B> const& expected) {
@@ -240,6 +246,44 @@ void check_cases(C const& comm, bool captured) {
     while (of.samples.size() < static_cast<std::size_t>(syncnorm::size(comm))) of.samples.push_back(1);
     check_steps<Layer, T>(comm, of, captured, accuracy_in<T>);
   }
+}
+
+/// Where all elements of all ranks are equal and eps is 0, mean is they, inv_std 0, y beta and dx 0, in training and in evaluation by
+/// a variance or a standard deviation of 0. Rank r has n + r samples.
+template <class Layer, class T = float, class C>
+void check_equal_elements(C const& comm, bool captured) {
+  struct extents {
+    std::int64_t n, c, s;
+  };
+  for (auto const& of : {extents{2, 3, 5}, {8, 3, 49}, {7, 17, 13}, {9, 2, 300}})
+    for (auto const order : {test::layout::nchw, test::layout::nhwc, test::layout::strided})
+      for (double const number : {0.1, 0.7, 1.0 / 3}) {
+        auto const kind =
+            number == 0.7 ? syncnorm::running_variance::standard_deviation : syncnorm::running_variance::unbiased;
+        auto const n = of.n + syncnorm::rank(comm);
+        INFO("N ", n, ", C ", of.c, ", S ", of.s, ", layout ", static_cast<int>(order), ", all ", number);
+        auto const value = syncnorm::as_double(syncnorm::from_double<T>(number));
+        auto const elements = static_cast<std::size_t>(n * of.c * of.s), channels = static_cast<std::size_t>(of.c);
+        device_tensor<T> x{order, n, of.c, of.s}, y{order, n, of.c, of.s}, dy{order, n, of.c, of.s};
+        x.put(std::vector<long double>(elements, value), 0), dy.put(std::vector<long double>(elements, 2), 0);
+        Layer layer{comm, of.c, {.norm = {.eps = 0, .momentum = 1, .variance = kind}}};
+        put(layer.beta(), std::vector<long double>(channels, 0.5L));
+        test::stream const on;
+        for (bool const training : {true, false}) {
+          CAPTURE(training);
+          layer.train(training);
+          layer.prepare(on);
+          test::run_on(on, captured, [&](cudaStream_t stream) { layer.forward(x.view, y.view, stream); });
+          layer.synchronize(on);
+          auto const saved = layer.saved().statistics();
+          CHECK(get(std::span{saved.mean, channels}) == std::vector<double>(channels, value));
+          CHECK(get(std::span{saved.inv_std, channels}) == std::vector<double>(channels, 0));
+          CHECK(y.get() == std::vector<long double>(elements, 0.5));
+          test::run_on(on, captured, [&](cudaStream_t stream) { layer.backward(x.view, dy.view, y.view, stream); });
+          layer.synchronize(on);
+          CHECK(y.get() == std::vector<long double>(elements, 0));
+        }
+      }
 }
 
 } // namespace layer_cases

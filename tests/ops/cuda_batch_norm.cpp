@@ -53,6 +53,20 @@ TEST_CASE("passes of one rank agree with the oracle in the other element types")
   test::check_no_violations();
 }
 
+TEST_CASE("equal elements have exactly their mean on a device, and no spread") {
+  using syncnorm::self_communicator;
+  auto const check = []<class T>(T) {
+    using layer = syncnorm::cuda::basic_batch_norm<T, self_communicator, syncnorm::accumulate_t<T>, test::simt_kernels>;
+    layer_cases::check_equal_elements<layer, T>(self_communicator{}, false);
+  };
+  check(float{}), check(double{}), check(__nv_bfloat16{});
+  test::over_nccl(2, [](auto const& comm) {
+    using layer = syncnorm::cuda::basic_batch_norm<double, test::nccl_communicator, double, test::simt_kernels>;
+    layer_cases::check_equal_elements<layer, double>(comm, true);
+  });
+  test::check_no_violations();
+}
+
 TEST_CASE("a result that is no number is no agreement") {
   std::vector<float> const expected{1, 2, 3};
   float const nan = std::numeric_limits<float>::quiet_NaN(), infinite = std::numeric_limits<float>::infinity();

@@ -42,11 +42,13 @@ TEST_CASE("Threads of all blocks run, and shared memory, shuffles, ballots and b
     int const neighbour = hw.shuffle_xor(opposite, 1);
     unsigned const even = hw.ballot(~0u, opposite % 2 == 0);
     bool const any = hw.barrier_or(hw.thread() == 5 && hw.block() == 2);
-    int const value = neighbour + (even == 0xaaaaaaaau ? 1000 : 0) + (any ? 10000 : 0);
+    int const third = hw.shuffle(opposite, 3);
+    int const value = neighbour + (even == 0xaaaaaaaau ? 1000 : 0) + (any ? 10000 : 0) + 100000 * third;
     hw.store(&out[hw.block() * 64 + static_cast<unsigned>(hw.thread())], value);
   });
   for (std::size_t i = 0; i < out.size(); ++i)
-    CHECK(out[i] == ((63 - static_cast<int>(i % 64)) ^ 1) + 1000 + (i / 64 == 2 ? 10000 : 0));
+    CHECK(out[i] ==
+          ((63 - static_cast<int>(i % 64)) ^ 1) + 1000 + (i / 64 == 2 ? 10000 : 0) + (i % 64 < 32 ? 6000000 : 2800000));
 }
 
 TEST_CASE("Lanes that a ballot does not name may go on") {

@@ -39,7 +39,12 @@ public:
   void barrier() const;
   [[nodiscard]] bool barrier_or(bool value) const;
   template <class V>
-  [[nodiscard]] V shuffle_xor(V value, int lanes) const;
+  [[nodiscard]] V shuffle_xor(V value, int lanes) const {
+    return shuffle(value, thread_ % 32 ^ lanes);
+  }
+  /// The value of a lane.
+  template <class V>
+  [[nodiscard]] V shuffle(V value, int lane) const;
   /// The lanes of `among` whose `value` is true.
   [[nodiscard]] unsigned ballot(unsigned among, bool value) const;
   [[nodiscard]] static int population(unsigned bits) { return std::popcount(bits); }
@@ -268,13 +273,13 @@ inline bool hardware::barrier_or(bool value) const {
   return machine_->or_taken_;
 }
 template <class V>
-V hardware::shuffle_xor(V value, int lanes) const {
+V hardware::shuffle(V value, int lane) const {
   static_assert(sizeof(V) <= 8);
   std::uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof value);
   machine_->exchange(thread_, ~0u, "shuffle", bits);
   auto const& taken = machine_->warps_[static_cast<std::size_t>(thread_ / 32)].taken;
-  std::memcpy(&value, &taken[static_cast<std::size_t>(thread_ % 32 ^ lanes)], sizeof value);
+  std::memcpy(&value, &taken[static_cast<std::size_t>(lane)], sizeof value);
   return value;
 }
 inline unsigned hardware::ballot(unsigned among, bool value) const {

@@ -26,6 +26,10 @@ struct hardware {
   [[nodiscard]] static __device__ V shuffle_xor(V value, int lanes) {
     return __shfl_xor_sync(~0u, value, lanes);
   }
+  template <class V>
+  [[nodiscard]] static __device__ V shuffle(V value, int lane) {
+    return __shfl_sync(~0u, value, lane);
+  }
   [[nodiscard]] static __device__ unsigned ballot(unsigned among, bool value) { return __ballot_sync(among, value); }
   [[nodiscard]] static __device__ int population(unsigned bits) { return __popc(bits); }
 

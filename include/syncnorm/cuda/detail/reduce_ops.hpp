@@ -28,6 +28,13 @@ template <class Hw>
   return value;
 }
 
+/// The first lane of a warp whose `value` is true; of none: 0.
+template <class Hw>
+[[nodiscard]] SYNCNORM_DEVICE int first_lane(Hw const& hw, bool value) {
+  unsigned const lanes = hw.ballot(~0u, value);
+  return lanes == 0 ? 0 : hw.population((lanes & (0u - lanes)) - 1);
+}
+
 /// Parts that are put together by adding.
 template <int Parts>
 struct added_parts {
@@ -57,8 +64,9 @@ struct added_parts {
   }
 };
 
-/// Count, mean and m2. k of them are put together by Chan's formula for all at once: mean = Σ n·mean / Σ n and m2 = Σ m2 +
-/// Σ n·(meanᵢ − mean)², which divides once where merging one after the other would divide k times.
+/// Count, mean and m2. k of them are put together by Chan's formula for all at once: mean = r + Σ n·(meanᵢ − r) / Σ n and m2 =
+/// Σ m2 + Σ n·(meanᵢ − mean)², which divides once where merging one after the other would divide k times. r is the mean of the
+/// first part with elements, so that equal means have that very mean, and no m2.
 template <class T>
 struct moments_op {
   using element_type = T;
@@ -123,13 +131,14 @@ struct moments_op {
 
   template <class At>
   static SYNCNORM_DEVICE void combine(At const& at, int k, double (&all)[parts]) {
-    double count = 0, sum = 0, m2 = 0;
+    double count = 0, sum = 0, m2 = 0, first = 0;
     SYNCNORM_UNROLL_FOUR
     for (int i = 0; i < k; ++i) {
+      if (count == 0) first = at(i, 1);
       count += at(i, 0);
-      sum += at(i, 0) * at(i, 1);
+      sum += at(i, 0) * (at(i, 1) - first);
     }
-    double const mean = count > 0 ? sum / count : 0;
+    double const mean = count > 0 ? first + sum / count : 0;
     SYNCNORM_UNROLL_FOUR
     for (int i = 0; i < k; ++i) {
       double const d = at(i, 1) - mean;
@@ -139,8 +148,9 @@ struct moments_op {
   }
   template <class Hw>
   static SYNCNORM_DEVICE void combine_warp(Hw const& hw, double (&all)[parts]) {
-    double const count = warp_sum(hw, all[0]), sum = warp_sum(hw, all[0] * all[1]);
-    double const mean = count > 0 ? sum / count : 0, d = all[1] - mean;
+    double const first = hw.shuffle(all[1], first_lane(hw, all[0] > 0));
+    double const count = warp_sum(hw, all[0]), sum = warp_sum(hw, all[0] * (all[1] - first));
+    double const mean = count > 0 ? first + sum / count : 0, d = all[1] - mean;
     all[2] = warp_sum(hw, all[2] + all[0] * (d * d));
     all[0] = count, all[1] = mean;
   }
