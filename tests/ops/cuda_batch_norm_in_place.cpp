@@ -134,6 +134,34 @@ TEST_CASE("more channels to keep than there is room for are an error on every ra
   test::check_no_violations();
 }
 
+TEST_CASE(
+    "a graph of passes in place is replayed after more room was made, and what it had is given back with the layer") {
+  auto const before = fake_cuda::allocated();
+  {
+    layer_over<syncnorm::self_communicator> layer{{}, 3};
+    in_place_memory m;
+    layer_cases::put(layer.gamma(), {0, 1, 0});
+    auto const step = [&] {
+      layer.forward_in_place(m.x.view, m.on);
+      layer.backward_in_place(m.x.view, m.dy.view, m.dx.view, m.on);
+    };
+    layer.reserve_in_place(m.x.view, {}, 0, m.on);
+    test::graph const captured{m.on, step};
+    for (std::int64_t const spare : {1, 0}) {
+      auto const with_graph = fake_cuda::allocated();
+      layer.reserve_in_place(m.x.view, {}, spare, m.on);
+      layer.reserve_in_place(m.x.view, {}, spare, m.on); // whose room before no graph has
+      CHECK(fake_cuda::allocated() <= with_graph + 3 * 10 * sizeof(float));
+      captured.launch();
+      step();
+      layer.synchronize(m.on);
+      CHECK(layer_cases::error_of(m.x.get(), m.values) < 1e-6);
+      test::check_no_violations();
+    }
+  }
+  CHECK(fake_cuda::allocated() == before);
+}
+
 TEST_CASE("what is wrong with a pass in place on one rank is an error on every rank") {
   test::over_nccl(2, [](auto const& comm) {
     layer_over<test::nccl_communicator> layer{comm, 3};

@@ -160,7 +160,7 @@ private:
   void recover(cudaStream_t stream) {
     for (std::size_t k = 0; k < in_.kept.size(); ++k) {
       if (in_.kept[k].holds_x) continue;
-      kernels::recover(in_.y[k], epilogue(k), values_of(in_.affine), saved_->statistics(), in_.kept[k].memory(),
+      kernels::recover(in_.y[k], epilogue(k), values_of(in_.affine), saved_->statistics(), in_.kept[k].memory(stream),
                        workspace_->limits(), stream);
       in_.kept[k].holds_x = true;
     }

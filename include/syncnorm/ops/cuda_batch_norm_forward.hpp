@@ -232,7 +232,7 @@ private:
   void keep(cudaStream_t stream) {
     for (std::size_t k = 0; k < in_.kept.size(); ++k)
       if (in_.y[k].size() != 0)
-        kernels::keep(in_.y[k], values_of(in_.affine), epilogue(k).activation, in_.kept[k].memory(),
+        kernels::keep(in_.y[k], values_of(in_.affine), epilogue(k).activation, in_.kept[k].memory(stream),
                       workspace_->limits(), stream);
   }
 

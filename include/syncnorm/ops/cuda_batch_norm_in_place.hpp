@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -15,6 +16,7 @@
 #include <syncnorm/core/recoverable.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 
 namespace syncnorm::cuda {
@@ -44,7 +46,8 @@ public:
   }
 
   /// Makes room for the channels of an x of `count` elements a channel that cannot be recovered by these parameters, and for
-  /// `spare` more. Local; waits for the stream, allocates, and drops what is kept.
+  /// `spare` more. Local; waits for the stream, allocates, and drops what is kept. A graph goes on with the room that it was captured
+  /// with, which stays as long as this.
   template <class P>
   void reserve(std::int64_t count, affine_parameters<P> affine, activation const& of, std::int64_t spare,
                cudaStream_t stream) {
@@ -64,6 +67,7 @@ public:
     room_ = count_ = 0;
     if (table_ == nullptr) table_ = (own_table_ = detail::device_memory{table_bytes(channels_)}).data();
     auto const room = std::min(channels_, needed + spare);
+    if (std::exchange(captured_, false)) elements_of_graphs_.push_back(std::move(own_elements_));
     own_elements_ = detail::device_memory{};
     own_elements_ = detail::device_memory{static_cast<std::size_t>(room * count) * sizeof(T)};
     elements_ = own_elements_.data();
@@ -79,6 +83,11 @@ public:
     auto* const state = cutter.template take<std::int64_t>(1);
     auto* const list = cutter.template take<std::int32_t>(static_cast<std::size_t>(channels_));
     return {list, state, elements_, room_, like.stride_c == 1 && like.stride_s != 1};
+  }
+  /// The same for a pass on the stream.
+  [[nodiscard]] kept_channels memory(cudaStream_t stream) {
+    captured_ = captured_ || detail::is_capturing(stream);
+    return memory();
   }
   /// Channels that there is room for.
   [[nodiscard]] std::int64_t room() const noexcept { return room_; }
@@ -97,7 +106,9 @@ private:
   }
 
   std::int64_t channels_, room_ = 0, count_ = 0;
-  detail::device_memory own_table_, own_elements_; // empty where they are borrowed
+  detail::device_memory own_table_, own_elements_;        // empty where they are borrowed
+  std::vector<detail::device_memory> elements_of_graphs_; // before there was other room
+  bool captured_ = false;                                 // that a graph has elements_
   std::byte *table_ = nullptr, *elements_ = nullptr;
 };
 

@@ -135,7 +135,8 @@ public:
   }
 
   /// Makes room for what passes in place keep of tensors as large as `x`, by gamma and beta as they are, and for `spare` channels
-  /// more. Local; allocates, waits for the stream, and drops what is kept.
+  /// more. Local; allocates, waits for the stream, and drops what is kept. Passes that a graph has go on with the room that they had,
+  /// which the layer keeps.
   void reserve_in_place(tensor_view<T const> x, activation const& of, std::int64_t spare, cudaStream_t stream) {
     kept_of(1)[0].reserve(x.count(), affine(), of, spare, stream);
   }
