@@ -63,6 +63,7 @@ TEST_CASE("equal elements have exactly their mean on a device, and no spread") {
   test::over_nccl(2, [](auto const& comm) {
     using layer = syncnorm::cuda::basic_batch_norm<double, test::nccl_communicator, double, test::simt_kernels>;
     layer_cases::check_equal_elements<layer, double>(comm, true);
+    layer_cases::check_equal_elements<layer, double>(comm, true, syncnorm::exchange_policy::reduce);
   });
   test::check_no_violations();
 }
