@@ -151,6 +151,7 @@ protected:
   prepared_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, tensors dy, wanted_gradients wants,
                          std::string fault)
       : backward_call{std::move(pass), std::move(of), std::move(dy), std::move(wants)}, fault_{std::move(fault)} {
+    if (fault_.empty()) fault_ = find_memory_fault(*pass_, memory_);
     bool const recorded = at::GradMode::is_enabled() && !pass_->in_place && wants_.any();
     differentiable_ = recorded ? backward_pass::needed : backward_pass::impossible;
     for (auto const& each : dy_)

@@ -124,6 +124,7 @@ public:
     of.to_dy.resize(batches), of.to_x.resize(batches);
     at::Tensor to_weight;
     auto const memory = pass.memory.lock();
+    if (fault.empty()) fault = find_memory_fault(pass, memory);
     try {
       if (fault.empty()) {
         auto const keep = [&](at::Tensor const& tensor) -> at::Tensor& { return kept.emplace_back(tensor); };

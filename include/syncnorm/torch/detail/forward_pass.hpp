@@ -85,6 +85,7 @@ protected:
     memory_->masks.resize(in_.epilogues.size());
     saved_memory_ = tensor_with(memory_);
     pass_->memory = memory_;
+    pass_->has_memory = true;
   }
 
   virtual void compute() = 0;

@@ -61,7 +61,8 @@ struct recorded_pass : ::torch::CustomClassHolder {
   at::ScalarType parameters = at::kFloat;     ///< the type of weight, bias and running statistics
   std::vector<recorded_epilogue> epilogues{}; ///< of each micro-batch
   bool in_place = false;                      ///< whether x is recovered from y
-  std::weak_ptr<pass_memory> memory{};        ///< null: there are no masks, nothing is kept, or autograd has freed it
+  bool has_memory = false;                    ///< masks, or what is kept
+  std::weak_ptr<pass_memory> memory{};        ///< as long as autograd keeps the tensor that was saved for it
   std::shared_ptr<device_passes> device{};    ///< of a pass on a device, or null
   std::shared_ptr<device_record> on_device{}; ///< the same
 
@@ -71,6 +72,13 @@ struct recorded_pass : ::torch::CustomClassHolder {
                                                       : own.emplace(static_cast<std::int64_t>(saved.mean.size()), true);
   }
 };
+
+/// What is wrong where saved tensors have been replaced by others, as hooks do; else empty.
+[[nodiscard]] inline std::string find_memory_fault(recorded_pass const& pass,
+                                                   std::shared_ptr<pass_memory> const& memory) {
+  if (!pass.has_memory || memory != nullptr) return {};
+  return "the masks, or what the pass in place kept, are gone with a saved tensor that was replaced, as by hooks";
+}
 
 /// The mask of a micro-batch, where there is one.
 [[nodiscard]] inline mask_view mask_in(std::shared_ptr<pass_memory> const& memory, std::size_t batch) {
