@@ -1,9 +1,3 @@
-// As PyTorch defines for CUDA extensions: CUDA's types have no conversions.
-#define __CUDA_NO_HALF_OPERATORS__
-#define __CUDA_NO_HALF_CONVERSIONS__
-#define __CUDA_NO_HALF2_OPERATORS__
-#define __CUDA_NO_BFLOAT16_CONVERSIONS__
-
 #include <bit>
 #include <cmath>
 #include <cstdint>
