@@ -174,7 +174,9 @@ TEST_CASE("operations in flight behind one that has failed are not waited for") 
       // Each by itself would time out.
       for (auto const& text : {message_of<syncnorm::communicator_error>([&] { works[1].wait(); }),
                                message_of<syncnorm::communicator_error>([&] { works[2].test(); })})
-        CHECK_MESSAGE(contains(text, "an earlier collective"), text);
+        CHECK_MESSAGE(
+            (contains(text, "an earlier collective") || (!group_outlives_timeouts && contains(text, "pair closure"))),
+            text);
       works.clear();
       CHECK(out == std::vector<float>(5, 7));
       given_up.count_down();
