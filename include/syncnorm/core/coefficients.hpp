@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <syncnorm/config.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/combination.hpp>
 
 namespace syncnorm {
@@ -12,6 +13,13 @@ namespace syncnorm {
 [[nodiscard]] SYNCNORM_HOST_DEVICE inline double inverse_deviation(double var, double eps) {
   double const square = var + eps;
   return square == 0 ? 0 : 1 / std::sqrt(square);
+}
+
+/// inv_std of what `running_var` holds; 0 where that divides by 0.
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline double inverse_deviation(double running_var, running_variance kind,
+                                                                   double eps) {
+  if (kind != running_variance::standard_deviation) return inverse_deviation(running_var, eps);
+  return running_var == 0 ? 0 : 1 / running_var;
 }
 
 /// One channel of the normalization, y = (x − center)·scale + shift, in the type of the elements' arithmetic.

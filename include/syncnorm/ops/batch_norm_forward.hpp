@@ -107,9 +107,7 @@ void infer(host::executor_ref exec, inference_operands<T, P> const& in, batch_no
   saved.inv_std.resize(in.var.size());
   std::ranges::transform(in.mean, saved.mean.begin(), as_double<P>);
   std::ranges::transform(in.var, saved.inv_std.begin(), as_double<P>);
-  bool const is_deviation = in.kind == running_variance::standard_deviation;
-  for (double& value : saved.inv_std)
-    value = !is_deviation ? inverse_deviation(value, in.eps) : value == 0 ? 0 : 1 / value;
+  for (double& value : saved.inv_std) value = inverse_deviation(value, in.kind, in.eps);
   for (std::size_t k = 0; k < in.x.size(); ++k)
     host::normalize(exec, in.x[k], in.y[k], std::span<double const>{saved.mean}, std::span<double const>{saved.inv_std},
                     in.affine, in.epilogue(k));

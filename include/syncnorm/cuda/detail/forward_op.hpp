@@ -56,8 +56,7 @@ struct forward_statistics {
     if (inverts) return {hw.load(saved.mean + c), hw.load(saved.inv_std + c), 0, hw.load(saved.count)};
     if (constant()) {
       double const held = load_value(hw, running.var, c, 1);
-      double const deviation = variance == running_variance::standard_deviation ? held : std::sqrt(held + eps);
-      return {load_value(hw, running.mean, c, 0), deviation == 0 ? 0 : 1 / deviation, held, 0};
+      return {load_value(hw, running.mean, c, 0), inverse_deviation(held, variance, eps), held, 0};
     }
     incoming_packets const from{packets, channels};
     // Merging divides, and loads would wait for that: several are in flight.
