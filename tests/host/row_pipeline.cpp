@@ -8,8 +8,9 @@
 #include <doctest/doctest.h>
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/backward_reduce.hpp>
-#include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
+#include <syncnorm/host/detail/product_rows.hpp>
+#include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/local_moments.hpp>
 #include <syncnorm/host/normalize.hpp>
@@ -99,8 +100,12 @@ struct pipeline_case {
     host::detail::reduce_and_map_rows<T>(
         exec, host::detail::channel_blocks{x.channels, block}, x, host::detail::groups{x}, {2, true},
         [&](std::int64_t first, std::int64_t length) {
-          return host::detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
-                                                r.mean.data() + first, host::detail::layout::rows};
+          using sums_of = host::detail::terms_of_lanes<host::detail::gradient_terms<A>>;
+          return host::detail::product_rows<T, sums_of>{
+              sums_of{{r.mean}, first},
+              {dy.channel_range(first, length), x.channel_range(first, length)},
+              nullptr,
+              host::detail::layout::rows};
         },
         r.sum_dy, r.sum_dy_xmu, [](std::int64_t, std::int64_t) {},
         host::detail::map_of_channels<T>(host::detail::linear_op<2>{}, {dy, x}, {dx}, nullptr, how,

@@ -13,8 +13,9 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
-#include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/linear_op.hpp>
+#include <syncnorm/host/detail/product_rows.hpp>
+#include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -63,11 +64,15 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
         count};
   };
   auto const map = detail::map_of_channels<T>(detail::linear_op<2>{}, {dy, x}, {dx}, nullptr, how, terms);
-  if (!detail::suits_row_pipeline<detail::gradient_rows<T>>(blocks, std::array{dy, x}, std::array{dx}))
+  using sums_of = detail::terms_of_lanes<detail::gradient_terms<accumulate_t<T>>>;
+  using rows_type = detail::product_rows<T, sums_of>;
+  if (!detail::suits_row_pipeline<rows_type>(blocks, std::array{dy, x}, std::array{dx}))
     return detail::reduce_and_map<T>(exec, blocks, x, 2, reduce, map);
   auto const rows = [&](std::int64_t first, std::int64_t length) {
-    return detail::gradient_rows<T>{dy.channel_range(first, length), x.channel_range(first, length),
-                                    mean.data() + first, detail::layout::rows};
+    return rows_type{sums_of{{mean}, first},
+                     {dy.channel_range(first, length), x.channel_range(first, length)},
+                     nullptr,
+                     detail::layout::rows};
   };
   auto const finish = [](std::int64_t, std::int64_t) {};
   detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {2, true}, rows, sum_dy, sum_dy_xmu, finish, map);

@@ -8,13 +8,10 @@
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/activation_gradient.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/backward_in_blocks.hpp>
 #include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/channel_values.hpp>
-#include <syncnorm/host/combine.hpp>
-#include <syncnorm/host/combine_gated.hpp>
 #include <syncnorm/host/double_backward.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/epilogue_in_blocks.hpp>
@@ -96,18 +93,6 @@ using finish_channels = function_ref<void(std::int64_t, std::int64_t)>;
                                                     std::int64_t, stores, tensor_view<T const>, tensor_view<T const>,  \
                                                     detail::in_channels, detail::out_channels, detail::out_channels,   \
                                                     detail::processor const&);                                         \
-  EXTERN template void activation_gradient<T>(executor_ref, tensor_view<T const>, tensor_view<T const>,                \
-                                              tensor_view<T>, detail::in_channels, detail::in_channels,                \
-                                              affine_values const&, prepared_epilogue<T> const&);                      \
-  EXTERN template void combine<T>(executor_ref, tensor_view<T const>, tensor_view<T const>, tensor_view<T const>,      \
-                                  tensor_view<T>, detail::in_combinations, stores);                                    \
-  EXTERN template void combine_counted<T>(executor_ref, tensor_view<T const>, tensor_view<T const>,                    \
-                                          tensor_view<T const>, tensor_view<T>, detail::in_combinations,               \
-                                          detail::prepared_mask const*, stores);                                       \
-  EXTERN template void combine_gated<T>(executor_ref, tensor_view<T const>, tensor_view<T const>,                      \
-                                        tensor_view<T const>, tensor_view<T>, detail::in_combinations,                 \
-                                        detail::in_channels, detail::in_channels, affine_values const&,                \
-                                        prepared_epilogue<T> const&, stores);                                          \
   EXTERN template void recover_input<T>(executor_ref, tensor_view<T const>, tensor_view<T>, detail::in_channels,       \
                                         detail::in_channels, affine_values const&, prepared_epilogue<T> const&);       \
   EXTERN template void second_order_reduce<T>(executor_ref, second_order_operands<T> const&,                           \

@@ -1,21 +1,23 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
+#include <type_traits>
 
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/activation_gradient.hpp>
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
-#include <syncnorm/host/combine.hpp>
-#include <syncnorm/host/combine_gated.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
-#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/product_reduce.hpp>
+#include <syncnorm/host/detail/product_terms.hpp>
+#include <syncnorm/host/detail/second_order_op.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
@@ -59,63 +61,65 @@ struct second_order_sums {
 
 namespace detail {
 
-/// g of some channels: dy itself, or made where the gradient to dy goes later, or in memory of the thread's own.
 template <class T>
-class activated_gradient {
-public:
-  activated_gradient(executor_ref exec, second_order_operands<T> const& of, bool is_made) : view_{of.dy} {
-    if (!of.epilogue.gates()) return;
-    tensor_view<T> out = of.to_dy;
-    if (out.data == nullptr) {
-      auto const& x = of.x;
-      memory_.emplace(x.size());
-      out = x.stride_c == 1 ? nhwc(memory_->data(), x.samples, x.channels, x.spatial)
-                            : nchw(memory_->data(), x.samples, x.channels, x.spatial);
-    }
-    view_ = out;
-    if (!is_made || memory_)
-      activation_gradient<T>(exec, of.dy, of.x, out, of.mean, of.inv_std, of.affine, of.epilogue);
-  }
-
-  [[nodiscard]] tensor_view<T const> const& view() const { return view_; }
-
-private:
-  tensor_view<T const> view_;
-  std::optional<scratch_lease<T>> memory_;
-};
-
-template <class T>
-void second_order_reduce(executor_ref exec, second_order_operands<T> const& of, tensor_view<T const> const& g,
-                         second_order_sums const& sums) {
-  backward_reduce(exec, of.dy, of.x, of.mean, of.inv_std, of.affine, of.epilogue, sums.g, sums.g_xmu);
-  for (auto const& each : {sums.u, sums.u_xmu, sums.u_g}) std::ranges::fill(each, 0.0);
-  if (of.u.data == nullptr) return;
-  bool const zeroes = of.epilogue.written() != nullptr;
-  auto const by = zeroes ? of.epilogue.mask_alone() : prepared_epilogue<T>{};
-  scratch_lease<double> zero{of.x.channels};
-  std::span<double> const mean{zero.data(), sums.g.size()};
-  std::ranges::fill(mean, 0.0);
-  backward_reduce(exec, of.u, g, mean, of.inv_std, of.affine, by, sums.u, sums.u_g);
-  backward_reduce(exec, of.u, of.x, of.mean, of.inv_std, of.affine, of.epilogue.mask_alone(), sums.u, sums.u_xmu);
+[[nodiscard]] activated_channels activated_by(second_order_operands<T> const& of) {
+  return {of.mean, of.inv_std, of.affine};
 }
 
 template <class T>
-void second_order_elemt(executor_ref exec, second_order_operands<T> const& of, tensor_view<T const> const& g,
-                        std::span<combination const> for_dy, std::span<combination const> for_x, stores how) {
-  // The gradient to x comes first, since the other may overwrite g.
-  if (of.to_x.data != nullptr) combine_counted(exec, of.u, g, of.x, of.to_x, for_x, of.epilogue.counted(), how);
-  if (of.to_dy.data == nullptr) return;
-  if (of.epilogue.gates())
-    combine_gated(exec, of.u, of.v, of.x, of.to_dy, for_dy, of.mean, of.inv_std, of.affine, of.epilogue, how);
+void reduce_block(executor_ref exec, second_order_operands<T> const& of, second_order_sums const& sums) {
+  using A = accumulate_t<T>;
+  auto const& by = of.epilogue;
+  backward_reduce(exec, of.dy, of.x, of.mean, of.inv_std, of.affine, by, sums.g, sums.g_xmu);
+  if (of.u.data == nullptr) {
+    for (auto const& each : {sums.u, sums.u_xmu, sums.u_g}) std::ranges::fill(each, 0.0);
+    return;
+  }
+  if (by.activates_residual())
+    reduce_products<T>(exec, second_order_terms<A, true>{activated_by(of), by.slope()},
+                       {of.dy, of.x, of.u, by.residual()}, by.written(), sums.u, sums.u_g);
   else
-    combine(exec, of.u, of.v, of.x, of.to_dy, for_dy, how);
+    reduce_products<T>(exec, second_order_terms<A, false>{activated_by(of), by.slope()}, {of.dy, of.x, of.u},
+                       by.written(), sums.u, sums.u_g);
+  reduce_products<T>(exec, gradient_terms<A>{of.mean}, {of.u, of.x}, by.counted(), sums.u, sums.u_xmu);
+}
+
+/// Calls f(the tensors `before` and, if it is there, `tensor`, whether it is).
+template <class T, std::size_t N, class F>
+void with_tensor(std::array<tensor_view<T const>, N> const& before, tensor_view<T const> const& tensor, F const& f) {
+  if (tensor.data == nullptr) return f(before, std::false_type{});
+  std::array<tensor_view<T const>, N + 1> all;
+  std::ranges::copy(before, all.begin());
+  all[N] = tensor;
+  f(all, std::true_type{});
+}
+
+template <class T>
+void map_block(executor_ref exec, second_order_operands<T> const& of, std::span<combination const> for_dy,
+               std::span<combination const> for_x, stores how) {
+  using A = accumulate_t<T>;
+  auto const& by = of.epilogue;
+  if (of.to_dy.data == nullptr && of.to_x.data == nullptr) return;
+  second_order_op_terms<A> const terms{activated_by(of), for_dy, for_x};
+  auto const or_nowhere = [&](tensor_view<T> const& out) { return out.data == nullptr ? nowhere<T>(of.x) : out; };
+  std::array const in{of.dy, of.x}, out{or_nowhere(of.to_dy), or_nowhere(of.to_x)};
+  with_tensor(in, of.u, [&]<class U>(auto const& with_u, U) {
+    with_tensor(with_u, of.v, [&]<class V>(auto const& with_v, V) {
+      auto const residual = by.activates_residual() ? by.residual() : tensor_view<T const>{};
+      with_tensor(with_v, residual, [&]<class Residual>(auto const& all, Residual) {
+        second_order_op<A, U::value, V::value, Residual::value> const op{by.slope(),
+                                                                         by.written() == nullptr ? A{1} : A{0}};
+        map_elements<T>(exec, op, terms, all, out, by.counted(), how);
+      });
+    });
+  });
 }
 
 /// Calls f(executor, operands, first, length) for blocks of channels of which everything fits the cache, or for all.
 template <class T, class F>
 void for_blocks(executor_ref exec, second_order_operands<T> const& of, F const& f) {
-  auto const tensors = 2 + (of.u.data != nullptr ? 1 : 0) + (of.v.data != nullptr ? 1 : 0) +
-                       (of.epilogue.gates() ? 1 : 0) + (of.epilogue.has_residual() ? 1 : 0);
+  auto const tensors =
+      2 + (of.u.data != nullptr ? 1 : 0) + (of.v.data != nullptr ? 1 : 0) + (of.epilogue.activates_residual() ? 1 : 0);
   std::int64_t const block = std::min(channel_block(of.x, tensors), channel_block(of.dy, tensors));
   if (!worth_blocking(exec, of.x, block)) return f(exec, of, std::int64_t{0}, of.x.channels);
   channel_blocks const blocks{of.x.channels, block};
@@ -127,28 +131,26 @@ void for_blocks(executor_ref exec, second_order_operands<T> const& of, F const& 
 
 } // namespace detail
 
-/// The sums of a double backward pass. Where the epilogue activates or makes outputs 0, to_dy then holds g, for
-/// `second_order_elemt`. Local. Every tensor is read once from memory where blocks of channels fit the cache.
+/// The sums of a double backward pass. Local. Every tensor is read once from memory where blocks of channels fit the cache. The same
+/// bits whatever the executor.
 template <class T>
 void second_order_reduce(executor_ref exec, second_order_operands<T> const& of, second_order_sums const& sums) {
-  detail::for_blocks(
-      exec, of, [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first, std::int64_t length) {
-        detail::activated_gradient<T> const g{by, part, false};
-        detail::second_order_reduce(by, part, g.view(), sums.channel_range(first, length));
-      });
+  detail::for_blocks(exec, of,
+                     [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first,
+                         std::int64_t length) { detail::reduce_block(by, part, sums.channel_range(first, length)); });
 }
 
 /// to_dy and to_x by the combinations of each channel, `[C]`: w·f′·(u·scale_a + v·scale_b + …) and u·scale_a + g·scale_b + …,
-/// the latter g·scale_b alone where positions do not count. Local; after `second_order_reduce`, and as it.
+/// the latter g·scale_b alone where positions do not count. What a scale of 0 meets may be anything. Local. Each may be one of the
+/// inputs.
 template <class T>
 void second_order_elemt(executor_ref exec, second_order_operands<T> const& of, std::span<combination const> for_dy,
                         std::span<combination const> for_x) {
   auto const how = stores_for(of.x);
   detail::for_blocks(
       exec, of, [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first, std::int64_t length) {
-        detail::activated_gradient<T> const g{by, part, true};
-        detail::second_order_elemt(by, part, g.view(), detail::channels_of(for_dy, first, length),
-                                   detail::channels_of(for_x, first, length), how);
+        detail::map_block(by, part, detail::channels_of(for_dy, first, length),
+                          detail::channels_of(for_x, first, length), how);
       });
 }
 
@@ -161,11 +163,10 @@ void second_order_in_blocks(executor_ref exec, second_order_operands<T> const& o
   auto const how = stores_for(of.x);
   detail::for_blocks(
       exec, of, [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first, std::int64_t length) {
-        detail::activated_gradient<T> const g{by, part, false};
-        detail::second_order_reduce(by, part, g.view(), sums.channel_range(first, length));
+        detail::reduce_block(by, part, sums.channel_range(first, length));
         finish(first, length);
-        detail::second_order_elemt(by, part, g.view(), detail::channels_of(for_dy, first, length),
-                                   detail::channels_of(for_x, first, length), how);
+        detail::map_block(by, part, detail::channels_of(for_dy, first, length),
+                          detail::channels_of(for_x, first, length), how);
       });
 }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <type_traits>
@@ -8,14 +7,11 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
-#include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/channel_values.hpp>
-#include <syncnorm/host/detail/epilogue_kernel.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
 #include <syncnorm/host/detail/map.hpp>
-#include <syncnorm/host/detail/partition.hpp>
-#include <syncnorm/host/detail/reduce.hpp>
-#include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/product_reduce.hpp>
+#include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/masked_moments.hpp>
 #include <syncnorm/host/normalize.hpp>
@@ -36,39 +32,6 @@ template <class T>
 template <class T>
 [[nodiscard]] bool writes_no_gradient(tensor_view<T> const& dx, tensor_view<T> const& dresidual, bool has_residual) {
   return dx.data == nullptr && (dresidual.data == nullptr || !has_residual);
-}
-
-template <class T>
-void reduce_epilogue(executor_ref exec, epilogue_operands<T> of, std::span<double> sum_dy,
-                     std::span<double> sum_dy_xmu) {
-  bool const has_residual = of.residual.data != nullptr;
-  std::int64_t const channels = of.x.channels, fold = of.x.spatial;
-  auto const reduce = [&](std::span<double> first, std::span<double> second) {
-    groups const parts{of.x};
-    std::int64_t const chunk = std::min(reduction_chunk(of.dy), reduction_chunk(of.x));
-    reduce_channels<accumulate_t<T>>(exec, parts, of.x.channels, chunk, epilogue_kernel<T>{of, parts}, first, second);
-  };
-  if (of.mask != nullptr || !folds(of.dy) || !folds(of.x) || (has_residual && !folds(of.residual))) {
-    reduce(sum_dy, sum_dy_xmu);
-    return;
-  }
-  of.dy = folded(of.dy), of.x = folded(of.x);
-  if (has_residual) of.residual = folded(of.residual);
-  of.fold = fold;
-  auto const lanes = static_cast<std::size_t>(channels * fold);
-  scratch_lease<double> scratch{2 * channels * fold};
-  std::span<double> const first{scratch.data(), lanes}, second{scratch.data() + lanes, lanes};
-  reduce(first, second);
-  for (std::size_t c = 0; c < static_cast<std::size_t>(channels); ++c) {
-    auto const of_channel = [&](std::span<double> values) {
-      double sum = 0;
-      for (double const value : values.subspan(c * static_cast<std::size_t>(fold), static_cast<std::size_t>(fold)))
-        sum += value;
-      return sum;
-    };
-    sum_dy[c] = of_channel(first);
-    sum_dy_xmu[c] = of_channel(second);
-  }
 }
 
 } // namespace detail
@@ -122,14 +85,16 @@ void backward_reduce(executor_ref exec, tensor_view<X> dy, std::type_identity_t<
                      prepared_epilogue<std::remove_const_t<X>> const& epilogue, std::span<double> sum_dy,
                      std::span<double> sum_dy_xmu) {
   using T = std::remove_const_t<X>;
-  if (!epilogue.does_something()) {
-    backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);
-    return;
-  }
-  detail::reduce_epilogue<T>(
-      exec,
-      {dy, x, epilogue.residual(), epilogue.written(), mean, inv_std, params.gamma, params.beta, epilogue.slope()},
-      sum_dy, sum_dy_xmu);
+  using A = accumulate_t<T>;
+  detail::activated_channels const of{mean, inv_std, params};
+  if (epilogue.slope() == 1)
+    detail::reduce_products<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, epilogue.written(), sum_dy, sum_dy_xmu);
+  else if (epilogue.has_residual())
+    detail::reduce_products<T>(exec, detail::activated_gradient_terms<A, true>{of, epilogue.slope()},
+                               {dy, x, epilogue.residual()}, epilogue.written(), sum_dy, sum_dy_xmu);
+  else
+    detail::reduce_products<T>(exec, detail::activated_gradient_terms<A, false>{of, epilogue.slope()}, {dy, x},
+                               epilogue.written(), sum_dy, sum_dy_xmu);
 }
 
 /// The gradients of the input and of the residual,

@@ -14,10 +14,11 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
-#include <syncnorm/host/detail/epilogue_rows.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/masked_moment_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
+#include <syncnorm/host/detail/product_rows.hpp>
+#include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
@@ -118,21 +119,11 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
     return;
   }
   using A = accumulate_t<T>;
-  auto const of = [&](std::int64_t first, std::int64_t length) {
-    auto const of_block = params.from(first);
-    return detail::epilogue_operands<T>{dy.channel_range(first, length),
-                                        x.channel_range(first, length),
-                                        epilogue.residual().channel_range(first, length),
-                                        epilogue.written(),
-                                        detail::channels_of(mean, first, length),
-                                        detail::channels_of(inv_std, first, length),
-                                        of_block.gamma,
-                                        of_block.beta,
-                                        epilogue.slope()};
-  };
   auto const reduce = [&](std::int64_t first, std::int64_t length) {
-    detail::reduce_epilogue<T>(serial_executor{}, of(first, length), detail::channels_of(sum_dy, first, length),
-                               detail::channels_of(sum_dy_xmu, first, length));
+    backward_reduce(serial_executor{}, dy.channel_range(first, length), x.channel_range(first, length),
+                    detail::channels_of(mean, first, length), detail::channels_of(inv_std, first, length),
+                    params.from(first), epilogue.channel_range(first, length),
+                    detail::channels_of(sum_dy, first, length), detail::channels_of(sum_dy_xmu, first, length));
   };
   detail::channel_blocks const blocks{x.channels, block};
   auto const run = [&]<bool Residual, bool Constant>(std::bool_constant<Residual>, std::bool_constant<Constant>,
@@ -141,20 +132,25 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                                                                  epilogue.written() == nullptr ? A{1} : A{0}};
     auto const map =
         detail::map_of_channels<T>(op, in, out, epilogue.counted(), how, [&](std::int64_t first, std::int64_t length) {
-          auto const part = of(first, length);
+          auto const of_block = params.from(first);
           return detail::epilogue_gradient_terms<A>{
-              part.mean,
-              part.inv_std,
-              part.gamma,
-              part.beta,
+              detail::channels_of(mean, first, length),
+              detail::channels_of(inv_std, first, length),
+              of_block.gamma,
+              of_block.beta,
               detail::channels_of(std::span<double const>{sum_dy}, first, length),
               detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
               count};
         });
+    using sums_of = detail::terms_of_lanes<detail::activated_gradient_terms<A, Residual>>;
+    using rows_type = detail::product_rows<T, sums_of>;
     if constexpr (!Constant) // else it is not worth the time to compile it
-      if (detail::suits_row_pipeline<detail::epilogue_rows<T>>(blocks, in, out)) {
+      if (detail::suits_row_pipeline<rows_type>(blocks, in, out)) {
         auto const rows = [&](std::int64_t first, std::int64_t length) {
-          return detail::epilogue_rows<T>{of(first, length), 0, length};
+          auto part = in;
+          for (auto& view : part) view = view.channel_range(first, length);
+          return rows_type{sums_of{{{mean, inv_std, params}, epilogue.slope()}, first}, part, epilogue.written(),
+                           detail::layout::rows};
         };
         auto const finish = [](std::int64_t, std::int64_t) {};
         return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {std::ssize(in), true}, rows, sum_dy,

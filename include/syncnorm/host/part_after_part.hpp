@@ -11,9 +11,10 @@
 #include <syncnorm/host/backward_reduce.hpp>
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
-#include <syncnorm/host/detail/gradient_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/processor.hpp>
+#include <syncnorm/host/detail/product_rows.hpp>
+#include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/local_moments.hpp>
@@ -57,7 +58,8 @@ void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_vi
                                std::type_identity_t<tensor_view<T const>> next_x, std::span<double const> next_mean,
                                std::span<double> next_sum_dy, std::span<double> next_sum_dy_xmu,
                                detail::processor const& on = detail::processor::here()) {
-  using rows = detail::gradient_rows<T>;
+  using sums_of = detail::terms_of_lanes<detail::gradient_terms<accumulate_t<T>>>;
+  using rows = detail::product_rows<T, sums_of>;
   if (count == 0 || !detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels, on)) {
     backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how,
                    next_block::of(x, 2, x.channels, on));
@@ -66,8 +68,8 @@ void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_vi
   }
   detail::backward_elemt_terms<accumulate_t<T>> const terms{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
   detail::map_and_sum_rows<T>(terms, std::array{dy, x}, dx, how,
-                              rows{next_dy, next_x, next_mean.data(), detail::layout::rows}, next_x.channels,
-                              next_sum_dy.data(), next_sum_dy_xmu.data());
+                              rows{sums_of{{next_mean}}, {next_dy, next_x}, nullptr, detail::layout::rows},
+                              next_x.channels, next_sum_dy.data(), next_sum_dy_xmu.data());
 }
 
 } // namespace syncnorm::host

@@ -40,15 +40,8 @@ public:
     return part;
   }
 
-  /// The mask alone, by which what does not count is 0.
-  [[nodiscard]] prepared_epilogue mask_alone() const {
-    prepared_epilogue alone;
-    alone.mask_ = mask_;
-    alone.zeroes_ = true;
-    return alone;
-  }
-  /// Whether the gradient of what was activated differs from that of the output.
-  [[nodiscard]] bool gates() const { return slope_ != 1 || written() != nullptr; }
+  /// Whether the gradient of what was activated depends on the residual.
+  [[nodiscard]] bool activates_residual() const { return slope_ != 1 && has_residual_; }
 
   [[nodiscard]] accumulate_t<T> slope() const { return slope_; }
   [[nodiscard]] bool has_residual() const { return has_residual_; }

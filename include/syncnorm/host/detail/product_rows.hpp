@@ -1,0 +1,217 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <tuple>
+
+#include <syncnorm/core/element.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/product_terms.hpp>
+#include <syncnorm/host/detail/read_ahead.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+namespace syncnorm::host::detail {
+
+/// What is contiguous in all of `in`.
+template <class T, std::size_t Inputs>
+[[nodiscard]] layout common_layout(std::array<tensor_view<T const>, Inputs> const& in) {
+  return std::apply([](auto const&... x) { return common_layout(x...); }, in);
+}
+
+/// Σ a and Σ a·b of the elements of one piece of a channel, of elements of type `E`; `Terms` as in product_terms.hpp.
+template <class E, class Terms, class A = accumulate_t<E>>
+struct product_piece {
+  static constexpr std::size_t inputs = Terms::inputs, coefficients = Terms::coefficients;
+  static constexpr int lanes = native_lanes<A>;
+  template <class V>
+  struct sums {
+    V a{}, product{};
+
+    [[gnu::always_inline]] void add(std::array<V, 2> const& more) {
+      a += more[0];
+      product = multiply_add<V>(more[0], more[1], product);
+    }
+  };
+
+  std::array<E const*, inputs> from;
+  std::uint8_t const* mask; ///< null: all count
+  std::int64_t length;
+  std::array<std::int64_t, inputs>
+      ahead; ///< elements to those that are fetched meanwhile, for a level of cache; 0: for none
+  int fetch;
+
+  [[nodiscard]] sums<A> sum(Terms const& terms, std::array<A, coefficients> const& k) const {
+    if (length < lanes) return sum_elements(terms, k);
+    return mask == nullptr ? sum_vectors<false>(terms, k) : sum_vectors<true>(terms, k);
+  }
+
+private:
+  using vector = vector_t<A, lanes>;
+  using pair = std::array<vector, 2>;
+  using vectors = std::array<vector, coefficients>;
+
+  [[nodiscard]] sums<A> sum_elements(Terms const& terms, std::array<A, coefficients> const& k) const {
+    sums<A> all;
+    for (std::int64_t s = 0; s < length; ++s) {
+      if (mask != nullptr && mask[s] == 0) continue;
+      std::array<A, inputs> in;
+      for (std::size_t j = 0; j < inputs; ++j) in[j] = load<1>(from[j] + s);
+      all.add(terms.apply(in, k));
+    }
+    return all;
+  }
+
+  /// What the lanes of a vector add.
+  template <class Lanes>
+  [[nodiscard, gnu::always_inline]] static pair counted(pair const& of, Lanes const& lanes_that_count) {
+    vector const zero{};
+    return {where(lanes_that_count, of[0], zero), where(lanes_that_count, of[1], zero)};
+  }
+
+  template <bool Masked>
+  [[nodiscard, gnu::always_inline]] pair one(Terms const& terms, vectors const& k, std::int64_t i) const {
+    std::array<vector, inputs> in;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < inputs; ++j) in[j] = load<lanes>(from[j] + i);
+    pair const made = terms.apply(in, k);
+    if constexpr (Masked)
+      return counted(made, counted_lanes<A, lanes>(mask + i));
+    else
+      return made;
+  }
+
+  /// Of two vectors, in whatever order is the quickest.
+  template <bool Masked>
+  [[gnu::always_inline]] void add_two(sums<vector>& to0, sums<vector>& to1, Terms const& terms, vectors const& k,
+                                      std::int64_t i) const {
+    std::array<vector, inputs> in0, in1;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < inputs; ++j) {
+      auto const both = load_pair<lanes>(from[j] + i);
+      in0[j] = both[0];
+      in1[j] = both[1];
+    }
+    pair made0 = terms.apply(in0, k), made1 = terms.apply(in1, k);
+    if constexpr (Masked) {
+      auto const of = counted_pair<E, lanes>(mask + i);
+      made0 = counted(made0, of[0]);
+      made1 = counted(made1, of[1]);
+    }
+    to0.add(made0);
+    to1.add(made1);
+  }
+
+  [[gnu::always_inline]] void ask(std::int64_t i) const {
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < inputs; ++j) prefetch_for<4 * lanes>(fetch, from[j], i + ahead[j]);
+  }
+
+  template <bool Masked>
+  [[nodiscard]] sums<A> sum_vectors(Terms const& given, std::array<A, coefficients> const& of_channel) const {
+    // Copies, which stay in registers.
+    Terms const terms = given;
+    product_piece const piece = *this;
+    vectors k;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < coefficients; ++j) k[j] = splat<A, lanes>(of_channel[j]);
+    sums<vector> s0, s1, s2, s3;
+    std::int64_t const n = length;
+    std::int64_t i = 0;
+    for (; i + 4 * lanes <= n; i += 4 * lanes) {
+      piece.ask(i);
+      piece.template add_two<Masked>(s0, s1, terms, k, i);
+      piece.template add_two<Masked>(s2, s3, terms, k, i + 2 * lanes);
+    }
+    if (i < n) piece.ask(i);
+    for (; i + lanes <= n; i += lanes) s0.add(piece.template one<Masked>(terms, k, i));
+    if (i < n) {
+      auto const last = piece.template one<Masked>(terms, k, n - lanes);
+      auto const rest = static_cast<int>(n - i);
+      s1.add({keep_last<A, lanes>(last[0], rest), keep_last<A, lanes>(last[1], rest)});
+    }
+    return {sum_lanes<A, lanes>((s0.a + s1.a) + (s2.a + s3.a)),
+            sum_lanes<A, lanes>((s0.product + s1.product) + (s2.product + s3.product))};
+  }
+};
+
+/// Σ a and Σ a·b of a few channels, row piece by row piece; the sums of a group of pieces at a time.
+template <class T, class Terms>
+class product_rows {
+  using A = accumulate_t<T>;
+  static constexpr std::size_t inputs = Terms::inputs;
+
+public:
+  using views = std::array<tensor_view<T const>, inputs>;
+  static constexpr std::int64_t channels_at_once = 64;
+
+  /// `in`: up to channels_at_once channels, of which `terms` are; `of`: what is contiguous in them; `mask`: null: all count.
+  product_rows(Terms const& terms, views const& in, prepared_mask const* mask, layout of)
+      : terms_{terms}, in_{in}, mask_{mask}, contiguous_{of == layout::rows} {
+    for (std::int64_t c = 0; c < in[0].channels; ++c) coefficients_[static_cast<std::size_t>(c)] = terms(c);
+  }
+
+  /// Adds a piece of channel `c`, and fetches what is read later; `begun`: not the first of its group.
+  void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
+    auto const i = static_cast<std::size_t>(c);
+    if (!begun) first_[i] = second_[i] = 0;
+    if (mask_ != nullptr && mask_->at(now).counted == 0) return;
+    auto const all = contiguous_ ? sum_rows(c, now, later) : sum_copies(c, now);
+    first_[i] += static_cast<double>(all.a);
+    second_[i] += static_cast<double>(all.product);
+  }
+
+  /// The sums of all channels over the group that was added.
+  void finish(std::int64_t, double* first, double* second) const {
+    for (std::int64_t c = 0; c < in_[0].channels; ++c) {
+      auto const i = static_cast<std::size_t>(c);
+      first[c] = first_[i];
+      second[c] = multiply_add(-terms_.excess(c), first_[i], second_[i]);
+    }
+  }
+
+  static void merge(std::int64_t, std::int64_t, double* a, double* b, double const* a_more, double const* b_more,
+                    std::int64_t length) {
+    for (std::int64_t c = 0; c < length; ++c) a[c] += a_more[c];
+    for (std::int64_t c = 0; c < length; ++c) b[c] += b_more[c];
+  }
+
+private:
+  using sums = typename product_piece<T, Terms>::template sums<A>;
+
+  [[nodiscard]] std::uint8_t const* mask_of(groups::piece const& now) const {
+    return mask_ == nullptr ? nullptr : mask_->row(now.sample) + now.begin;
+  }
+
+  [[nodiscard]] sums sum_rows(std::int64_t c, groups::piece const& now, read_ahead const& later) const {
+    product_piece<T, Terms> piece{{}, mask_of(now), now.length, {}, later.level};
+    for (std::size_t j = 0; j < inputs; ++j) {
+      piece.from[j] = &in_[j](now.sample, c, now.begin);
+      piece.ahead[j] = lookahead(in_[j], c, now, later);
+    }
+    return piece.sum(terms_, coefficients_[static_cast<std::size_t>(c)]);
+  }
+
+  [[nodiscard, gnu::noinline]] sums sum_copies(std::int64_t c, groups::piece const& now) const {
+    std::array<std::array<A, static_cast<std::size_t>(row_cut::longest<T>)>, inputs> copies;
+    product_piece<A, Terms> piece{{}, mask_of(now), now.length, {}, 0};
+    for (std::size_t j = 0; j < inputs; ++j) {
+      for (std::int64_t s = 0; s < now.length; ++s)
+        copies[j][static_cast<std::size_t>(s)] = load<1>(&in_[j](now.sample, c, now.begin + s));
+      piece.from[j] = copies[j].data();
+    }
+    auto const all = piece.sum(terms_, coefficients_[static_cast<std::size_t>(c)]);
+    return {all.a, all.product};
+  }
+
+  Terms terms_;
+  views in_;
+  prepared_mask const* mask_;
+  bool contiguous_;
+  std::array<std::array<A, Terms::coefficients>, channels_at_once> coefficients_;
+  std::array<double, channels_at_once> first_, second_;
+};
+
+} // namespace syncnorm::host::detail

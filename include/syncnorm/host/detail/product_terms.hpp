@@ -1,0 +1,109 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/host/channel_values.hpp>
+#include <syncnorm/host/detail/epilogue_ops.hpp>
+#include <syncnorm/host/detail/simd.hpp>
+
+// What Σ a and Σ a·b over the elements of a channel are of. A type of terms has
+//
+//     static constexpr std::size_t inputs, coefficients;
+//     std::array<A, coefficients> operator()(channel)
+//     std::array<V, 2> apply(std::array<V, inputs>, std::array<V, coefficients>)        a and b
+//     double excess(channel)        by which b is too large: the elements' arithmetic takes the mean rounded to their type
+namespace syncnorm::host::detail {
+
+/// What the mean of a channel loses where it is rounded to `A`.
+template <class A>
+[[nodiscard]] inline double lost_by_rounding(std::span<double const> mean, std::int64_t channel) {
+  double const exact = mean[static_cast<std::size_t>(channel)];
+  return exact - static_cast<double>(static_cast<A>(exact));
+}
+
+/// dy and x − mean.
+template <class A>
+struct gradient_terms {
+  static constexpr std::size_t inputs = 2, coefficients = 1;
+  std::span<double const> mean;
+
+  std::array<A, coefficients> operator()(std::int64_t c) const {
+    return {static_cast<A>(mean[static_cast<std::size_t>(c)])};
+  }
+  template <class V>
+  [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
+                                                           std::array<V, coefficients> const& k) const {
+    return {in[0], in[1] - k[0]};
+  }
+  [[nodiscard]] double excess(std::int64_t c) const { return lost_by_rounding<A>(mean, c); }
+};
+
+/// What an epilogue activates, v = gamma·(x − mean)·inv_std + beta + residual.
+struct activated_channels {
+  std::span<double const> mean, inv_std;
+  affine_values affine;
+
+  template <class A>
+  [[nodiscard]] normalize_coefficients<A> coefficients(std::int64_t channel) const {
+    auto const c = static_cast<std::size_t>(channel);
+    return make_normalize_coefficients<A>(mean[c], inv_std[c], affine.gamma[c], affine.beta[c]);
+  }
+};
+
+/// dy·f′(v) and x − mean, of dy, x and the residual.
+template <class A, bool Residual>
+struct activated_gradient_terms {
+  static constexpr std::size_t inputs = Residual ? 3 : 2, coefficients = 3;
+  activated_channels of;
+  A slope;
+
+  std::array<A, coefficients> operator()(std::int64_t c) const {
+    auto const k = of.coefficients<A>(c);
+    return {k.center, k.scale, k.shift};
+  }
+  template <class V>
+  [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
+                                                           std::array<V, coefficients> const& k) const {
+    V const d = in[1] - k[0];
+    V v = multiply_add(d, k[1], k[2]);
+    if constexpr (Residual) v += in[2];
+    return {activation_gradient(v, in[0], slope), d};
+  }
+  [[nodiscard]] double excess(std::int64_t c) const { return lost_by_rounding<A>(of.mean, c); }
+};
+
+/// u and dy·f′(v), of dy, x, u and the residual.
+template <class A, bool Residual>
+struct second_order_terms {
+  static constexpr std::size_t inputs = Residual ? 4 : 3, coefficients = 3;
+  activated_channels of;
+  A slope;
+
+  std::array<A, coefficients> operator()(std::int64_t c) const {
+    auto const k = of.coefficients<A>(c);
+    return {k.center, k.scale, k.shift};
+  }
+  template <class V>
+  [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
+                                                           std::array<V, coefficients> const& k) const {
+    V v = multiply_add<V>(in[1] - k[0], k[1], k[2]);
+    if constexpr (Residual) v += in[3];
+    return {in[2], activation_gradient(v, in[0], slope)};
+  }
+  [[nodiscard]] static double excess(std::int64_t) { return 0; }
+};
+
+/// Those of lanes from `first` on, of which each channel has `fold`.
+template <class Terms>
+struct terms_of_lanes : Terms {
+  std::int64_t first = 0, fold = 1;
+
+  auto operator()(std::int64_t lane) const { return Terms::operator()((first + lane) / fold); }
+  [[nodiscard]] double excess(std::int64_t lane) const { return Terms::excess((first + lane) / fold); }
+};
+
+} // namespace syncnorm::host::detail
