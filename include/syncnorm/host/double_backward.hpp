@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <span>
-#include <type_traits>
 
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
@@ -76,22 +74,12 @@ void reduce_block(executor_ref exec, second_order_operands<T> const& of, second_
     return;
   }
   if (by.activates_residual())
-    reduce_products<T>(exec, second_order_terms<A, true>{activated_by(of), by.slope()},
-                       {of.dy, of.x, of.u, by.residual()}, by.written(), sums.u, sums.u_g);
+    reduce_products<T>(exec, second_order_terms<A, true>{{activated_by(of), by.slope()}},
+                       {of.dy, of.x, by.residual(), of.u}, by.written(), sums.u, sums.u_g);
   else
-    reduce_products<T>(exec, second_order_terms<A, false>{activated_by(of), by.slope()}, {of.dy, of.x, of.u},
+    reduce_products<T>(exec, second_order_terms<A, false>{{activated_by(of), by.slope()}}, {of.dy, of.x, of.u},
                        by.written(), sums.u, sums.u_g);
   reduce_products<T>(exec, gradient_terms<A>{of.mean}, {of.u, of.x}, by.counted(), sums.u, sums.u_xmu);
-}
-
-/// Calls f(the tensors `before` and, if it is there, `tensor`, whether it is).
-template <class T, std::size_t N, class F>
-void with_tensor(std::array<tensor_view<T const>, N> const& before, tensor_view<T const> const& tensor, F const& f) {
-  if (tensor.data == nullptr) return f(before, std::false_type{});
-  std::array<tensor_view<T const>, N + 1> all;
-  std::ranges::copy(before, all.begin());
-  all[N] = tensor;
-  f(all, std::true_type{});
 }
 
 template <class T>
@@ -100,19 +88,19 @@ void map_block(executor_ref exec, second_order_operands<T> const& of, std::span<
   using A = accumulate_t<T>;
   auto const& by = of.epilogue;
   if (of.to_dy.data == nullptr && of.to_x.data == nullptr) return;
-  second_order_op_terms<A> const terms{activated_by(of), for_dy, for_x};
+  bool const has_u = of.u.data != nullptr, has_v = of.v.data != nullptr;
+  second_order_op_terms<A> const terms{activated_by(of), for_dy, for_x, has_u, has_v};
+  A const uncounted = by.written() == nullptr ? A{1} : A{0};
+  // dy, which is read in any case, stands in for what there is not.
+  auto const &u = has_u ? of.u : of.dy, &v = has_v ? of.v : of.dy;
   auto const or_nowhere = [&](tensor_view<T> const& out) { return out.data == nullptr ? nowhere<T>(of.x) : out; };
-  std::array const in{of.dy, of.x}, out{or_nowhere(of.to_dy), or_nowhere(of.to_x)};
-  with_tensor(in, of.u, [&]<class U>(auto const& with_u, U) {
-    with_tensor(with_u, of.v, [&]<class V>(auto const& with_v, V) {
-      auto const residual = by.activates_residual() ? by.residual() : tensor_view<T const>{};
-      with_tensor(with_v, residual, [&]<class Residual>(auto const& all, Residual) {
-        second_order_op<A, U::value, V::value, Residual::value> const op{by.slope(),
-                                                                         by.written() == nullptr ? A{1} : A{0}};
-        map_elements<T>(exec, op, terms, all, out, by.counted(), how);
-      });
-    });
-  });
+  std::array const out{or_nowhere(of.to_dy), or_nowhere(of.to_x)};
+  if (by.activates_residual())
+    map_elements<T>(exec, second_order_op<A, true>{by.slope(), uncounted}, terms, {of.dy, of.x, u, v, by.residual()},
+                    out, by.counted(), how);
+  else
+    map_elements<T>(exec, second_order_op<A, false>{by.slope(), uncounted}, terms, {of.dy, of.x, u, v}, out,
+                    by.counted(), how);
 }
 
 /// Calls f(executor, operands, first, length) for blocks of channels of which everything fits the cache, or for all.

@@ -76,23 +76,19 @@ struct activated_gradient_terms {
   [[nodiscard]] double excess(std::int64_t c) const { return lost_by_rounding<A>(of.mean, c); }
 };
 
-/// u and dy·f′(v), of dy, x, u and the residual.
+/// u and dy·f′(v), of dy, x, the residual and u.
 template <class A, bool Residual>
-struct second_order_terms {
-  static constexpr std::size_t inputs = Residual ? 4 : 3, coefficients = 3;
-  activated_channels of;
-  A slope;
+struct second_order_terms : activated_gradient_terms<A, Residual> {
+  using base = activated_gradient_terms<A, Residual>;
+  static constexpr std::size_t inputs = base::inputs + 1;
 
-  std::array<A, coefficients> operator()(std::int64_t c) const {
-    auto const k = of.coefficients<A>(c);
-    return {k.center, k.scale, k.shift};
-  }
   template <class V>
   [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
-                                                           std::array<V, coefficients> const& k) const {
-    V v = multiply_add<V>(in[1] - k[0], k[1], k[2]);
-    if constexpr (Residual) v += in[3];
-    return {in[2], activation_gradient(v, in[0], slope)};
+                                                           std::array<V, base::coefficients> const& k) const {
+    std::array<V, base::inputs> of_gradient;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < base::inputs; ++j) of_gradient[j] = in[j];
+    return {in[base::inputs], base::apply(of_gradient, k)[0]};
   }
   [[nodiscard]] static double excess(std::int64_t) { return 0; }
 };
