@@ -10,6 +10,7 @@
 
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/torch/convert.hpp>
 
 using namespace test;
 using syncnorm::invalid_argument_error;
@@ -25,7 +26,7 @@ torch::nn::BatchNorm2d local_twin(SyncBatchNorm const& norm) {
   twin->to(torch::kDouble);
   torch::NoGradGuard const no_recording;
   auto const copy = [](Tensor& to, Tensor const& from) {
-    if (from.defined()) to.copy_(from);
+    if (to.defined() && from.defined()) to.copy_(from);
   };
   copy(twin->weight, norm->weight);
   copy(twin->bias, norm->bias);
@@ -80,6 +81,35 @@ TEST_CASE("options, modes and their gradients are those of torch::nn::BatchNorm2
             CHECK(torch::equal(norm->num_batches_tracked, twin->num_batches_tracked));
           });
         }
+}
+
+TEST_CASE("running statistics are left alone where their tracking is turned off later") {
+  torch::manual_seed(22);
+  auto const x = random({5, 3, 2, 2});
+  for (bool const training : {true, false})
+    for (auto const momentum : {c10::optional<double>{0.2}, c10::optional<double>{}})
+      run_ranks(2, [&](thread_communicator const& comm) {
+        auto norm = make_norm(BatchNormOptions{3}.momentum(momentum), comm);
+        norm->options.track_running_stats(false);
+        norm->train(training);
+        auto twin = local_twin(norm); // which lacks them
+        auto const before = state_of(*norm);
+        auto const own = rows_of(x, comm.rank()), all = training ? x : own;
+        auto const y = norm->forward(own), expected = twin->forward(all);
+        CHECK(error_of(y, training ? rows_of(expected, comm.rank()) : expected, 1) <= 1e-12);
+        CHECK(same_state(before, state_of(*norm)));
+        norm->options.track_running_stats(true);
+        norm->train();
+        norm->forward(own);
+        CHECK(norm->num_batches_tracked.item<std::int64_t>() == 1);
+      });
+  // A BatchNorm2d of which the same is done goes by the batch, too.
+  torch::nn::BatchNorm2d whole{3};
+  whole->to(torch::kDouble);
+  whole->options.track_running_stats(false);
+  whole->eval();
+  auto const converted = syncnorm::torch::convert_sync_batchnorm(whole.ptr(), syncnorm::self_communicator{});
+  CHECK(error_of(converted->as<SyncBatchNorm>()->forward(x), whole->forward(x)) <= 1e-12);
 }
 
 TEST_CASE("a module of its own rank alone is local") {

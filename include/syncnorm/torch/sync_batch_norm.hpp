@@ -174,7 +174,8 @@ public:
 
   [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
 
-  /// It is the `num_features` with which the module was made that counts.
+  /// It is the `num_features` and `affine` with which the module was made that count. Where `track_running_stats` is turned off
+  /// later, running statistics are neither read nor changed, on every rank.
   ::torch::nn::BatchNormOptions options;
   /// Undefined without `affine`, or where the module has no such part.
   ::torch::Tensor weight, bias;
@@ -210,13 +211,16 @@ private:
 
   [[nodiscard]] detail::forward_inputs inputs_of(std::vector<::torch::Tensor> batches,
                                                  std::vector<norm_epilogue> epilogues) const {
-    detail::forward_inputs in{std::move(batches), std::move(epilogues), weight, bias, running_mean,
-                              running_var,        num_batches_tracked};
+    auto const tracked = [tracks = options.track_running_stats()](::torch::Tensor const& tensor) {
+      return tracks ? tensor : ::torch::Tensor{};
+    };
+    detail::forward_inputs in{std::move(batches),   std::move(epilogues),        weight, bias, tracked(running_mean),
+                              tracked(running_var), tracked(num_batches_tracked)};
     in.options = make_options();
     in.channels = channels();
-    in.scope = is_training() && !frozen_ ? statistics_scope::all_ranks
-               : running_mean.defined()  ? statistics_scope::constant
-                                         : statistics_scope::this_rank;
+    in.scope = is_training() && !frozen_   ? statistics_scope::all_ranks
+               : in.running_mean.defined() ? statistics_scope::constant
+                                           : statistics_scope::this_rank;
     in.in_place = in_place_;
     in.state = state_;
     return in;
