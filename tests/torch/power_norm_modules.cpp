@@ -438,6 +438,53 @@ TEST_CASE("a module of another type on one rank is an error on every rank, and c
     });
 }
 
+TEST_CASE("a number of steps that is none on one rank is an error on every rank, and changes nothing") {
+  auto const x = random({3, 2, 4});
+  for (std::int64_t const warmup : {1, 100})
+    run_ranks(2, [&](thread_communicator const& comm) {
+      auto norm = prepared(SyncPowerNorm{PowerNormOptions{4}.warmup_iters(warmup), comm});
+      auto iters = norm->named_buffers()["iters"];
+      auto const set = [&](Tensor const& value) {
+        if (comm.rank() == 1) iters.set_data(value);
+      };
+      for (int step = 0; step < 2; ++step) train_step(norm, x);
+      norm->synchronize();
+      auto const before = state_of(*norm);
+      auto const steps = iters.clone();
+      for (auto const& bad : {torch::full({1}, 2.0), torch::empty({0}, torch::kLong)}) {
+        set(bad);
+        auto text = message_of<invalid_argument_error>([&] {
+          train_step(norm, x);
+          norm->synchronize();
+        });
+        CHECK_MESSAGE((contains(text, "rank 1: iters has ") && contains(text, "expected 1 of Long")), text);
+        norm->eval(); // does without
+        norm->forward(x);
+        norm->train();
+        set(steps.clone());
+        norm->synchronize();
+        CHECK(same_state(before, state_of(*norm)));
+        // Between a pass and its backward pass.
+        auto const y = norm->forward(x);
+        norm->synchronize();
+        auto const taken = iters.clone(), ema_gz = norm->ema_gz().clone();
+        set(bad);
+        text = message_of<invalid_argument_error>([&] {
+          y.sum().backward();
+          norm->synchronize();
+        });
+        CHECK_MESSAGE(contains(text, "rank 1: iters is null"), text);
+        set(taken);
+        CHECK(torch::equal(norm->ema_gz(), ema_gz));
+        norm->named_buffers()["running_phi"].copy_(before[2]);
+        iters.copy_(steps);
+        norm->zero_grad();
+      }
+      train_step(norm, x);
+      CHECK(norm->iters() == 3);
+    });
+}
+
 TEST_CASE("a second moment that is no number is an error, and changes nothing") {
   for (std::int64_t const warmup : {1, 100})
     run_ranks(2, [&](thread_communicator const& comm) {

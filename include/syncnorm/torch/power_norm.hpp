@@ -87,9 +87,12 @@ public:
   ::torch::Tensor forward(::torch::Tensor const& input, ::torch::Tensor const& pad_mask = {}) {
     auto fault = detail::fault_or_thrown([&] {
       auto text = detail::find_input_fault(input);
-      return !text.empty() ? text
-                           : detail::find_power_norm_fault(input, this->is_training() ? pad_mask : ::torch::Tensor{},
-                                                           {weight, bias}, {shared_->running_phi, shared_->ema_gz});
+      if (!text.empty()) return text;
+      auto const in_training = [&](::torch::Tensor const& tensor) {
+        return this->is_training() ? tensor : ::torch::Tensor{};
+      };
+      return detail::find_power_norm_fault(input, in_training(pad_mask), {weight, bias},
+                                           {shared_->running_phi, shared_->ema_gz}, in_training(shared_->iters));
     });
     if (fault.empty()) fault = find_recording_fault(input, at::GradMode::is_enabled());
     // With a fault it is the state's type that counts: the exchanges that went before were of it.

@@ -51,10 +51,12 @@ inline void check_dense(syncnorm::detail::call_check& check, at::Tensor const& t
   return check.fault();
 }
 
-/// What the tensors of a power norm can have wrong besides; `input` has nothing.
+/// What the tensors of a power norm can have wrong besides; `input` has nothing. Mask and `iters` are undefined in evaluation, which
+/// does without.
 [[nodiscard]] inline std::string find_power_norm_fault(at::Tensor const& input, at::Tensor const& pad_mask,
                                                        std::array<at::Tensor, 2> const& parameters,
-                                                       std::array<at::Tensor, 2> const& state) {
+                                                       std::array<at::Tensor, 2> const& state,
+                                                       at::Tensor const& iters) {
   syncnorm::detail::call_check check;
   auto const type = input.scalar_type();
   auto const of_channels = [&](at::Tensor const& tensor, char const* name) {
@@ -69,6 +71,12 @@ inline void check_dense(syncnorm::detail::call_check& check, at::Tensor const& t
   of_channels(state[1], "ema_gz");
   for (auto const& tensor : state)
     check.require(tensor.is_contiguous(), [] { return "running_phi or ema_gz is not contiguous"; });
+  if (iters.defined()) {
+    check_dense(check, iters, "iters");
+    check.require(iters.scalar_type() == at::kLong && iters.numel() == 1, [&] {
+      return check.text("iters has ", iters.numel(), " values of ", iters.scalar_type(), ", expected 1 of Long");
+    });
+  }
   if (!pad_mask.defined()) return check.fault();
   check_dense(check, pad_mask, "the padding mask");
   check.require(pad_mask.scalar_type() == at::kBool,

@@ -43,7 +43,8 @@ public:
     auto const values = [](at::Tensor const& tensor) {
       return tensor.scalar_type() == c10::CppTypeToScalarType<T>::value ? values_of<T>(tensor) : std::span<T>{};
     };
-    return {values(running_phi), values(ema_gz), iters.data_ptr<std::int64_t>()};
+    auto* const steps = iters.scalar_type() == at::kLong ? iters.data_ptr<std::int64_t>() : nullptr;
+    return {values(running_phi), values(ema_gz), steps};
   }
 
   template <class T>
