@@ -76,7 +76,9 @@ template <class Impl>
 ///
 /// The new modules have the very tensors of the old ones, so that optimizers made before go on. What holds a module by
 /// its type, in C++, cannot hold another: only the elements of Sequential, ModuleList and ModuleDict are replaced.
-/// Throws invalid_argument_error, with the paths of all others, and has changed nothing then.
+/// Throws invalid_argument_error, with the paths of all others, and has changed nothing then. What holds an element
+/// without having registered it, a variable or a member, goes on with the old module, which stays local; and who takes an
+/// element by its type, as `list[0]->as<torch::nn::BatchNorm2d>()`, gets null, since it is a SyncBatchNorm.
 inline std::shared_ptr<::torch::nn::Module> convert_sync_batchnorm(std::shared_ptr<::torch::nn::Module> const& module,
                                                                    any_communicator const& comm) {
   if (module == nullptr) throw invalid_argument_error{"convert_sync_batchnorm: the module is null"};
