@@ -77,7 +77,8 @@ struct GroupScaling1DOptions {
 };
 
 /// Scales each group of channels to a mean square of about 1, at each position for itself; see `host::group_scaling`.
-/// `[T, B, C]`, `[N, C]`, or with more than three dimensions `[N, C, ...]`. Local; has neither parameters nor state.
+/// `[T, B, C]`, `[N, C]`, or with more than three dimensions `[N, C, ...]`, of float or double. Local; has neither parameters nor
+/// state.
 class GroupScaling1DImpl : public ::torch::nn::Cloneable<GroupScaling1DImpl> {
 public:
   explicit GroupScaling1DImpl(GroupScaling1DOptions const& options_) : options{options_} {}

@@ -82,8 +82,9 @@ public:
     bias.zero_();
   }
 
-  /// y = weight·z + bias. `[T, B, C]` with a padding mask `[B, T]`; `[N, C]` with `[N]` or `[N, 1]`; and with more than three
-  /// dimensions `[N, C, ...]` with `[N, ...]`: true marks padding. Evaluation does not regard the mask.
+  /// y = weight·z + bias, of float or double, as the module. `[T, B, C]` with a padding mask `[B, T]`; `[N, C]` with `[N]` or
+  /// `[N, 1]`; and with more than three dimensions `[N, C, ...]` with `[N, ...]`: true marks padding. Evaluation does not regard
+  /// the mask.
   ::torch::Tensor forward(::torch::Tensor const& input, ::torch::Tensor const& pad_mask = {}) {
     auto fault = detail::fault_or_thrown([&] {
       auto text = detail::find_input_fault(input);
