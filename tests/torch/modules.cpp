@@ -487,6 +487,11 @@ TEST_CASE("bad options and one value in all are errors on every rank") {
       CHECK_MESSAGE(contains(text, "more than 1 value per channel"), text);
       CHECK(same_state(before, state_of(*norm)));
     });
+  // In evaluation without running statistics it is this rank's values that are too few, whatever others have.
+  auto lacking = make_norm(BatchNormOptions{3}.track_running_stats(false));
+  lacking->eval();
+  auto const few = message_of<invalid_argument_error>([&] { lacking->forward(random({1, 3})); });
+  CHECK_MESSAGE(contains(few, "statistics of one rank need more than 1 value per channel"), few);
   run_ranks(2, [&](thread_communicator const& comm) {
     auto norm = make_norm(BatchNormOptions{3}, comm), same = make_norm(BatchNormOptions{3}, comm);
     norm->options.num_features(5); // which makes it no other module

@@ -9,7 +9,6 @@
 
 #include <torch/types.h>
 
-#include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
 #include <syncnorm/ops/batch_norm_in_place.hpp>
@@ -90,10 +89,8 @@ private:
                                          in_.options.eps, saved, in_.options.variance, epilogues_);
       return;
     }
-    batch_norm_workspace workspace{in_.channels};
-    batch_norm_forward_batches<T, P>(exec, self_communicator{}, x_views_, y_views_, affine_, {}, in_.options, saved,
-                                     workspace, {}, epilogues_);
-    saved.scope = statistics_scope::this_rank;
+    auto const alone = plan(); // which says that the batch is this rank's
+    run_alone({&alone, 1});
   }
 
   at::Tensor tracked_;
