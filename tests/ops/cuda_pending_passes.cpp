@@ -93,6 +93,27 @@ TEST_CASE("a pass in two phases waits for nothing, and the exchange for what was
   test::check_no_violations();
 }
 
+TEST_CASE("a graph that is replayed while a pass is pending leaves what that has exchanged") {
+  for (auto const policy : policies)
+    test::over_nccl(2, [&](auto const& comm) {
+      using C = test::nccl_communicator;
+      pending_data<C> a{comm, 3, policy}, expected{comm, 3, policy}, others{comm, 3, policy};
+      others.x.put(others.dy.get(), 0);
+      test::stream const on;
+      auto const step = [&] { a.layer.begin_forward(others.x.view, others.y.view, {}, on).finish(on); };
+      step();
+      test::graph const captured{on, step};
+      auto pending = a.begin_forward(on);
+      captured.launch();
+      pending.finish(on);
+      a.layer.synchronize(on);
+      expected.step(on);
+      expected.layer.synchronize(on);
+      CHECK(a.y.get() == expected.y.get());
+    });
+  test::check_no_violations();
+}
+
 TEST_CASE("a group of layers on a device is one collective, and gives the bits of each alone") {
   test::unload_kernels();
   cuda::kernels_of<float, test::simt_kernels>::load_kernels();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -147,9 +148,10 @@ struct packet_buffers {
   pass_packets packets;
   side_stream side;
   bool in_use = false;
+  bool captured = false; ///< graphs have them, and may be replayed while other passes are pending
 };
 
-/// Buffers of the passes in two phases of some layers: as many as were ever pending at a time.
+/// Buffers of the passes in two phases of some layers: as many as were ever pending at a time, in graphs and outside of them.
 class packet_pool {
 public:
   packet_pool(std::vector<std::int64_t> channels, int ranks) : channels_{std::move(channels)}, ranks_{ranks} {}
@@ -158,12 +160,21 @@ public:
 
   /// Some that are not in use, for packets that are gathered or reduced.
   [[nodiscard]] packet_buffers& take(bool gathers, cudaStream_t stream) {
-    for (auto& each : buffers_)
-      if (!each.in_use && each.packets.gathers() == gathers) return each;
-    if (is_capturing(stream))
+    bool const captures = is_capturing(stream);
+    auto const find = [&](bool captured) {
+      auto const found = std::ranges::find_if(buffers_, [&](packet_buffers const& each) {
+        return !each.in_use && each.captured == captured && each.packets.gathers() == gathers;
+      });
+      return found == buffers_.end() ? nullptr : &*found;
+    };
+    auto* found = find(captures);
+    if (found == nullptr && captures) found = find(false);
+    if (found == nullptr && captures)
       throw invalid_argument_error{"begin: the stream is being captured in a graph before there is memory for as many "
                                    "pending passes: run such a step outside of a graph first"};
-    return buffers_.emplace_back(channels_, ranks_, gathers);
+    if (found == nullptr) found = &buffers_.emplace_back(channels_, ranks_, gathers);
+    found->captured = captures;
+    return *found;
   }
 
 private:
