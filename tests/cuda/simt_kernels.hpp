@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -30,7 +31,7 @@ struct simt_kernels {
 
   template <class Entry>
   static cudaError_t load() {
-    loaded_after_<Entry> = unloaded_.load();
+    loaded_after<Entry>() = unloaded_.load();
     return fake_cuda::enter("cudaFuncGetAttributes");
   }
 
@@ -38,7 +39,7 @@ struct simt_kernels {
   static cudaError_t launch(syncnorm::cuda::detail::launch_shape const& shape, typename Entry::arguments const& a,
                             cudaStream_t stream) {
     if (auto const code = fake_cuda::enter("kernel"); code != cudaSuccess) return code;
-    if (loaded_after_<Entry>.exchange(unloaded_) != unloaded_) (void)fake_cuda::enter("first launch");
+    if (loaded_after<Entry>().exchange(unloaded_) != unloaded_) (void)fake_cuda::enter("first launch");
     if (shape.blocks == 0 || shape.dynamic_shared > shape.most_dynamic_shared) return cudaErrorInvalidConfiguration;
     int current = 0;
     cudaGetDevice(&current);
@@ -62,9 +63,15 @@ struct simt_kernels {
   }
 
 private:
-  inline static std::atomic<int> unloaded_ = 0;
+  inline static std::atomic<int> unloaded_ = 1;
+  /// On the current device.
   template <class Entry>
-  inline static std::atomic<int> loaded_after_ = -1;
+  static std::atomic<int>& loaded_after() {
+    static std::array<std::atomic<int>, 16> on{};
+    int current = 0;
+    cudaGetDevice(&current);
+    return on.at(static_cast<std::size_t>(current));
+  }
 };
 
 } // namespace test

@@ -320,6 +320,33 @@ TEST_CASE("another device than that of the layer, and a device that fails") {
   layer.synchronize(on);
 }
 
+TEST_CASE("what is prepared and reserved is for the device of the layer, whichever is current") {
+  test::unload_kernels();
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3};
+    step_memory step;
+    test::stream const on;
+    cudaSetDevice(1);
+    layer.prepare(on);
+    layer.reserve_double_backward();
+    layer.reserve_in_place(step.x.view, {0}, 0, on);
+    layer.reserve_in_place({&step.x.view, 1}, {}, 3, on);
+    int current = -1;
+    CHECK(cudaGetDevice(&current) == cudaSuccess);
+    CHECK(current == 1);
+    cudaSetDevice(0);
+    for (void const* const memory : {layer.kept().memory().elements, static_cast<void*>(layer.kept().memory().state)}) {
+      cudaPointerAttributes found{};
+      CHECK(cudaPointerGetAttributes(&found, memory) == cudaSuccess);
+      CHECK(found.device == 0);
+    }
+    step.forward(layer, on), step.backward(layer, on);
+    layer.double_backward({}, step.x.view, step.dy.view, step.dx.view, {}, {}, step.epilogue, on);
+    layer.synchronize(on);
+  });
+  test::check_no_first_launches();
+}
+
 TEST_CASE("a pass leaves the capture of another stream by the same thread as it is") {
   layer_over<syncnorm::self_communicator> layer{{}, 3};
   step_memory step;

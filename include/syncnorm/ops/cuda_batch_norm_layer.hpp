@@ -58,6 +58,7 @@ public:
   /// of which NCCL connects ranks. Collective, waits for the stream; not for a stream that is being captured. Of double backward
   /// passes, and of those in two phases and in groups, run one each before they are captured.
   void prepare(cudaStream_t stream) {
+    detail::device_scope const there{workspace_.device()}; // kernels are loaded on the current one
     kernels_of<T, Kernels>::load_kernels();
     if (syncnorm::size(comm_) == 1 || workspace_.agreed()) return;
     detail::require_capturable(comm_, "batch_norm preparation", false, stream);
@@ -68,7 +69,6 @@ public:
     workspace_.agree(comm_, own, stream);
     using detail::merge_rule;
     auto const forward = resolved(merge_rule::moments), backward = resolved(merge_rule::sums);
-    detail::device_scope const there{workspace_.device()};
     detail::rehearse_exchange(comm_, workspace_.packets(), merge_rule::moments, forward, stream);
     if (backward == exchange_policy::reduce || backward != forward) // else it is the same allgather
       detail::rehearse_exchange(comm_, workspace_.packets(), merge_rule::sums, backward, stream);
@@ -138,6 +138,7 @@ public:
   /// more. Local; allocates, waits for the stream, and drops what is kept. Passes that a graph has go on with the room that they had,
   /// which the layer keeps.
   void reserve_in_place(tensor_view<T const> x, activation const& of, std::int64_t spare, cudaStream_t stream) {
+    detail::device_scope const there{workspace_.device()};
     kept_of(1)[0].reserve(x.count(), affine(), of, spare, stream);
   }
   /// The same for K micro-batches. Epilogues: none, or one for each.
@@ -145,6 +146,7 @@ public:
                         std::int64_t spare, cudaStream_t stream) {
     if (!epilogues.empty() && epilogues.size() != x.size())
       throw invalid_argument_error{"reserve_in_place: there is another number of epilogues than of micro-batches"};
+    detail::device_scope const there{workspace_.device()};
     auto const kept = kept_of(x.size());
     for (std::size_t k = 0; k < x.size(); ++k)
       kept[k].reserve(x[k].count(), affine(), detail::of_batch(epilogues, k).activation, spare, stream);
@@ -170,7 +172,8 @@ public:
   }
 
   /// `forward` up to the exchange, which goes on beside what the caller enqueues meanwhile; `finish` of what is returned completes
-  /// it. Collective where `forward` is. The first one of as many that are pending at a time allocates.
+  /// it. Collective where `forward` is. The first one of as many that are pending at a time allocates, and again after a capture, since
+  /// a graph keeps what its passes exchange.
   [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y,
                                              batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
     return begin(plan_forward(x, y, epilogue), stream);
@@ -238,6 +241,7 @@ public:
   /// Allocates what double backward passes exchange, seven numbers a channel and rank, and loads their kernels. Local; before a
   /// first double backward pass is captured in a graph.
   void reserve_double_backward() {
+    detail::device_scope const there{workspace_.device()};
     kernels_of<T, Kernels>::load_double_backward_kernels();
     workspace_.reserve_double_backward();
   }
