@@ -295,6 +295,24 @@ TEST_CASE("a split that does not end in time is a timeout, and NCCL may write it
   CHECK(fake_nccl::alive() == 0);
 }
 
+TEST_CASE("to wait for a stream leaves the captures of others as they are, by the same thread and by another") {
+  auto const comm = nccl_communicator::adopt(fake_nccl::make_group(1)[0]);
+  gather_of_two gather{1};
+  gather(comm);
+  test::stream const other;
+  for (bool const same : {true, false}) {
+    cudaGraph_t graph = nullptr;
+    REQUIRE(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    auto const wait = [&] { CHECK_NOTHROW(comm.synchronize(gather.on)); };
+    if (same)
+      wait();
+    else
+      std::jthread{wait}.join();
+    CHECK(cudaStreamEndCapture(other, &graph) == cudaSuccess);
+    cudaGraphDestroy(graph);
+  }
+}
+
 TEST_CASE("what cannot be made a communicator, and calls that fail") {
   using namespace std::chrono_literals;
   CHECK_THROWS_AS(nccl_communicator{nullptr}, syncnorm::invalid_argument_error);

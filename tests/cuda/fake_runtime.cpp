@@ -1,6 +1,7 @@
 #include "cuda/fake_runtime.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -72,7 +73,7 @@ struct CUstream_st {
 
   int device;
   std::unique_ptr<CUgraph_st> captured; // while capturing
-  bool capture_failed = false;
+  std::atomic<bool> capture_failed = false;
   CUstream_st* captured_by = nullptr;      // the stream whose capture this one has joined
   std::map<CUstream_st*, bool> forks = {}; // streams that have joined this one's, and whether it waits for them
 
@@ -125,6 +126,7 @@ runtime& state() {
 thread_local int current_device = 0;
 thread_local CUstream_st* capturing_stream = nullptr;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+std::atomic<CUstream_st*> captured_globally = nullptr;
 thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t remembered(cudaError_t code) {
@@ -166,11 +168,16 @@ void finish_own_streams() {
 
 using fake_cuda::enter;
 
-/// A call that is not allowed on a thread that is capturing, unless in relaxed mode, and spoils the capture.
+/// A call that is not allowed on a thread that is capturing, nor while any thread is capturing in global mode, unless in relaxed mode,
+/// and spoils the capture.
 cudaError_t enter_outside_of_capture(char const* function) {
   if (auto const code = enter(function); code != cudaSuccess) return code;
-  if (capturing_stream == nullptr || capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
-  capturing_stream->capture_failed = true;
+  if (capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
+  auto* const spoiled = capturing_stream != nullptr                   ? capturing_stream
+                        : capture_mode == cudaStreamCaptureModeGlobal ? captured_globally.load()
+                                                                      : nullptr;
+  if (spoiled == nullptr) return cudaSuccess;
+  spoiled->capture_failed = true;
   return remembered(cudaErrorStreamCaptureUnsupported);
 }
 
@@ -373,14 +380,16 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return enter("cudaThreadExchangeStreamCaptureMode");
 }
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   at(stream).captured = std::make_unique<CUgraph_st>();
   at(stream).capture_failed = false;
   capturing_stream = &at(stream);
+  if (mode == cudaStreamCaptureModeGlobal) captured_globally = capturing_stream;
   return enter("cudaStreamBeginCapture");
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   capturing_stream = nullptr;
+  if (captured_globally == &at(stream)) captured_globally = nullptr;
   auto captured = std::move(at(stream).captured);
   *graph = nullptr;
   bool joined = true;

@@ -86,6 +86,12 @@ TEST_CASE("a pass in two phases waits for nothing, and the exchange for what was
     CHECK_FALSE(of_a.ready());
     CHECK(cudaGetLastError() == cudaSuccess); // that the exchange is not done is no error
     auto of_b = b.begin_forward(on);
+    cudaGraph_t graph = nullptr;
+    test::stream const other;
+    REQUIRE(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    CHECK_NOTHROW((void)of_b.ready());
+    CHECK(cudaStreamEndCapture(other, &graph) == cudaSuccess); // of which the question is no part
+    cudaGraphDestroy(graph);
     of_a.finish(on), of_b.finish(on);
     CHECK(of_b.ready());
     a.layer.synchronize(on), b.layer.synchronize(on);

@@ -126,7 +126,7 @@ public:
     using namespace std::chrono_literals;
     auto const deadline = clock::now() + timeout_;
     for (int polls = 0;; ++polls) {
-      auto const code = cudaStreamQuery(stream);
+      auto const code = query(stream);
       if (code == cudaSuccess) return check();
       if (code != cudaErrorNotReady) {
         bool const captures = code == cudaErrorStreamCaptureUnsupported || code == cudaErrorStreamCaptureImplicit;
@@ -160,6 +160,11 @@ public:
   }
 
 private:
+  [[nodiscard]] static cudaError_t query(CUstream_st* stream) {
+    relaxed_capture const as_asking_enqueues_nothing;
+    return cudaStreamQuery(stream);
+  }
+
   void require_usable() {
     if (!failed_) return;
     std::lock_guard const lock{mutex_};

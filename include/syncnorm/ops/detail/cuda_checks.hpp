@@ -16,17 +16,7 @@
 
 namespace syncnorm::cuda::detail {
 
-/// Allows this thread calls that captures in graphs, of whatever streams, may else refuse, and would be ended by.
-class relaxed_capture {
-public:
-  relaxed_capture() noexcept { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-  relaxed_capture(relaxed_capture const&) = delete;
-  relaxed_capture& operator=(relaxed_capture const&) = delete;
-  ~relaxed_capture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-
-private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
+using syncnorm::detail::relaxed_capture;
 
 /// Sets `device` to that of a stream, where that can be told: not of the default one, which is of any, of one that is being captured, or
 /// by an old driver.

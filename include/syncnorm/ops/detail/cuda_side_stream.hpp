@@ -55,7 +55,10 @@ public:
   [[nodiscard]] cudaError_t join(cudaStream_t to) const noexcept { return cudaStreamWaitEvent(to, done_, 0); }
   /// Whether what was run is done.
   [[nodiscard]] bool is_done() const {
-    auto const code = cudaEventQuery(done_);
+    auto const code = [this] {
+      relaxed_capture const as_asking_enqueues_nothing;
+      return cudaEventQuery(done_);
+    }();
     if (code == cudaErrorNotReady)
       syncnorm::detail::forget_last_error();
     else
