@@ -40,7 +40,7 @@ struct operands {
       work_bytes{std::vector<std::byte>(cuda::workspace_bytes(channels, limits))};
   buffer<double> mean{std::vector<double>(channels)}, inv_std{std::vector<double>(channels, 1)};
   buffer<float> running{std::vector<float>(2 * channels, 1)}, gradients_of{std::vector<float>(2 * channels, 1)};
-  buffer<std::int64_t> counts{std::vector<std::int64_t>{samples * spatial, 0, 0}};
+  buffer<std::int64_t> counts{std::vector<std::int64_t>{samples * spatial, 0, 0, 0}};
   buffer<std::int32_t> list{channels};
   buffer<pass_fault> fault{std::vector{pass_fault::none}};
   buffer<syncnorm::detail::packet_header> headers{std::vector<syncnorm::detail::packet_header>(1)};

@@ -36,6 +36,53 @@ TEST_CASE("a pass in place on a device recovers x, or keeps it, enqueued and rep
   test::check_no_violations();
 }
 
+TEST_CASE("x is recovered on a device once after each forward pass, whichever of the passes a graph has") {
+  using layer = layer_over<syncnorm::self_communicator>;
+  using layer_cases::device_tensor;
+  constexpr std::int64_t n = 2, c = 4, s = 9;
+  std::vector<long double> values;
+  for (int i = 0; i < n * c * s; ++i) values.push_back(i * i % 17);
+  auto const tensor = [] { return device_tensor<float>{test::layout::nchw, n, c, s}; };
+  auto x = tensor(), over = tensor(), y = tensor(), dy = tensor(), dx = tensor(), into = tensor();
+  test::stream const on;
+  layer in_place{{}, c}, apart{{}, c};
+  for (auto* const each : {&in_place, &apart}) // one that is recovered, and one that is kept
+    layer_cases::put(each->gamma(), {0.75, 0x1p-10L, -1.5, 0.75});
+  x.put(values, 0), dy.put({values.rbegin(), values.rend()}, 0);
+  apart.forward(x.view, y.view, on);
+  apart.backward(x.view, dy.view, dx.view, on);
+  on.wait();
+
+  auto const forward = [&] { in_place.forward_in_place(over.view, on); };
+  auto const backward = [&] { in_place.backward_in_place(over.view, dy.view, into.view, on); };
+  over.put(values, 0);
+  forward(); // makes room
+  on.wait();
+  test::graph const captured_backward{on, backward}, captured_forward{on, forward};
+  test::graph const captured_again{on, backward}; // by a host that has seen one after the latest forward pass
+  test::graph const both{on, [&] { forward(), backward(); }};
+  auto const check = [&](auto const& first, auto const& second) {
+    over.put(values, 0);
+    first();
+    for (int i = 0; i < 2; ++i) {
+      into.put(std::vector<long double>(values.size(), -7), 0);
+      second();
+      in_place.synchronize(on);
+      CHECK(layer_cases::error_of(into.get(), dx.get()) < 3e-5);
+      CHECK(layer_cases::error_of(over.get(), values) < 3e-5);
+    }
+  };
+  for (int i = 0; i < 2; ++i) {
+    check([&] { captured_forward.launch(); }, backward);
+    check(forward, [&] { captured_backward.launch(); });
+    check(forward, [&] { captured_again.launch(); });
+    check([&] { captured_forward.launch(); }, [&] { captured_backward.launch(); });
+    check([&] { both.launch(); }, backward);
+    check(forward, backward);
+  }
+  test::check_no_violations();
+}
+
 TEST_CASE("what is kept on a device goes back to a y of other strides") {
   using layer_cases::device_tensor;
   constexpr std::int64_t n = 2, c = 3, s = 5;

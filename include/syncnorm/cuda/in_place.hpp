@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/check.hpp>
@@ -55,10 +56,12 @@ void kernels_of<T, Kernels>::recover(out y, epilogue const& done, affine_values 
   if (done.activation.negative_slope > 0) // else all channels are kept
     detail::with_epilogue(done, [&](auto has_epilogue) {
       auto const op = detail::make_recover<detail::device_element_t<T>, has_epilogue()>(
-          detail::device_view(y), detail::device_epilogue(done), affine, saved);
+          detail::device_view(y), detail::device_epilogue(done), affine, saved, kept);
       detail::launch_map<Kernels>(call, op, limits, stream);
     });
   detail::launch_copy<Kernels>(y, kept, saved.count, limits, stream);
+  if (kept.once)
+    syncnorm::detail::require_cuda(cudaMemsetAsync(kept.state + 1, 1, sizeof *kept.state, stream), "cudaMemsetAsync");
 }
 
 } // namespace syncnorm::cuda

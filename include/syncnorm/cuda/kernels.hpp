@@ -124,8 +124,8 @@ struct kernels_of {
                    device_limits const& limits, cudaStream_t stream);
 
   /// Makes y, which a forward pass wrote over x, x again, up to rounding, in the channels that `keep` has not kept, and copies the
-  /// others back; nothing where the forward pass failed. What its mask made 0 becomes anything. y and the residual
-  /// `[N, C, S]`.
+  /// others back; nothing where the forward pass failed, or `kept.once` and x is there. What its mask made 0 becomes anything. y and
+  /// the residual `[N, C, S]`.
   static void recover(out y, epilogue const& done, affine_values const& affine, saved_statistics const& saved,
                       kept_channels const& kept, device_limits const& limits, cudaStream_t stream);
 

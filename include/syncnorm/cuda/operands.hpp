@@ -72,13 +72,15 @@ struct saved_statistics {
 };
 
 /// What a pass in place keeps of x, in device memory: the numbers of up to `room` channels in `list` `[C]`, in order, their
-/// elements, and in `state[0]` how many they are, −1 where they are more than `room`.
+/// elements, and in `state[0]` how many they are, −1 where they are more than `room`; in `state[1]` whether x is in the memory of y
+/// again.
 struct kept_channels {
   std::int32_t* list = nullptr;
   std::int64_t* state = nullptr;
   void* elements = nullptr;
   std::int64_t room = 0;
   bool by_channels = false; ///< elements of one position follow each other, else those of one channel
+  bool once = true;         ///< x is recovered where it is not there yet; else of each y that is given
 };
 
 /// The gradients with respect to what a backward pass gave: dx and dresidual `[N, C, S]`, and this rank's gradients of gamma

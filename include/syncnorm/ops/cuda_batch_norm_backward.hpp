@@ -156,13 +156,12 @@ private:
   [[nodiscard]] affine_outputs outputs() const {
     return {outputs_of(in_.gradients.gamma), outputs_of(in_.gradients.beta)};
   }
-  /// Makes each y of a pass in place x again, unless it is so already.
+  /// Makes each y of a pass in place x again, unless it is so already, as only the device knows: graphs may have either pass.
   void recover(cudaStream_t stream) {
     for (std::size_t k = 0; k < in_.kept.size(); ++k) {
-      if (in_.kept[k].holds_x) continue;
+      if (in_.y[k].size() == 0) continue;
       kernels::recover(in_.y[k], epilogue(k), values_of(in_.affine), saved_->statistics(), in_.kept[k].memory(stream),
                        workspace_->limits(), stream);
-      in_.kept[k].holds_x = true;
     }
   }
 

@@ -226,7 +226,6 @@ private:
       auto& kept = in_.kept[k];
       kept.like = in_.x[k];
       kept.like.data = nullptr;
-      kept.holds_x = in_.x[k].size() == 0;
     }
   }
   void keep(cudaStream_t stream) {

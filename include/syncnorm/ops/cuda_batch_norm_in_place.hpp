@@ -80,9 +80,9 @@ public:
 
   [[nodiscard]] kept_channels memory() const {
     detail::memory_cutter cutter{table_};
-    auto* const state = cutter.template take<std::int64_t>(1);
+    auto* const state = cutter.template take<std::int64_t>(2);
     auto* const list = cutter.template take<std::int32_t>(static_cast<std::size_t>(channels_));
-    return {list, state, elements_, room_, like.stride_c == 1 && like.stride_s != 1};
+    return {list, state, elements_, room_, like.stride_c == 1 && like.stride_s != 1, !of_copies};
   }
   /// The same for a pass on the stream.
   [[nodiscard]] kept_channels memory(cudaStream_t stream) {
@@ -95,12 +95,12 @@ public:
   [[nodiscard]] std::size_t bytes() const noexcept { return static_cast<std::size_t>(room_ * count_) * sizeof(T); }
 
   tensor_view<T const> like{}; ///< the latest x, without its data
-  bool holds_x = true;         ///< its memory, as far as passes have been enqueued
+  bool of_copies = false;      ///< backward passes get a y each that is none of x yet
 
 private:
   [[nodiscard]] static std::size_t table_bytes(std::int64_t channels) {
     detail::memory_cutter sizes;
-    (void)sizes.take<std::int64_t>(1);
+    (void)sizes.take<std::int64_t>(2);
     (void)sizes.take<std::int32_t>(static_cast<std::size_t>(channels));
     return sizes.used();
   }

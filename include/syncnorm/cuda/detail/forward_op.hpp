@@ -30,7 +30,8 @@ struct forward_statistics {
   fault_report report{};
   std::uint32_t* ticket = nullptr;          ///< how many groups are done with the counter; 0 between launches
   std::int64_t const* kept_state = nullptr; ///< of `kept_channels`; null: y is not in place
-  bool inverts = false; ///< makes x of y again, by `saved` of a forward pass, unless that failed; writes nothing else
+  /// Makes x of y again, by `saved` of a forward pass, unless that failed or x is there; writes nothing else.
+  bool inverts = false;
 
   static constexpr int values = 2;
 
@@ -47,7 +48,8 @@ struct forward_statistics {
   /// What makes one channel fail the pass.
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE bool refuses(Hw const& hw, summary const& s) const {
-    return inverts ? s.count < 0 : s.count == 1 || (constant() && failed_before(hw));
+    if (inverts) return s.count < 0 || (kept_state != nullptr && hw.load(kept_state + 1) != 0);
+    return s.count == 1 || (constant() && failed_before(hw));
   }
 
   template <class Hw>

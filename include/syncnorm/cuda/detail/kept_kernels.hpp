@@ -44,7 +44,9 @@ SYNCNORM_DEVICE void choose_kernel(Hw const& hw, choose_arguments const& a) {
   bool const fits = all <= a.kept.room;
   for (std::int64_t c = first; c < last && fits; ++c)
     if (is_kept(c)) hw.store(a.kept.list + slot++, static_cast<std::int32_t>(c));
-  if (hw.thread() == 0) hw.store(a.kept.state, fits ? all : std::int64_t{-1});
+  if (hw.thread() != 0) return;
+  hw.store(a.kept.state, fits ? all : std::int64_t{-1});
+  hw.store(a.kept.state + 1, std::int64_t{0});
 }
 
 /// `Word` is an unsigned integer of the size of an element.
@@ -52,7 +54,7 @@ template <class Word>
 struct copy_arguments {
   tensor_view<Word> x;
   kept_channels kept;
-  std::int64_t const* saved_count; ///< null: to what is kept; else back to x, unless it is negative
+  std::int64_t const* saved_count; ///< null: to what is kept; else back to x, unless it is negative or x is there
 };
 
 /// The loop of `copy_kernel`, by indices that hold all that it counts: 32 bits divide several times as fast as 64.
@@ -75,7 +77,8 @@ SYNCNORM_DEVICE void copy_elements(Hw const& hw, copy_arguments<Word> const& a, 
 /// Copies the listed channels of x to what is kept, or back, whatever the strides of x are then.
 template <class Word, class Hw>
 SYNCNORM_DEVICE void copy_kernel(Hw const& hw, copy_arguments<Word> const& a) {
-  if (a.saved_count != nullptr && hw.load(a.saved_count) < 0) return;
+  bool const back = a.saved_count != nullptr;
+  if (back && (hw.load(a.saved_count) < 0 || (a.kept.once && hw.load(a.kept.state + 1) != 0))) return;
   std::int64_t const listed = hw.load(a.kept.state), count = a.x.samples * a.x.spatial;
   std::int64_t const step = static_cast<std::int64_t>(hw.blocks()) * hw.threads();
   if (listed <= 0) return;

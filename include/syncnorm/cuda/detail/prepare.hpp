@@ -170,9 +170,11 @@ make_double_gradient(tensor_view<T const> u, tensor_view<T const> v, tensor_view
 /// x of the y that `made` says it was made by, in the same memory.
 template <class T, bool Epilogue>
 [[nodiscard]] normalize_op<T, Epilogue> make_recover(tensor_view<T> y, batch_norm_epilogue<T> const& made,
-                                                     affine_values const& affine, saved_statistics const& saved) {
+                                                     affine_values const& affine, saved_statistics const& saved,
+                                                     kept_channels const& kept) {
   forward_statistics statistics;
   statistics.saved = saved, statistics.affine = affine, statistics.inverts = true;
+  if (kept.once) statistics.kept_state = kept.state;
   return make_normalize<T, Epilogue>(y, y, {{1 / made.activation.negative_slope}, made.residual}, statistics);
 }
 

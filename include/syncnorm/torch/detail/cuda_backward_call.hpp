@@ -83,7 +83,6 @@ private:
     std::span<cuda::batch_norm_kept<element>> kept;
     if (this->pass_->in_place && this->fault_.empty()) {
       kept = static_cast<cuda_kept<element>*>(this->memory_->kept.get())->of;
-      for (auto& each : kept) each.holds_x = each.like.size() == 0; // not a y that was just copied
     }
     return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual, kept, y});
   }

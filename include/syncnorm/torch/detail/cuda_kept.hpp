@@ -32,7 +32,7 @@ struct cuda_kept {
   void allocate(std::int64_t channels, std::int64_t room, tensor_view<T const> const& x, at::Device device) {
     auto const bytes = static_cast<std::int64_t>(cuda::batch_norm_kept<T>::bytes(channels, room, x.count()));
     auto const& made = memory.emplace_back(at::empty({bytes}, at::TensorOptions{}.dtype(at::kByte).device(device)));
-    of.emplace_back(channels, room, x, static_cast<std::byte*>(made.data_ptr()));
+    of.emplace_back(channels, room, x, static_cast<std::byte*>(made.data_ptr())).of_copies = true;
   }
 };
 
