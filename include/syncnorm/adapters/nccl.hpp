@@ -27,9 +27,15 @@ namespace syncnorm {
 /// blocks, as by default, the timeout does not apply to these, nor to `split`: only `abort` by another thread ends them. Where it does
 /// not (`ncclConfig_t::blocking = 0`), a call waits until NCCL has enqueued it, for the timeout at most, and then aborts, too.
 ///
+/// What one rank captures in a graph every rank has to, and they replay it together. Collectives of several communicators on one device,
+/// as that of whoever sums the gradients of the rest, may wait for each other for ever where they are in flight at the same time: let
+/// them follow each other, in one order on every rank, by one stream or by events. Sources: NCCL's documentation, "Using NCCL with
+/// CUDA Graphs", and "Using multiple NCCL communicators concurrently".
+///
 /// Where ranks are GPUs of one process, CUDA may let a call that allocates or frees memory on one wait for the kernels of the others, and
 /// so for a collective that waits for this rank: let them meet on the host after they have made layers, and before they destroy
-/// them.
+/// them. Their threads capture in cudaStreamCaptureModeThreadLocal. As cudaGraphLaunch may wait, too, NCCL recommends a process of its
+/// own for each GPU where there are graphs.
 class nccl_communicator {
 public:
   /// Does not own `comm`, which must outlive the communicator and its copies. Local. Throws invalid_argument_error where
