@@ -8,10 +8,12 @@
 namespace {
 
 thread_local bool counts = false;
+thread_local int until_failure = -1;
 std::atomic<int> allocations{0}, live{0};
 
 void* allocate(std::size_t bytes, std::size_t alignment) {
   if (counts) ++allocations;
+  if (until_failure >= 0 && until_failure-- == 0) throw std::bad_alloc{};
   std::size_t const whole = (bytes + alignment - 1) / alignment * alignment;
   void* const memory = std::aligned_alloc(alignment, whole == 0 ? alignment : whole);
   if (memory == nullptr) throw std::bad_alloc{};
@@ -40,5 +42,6 @@ namespace test {
 void count_allocations(bool on) { counts = on; }
 int take_allocations() { return allocations.exchange(0); }
 int live_allocations() { return live; }
+void fail_allocation(int n) { until_failure = n; }
 
 } // namespace test

@@ -197,6 +197,7 @@ private:
 
   /// A part of `first` channels and then parts of `next`, of `channels` in all.
   void lay_out(std::int64_t channels, std::int64_t first, std::int64_t next) {
+    parts_.clear(); // whatever is thrown here, there are all parts or none
     // An agreed message is exact; the head has room for head_channels whatever this rank's channels are.
     std::size_t const head_room = static_cast<std::size_t>(agreed_ ? first : head_channels);
     std::size_t const blocks = 1 + static_cast<std::size_t>(ranks_);
@@ -204,9 +205,9 @@ private:
     auto const most = static_cast<std::size_t>(channels + head_channels);
     auto const rest = static_cast<std::size_t>(channels - first);
     auto const others = rest == 0 ? 0 : (rest - 1) / static_cast<std::size_t>(next) + 1; // parts after the first
+    parts_.reserve(1 + others);
     storage_.reserve(blocks * (sizeof(packet_header) / sizeof(double) + 3 * most));
     storage_.assign(blocks * (sizeof(packet_header) / sizeof(double) + 2 * (head_room + rest) + others), 0.0);
-    parts_.clear();
     auto* free = reinterpret_cast<std::byte*>(storage_.data());
     for (channel_span span{0, first};;) {
       bool const head = parts_.empty();

@@ -47,6 +47,7 @@ public:
   void prepare(int ranks) {
     ranks_ = static_cast<std::size_t>(ranks);
     if (offsets_.empty()) {
+      offsets_.reserve(1 + channels_.size()); // for want of memory there are none of them rather than some
       offsets_.push_back(0);
       for (auto const each : channels_) offsets_.push_back(offsets_.back() + header_room + values_ * extent(each));
     }
