@@ -33,7 +33,7 @@ public:
   void keep(tensor_view<T const> x, affine_parameters<P> affine, batch_norm_epilogue<T> const& epilogue) {
     channels_.clear();
     elements_.clear();
-    holds_x_ = false;
+    holds_x_ = recovering_ = false;
     like_ = x;
     like_.data = nullptr;
     host::channel_values const gamma{affine.gamma, 1}, beta{affine.beta, 0};
@@ -57,7 +57,11 @@ public:
   [[nodiscard]] std::string restore(host::executor_ref exec, tensor_view<T> y, affine_parameters<P> affine,
                                     batch_norm_saved const& saved, batch_norm_epilogue<T> const& epilogue) {
     if (!holds_x_) {
+      if (recovering_)
+        return "a backward pass failed while it recovered x, so that y is x in part; a forward pass has to follow";
+      recovering_ = true; // and stays so where an executor throws
       auto fault = recover(exec, y, y, affine, saved, epilogue);
+      recovering_ = false;
       holds_x_ = fault.empty();
       return fault;
     }
@@ -118,7 +122,7 @@ private:
   tensor_view<T const> like_{};
   std::vector<std::int64_t> channels_;
   std::vector<T> elements_;
-  bool holds_x_ = true;
+  bool holds_x_ = true, recovering_ = false;
 };
 
 } // namespace syncnorm
