@@ -18,6 +18,13 @@ static_assert(syncnorm::blocking_communicator<communicator>);
 static_assert(!syncnorm::async_communicator<communicator>);
 static_assert(!syncnorm::splits<communicator> && !syncnorm::aborts<communicator>);
 
+/// Cannot be asked for its rank where it is constant, as a handle is.
+struct unasked {
+  int rank() { return 0; }
+  int size() { return 1; }
+};
+static_assert(!syncnorm::communicator<unasked> && !syncnorm::communicator<int>);
+
 /// What `f` throws as an `E`.
 template <class E, class F>
 std::string thrown(F&& f) {

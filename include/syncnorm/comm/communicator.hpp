@@ -19,8 +19,14 @@ namespace syncnorm {
 /// that cannot have them.
 template <class C>
 struct communicator_traits {
-  static int rank(C const& c) { return c.rank(); }
-  static int size(C const& c) { return c.size(); }
+  static int rank(C const& c) requires requires {
+    { c.rank() } -> std::convertible_to<int>;
+  }
+  { return c.rank(); }
+  static int size(C const& c) requires requires {
+    { c.size() } -> std::convertible_to<int>;
+  }
+  { return c.size(); }
 
   template <wire_type T>
   static void allgather(C const& c, std::span<T const> in, std::span<T> out) requires requires {
