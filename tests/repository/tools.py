@@ -46,6 +46,12 @@ class Dev(Case):
             self.assertEqual(done.stdout.count(f"usage: ./dev {task}"), 1)
             self.assertEqual(sorted(os.listdir(self.folder)), ["dev", "tmp"])
 
+    def test_help_of_a_task_that_has_none_of_its_own_lists_the_tasks(self):
+        for task in ("format", "configure", "lint", "test"):
+            done = self.run_here("./dev", task, "--help")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertTrue(done.stdout.startswith("usage: ./dev TASK"), done.stdout)
+
     def test_arguments_are_checked_before_anything_is_built(self):
         done = self.run_here("./dev", "bench", "--rounds", "none")
         self.assertEqual(done.returncode, 2)
