@@ -149,6 +149,20 @@ TEST_CASE("ranks that do not come are named, within the timeout") {
   }
 }
 
+TEST_CASE("a rank that gave up before is not named beside those that did not come") {
+  test_support::temporary_directory const directory;
+  auto const files = make_gloo_store("file:" + directory.path());
+  run_threads(3, [&](int rank) {
+    if (rank == 0) return;
+    if (rank == 1) {
+      files->wait({"run/2"}, 60s);
+      std::this_thread::sleep_for(200ms);
+    }
+    auto const message = message_of([&] { static_cast<void>(make_gloo_context(rank, 3, *files, loopback(800ms))); });
+    CHECK_MESSAGE(message.ends_with("there are missing under prefix 'run': 0"), message);
+  });
+}
+
 TEST_CASE("a rank that is registered already, or another number of ranks, is an error") {
   test_support::temporary_directory const directory;
   auto const files = make_gloo_store("file:" + directory.path());

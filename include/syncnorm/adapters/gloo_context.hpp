@@ -229,14 +229,17 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
       throw gloo_error{"rendezvous: rank " + std::to_string(rank) + " cannot register under prefix '" + options.prefix +
                        "'; is the rank started twice, or the prefix an earlier run's? (" + failure.what() + ")"};
     }
+    // In turns, so that a rank that gives up before this one, and takes its registration back, has been seen.
+    std::vector<std::optional<detail::gloo_card>> cards(static_cast<std::size_t>(size));
+    constexpr int turns = 8;
+    for (int turn = 1; turn <= turns; ++turn)
+      for (int r = 0; r < size; ++r)
+        if (auto& card = cards[static_cast<std::size_t>(r)];
+            !card && registered(r, deadline - timeout * (turns - turn) / turns))
+          card.emplace(store.get(key(r)), r, size);
     std::string missing;
-    std::vector<detail::gloo_card> cards;
-    for (int r = 0; r < size; ++r) {
-      if (registered(r, deadline))
-        cards.emplace_back(store.get(key(r)), r, size);
-      else
-        missing += (missing.empty() ? "" : ", ") + std::to_string(r);
-    }
+    for (int r = 0; r < size; ++r)
+      if (!cards[static_cast<std::size_t>(r)]) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
     if (!missing.empty())
       throw timeout_error{"gloo", "rendezvous: after " + std::to_string(timeout.count()) + " ms of ranks 0 to " +
                                       std::to_string(size - 1) + " there are missing under prefix '" + options.prefix +
@@ -244,7 +247,7 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
     for (int r = 0; r < size; ++r) {
       if (r == rank) continue;
       try {
-        mesh->connect(r, cards[static_cast<std::size_t>(r)].address_for(rank, size));
+        mesh->connect(r, cards[static_cast<std::size_t>(r)]->address_for(rank, size));
       } catch (std::exception const& failure) {
         throw gloo_error{"rendezvous: connecting to rank " + std::to_string(r) + "; has it ended, or is the prefix '" +
                          options.prefix + "' an earlier run's? (" + failure.what() + ")"};
