@@ -1,6 +1,7 @@
 #include <chrono>
 #include <cstddef>
 #include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -167,9 +168,20 @@ int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
   int failed = doctest::Context{argc, argv}.run();
   mpi_communicator const outlives{MPI_COMM_WORLD};
+  float const own = 0;
+  std::vector<float> all(static_cast<std::size_t>(2 * outlives.size()));
+  auto const start = [&](std::size_t first) {
+    auto const ranks = static_cast<std::size_t>(outlives.size());
+    return outlives.allgather_async(std::span{&own, 1}, std::span{all}.subspan(first * ranks, ranks));
+  };
+  auto in_flight = start(0);
+  auto const dropped = start(1); // as by a layer that goes after MPI
   MPI_Finalize();
   auto const after = message_of([] { mpi_communicator const late{MPI_COMM_WORLD}; });
   auto const used = message_of([&] { outlives.barrier(); });
-  if (!contains(before, "not initialized") || !contains(after, "finalized") || !contains(used, "finalized")) failed = 1;
+  auto const awaited = message_of([&] { in_flight.wait(); });
+  if (!contains(before, "not initialized") || !contains(after, "finalized") || !contains(used, "finalized") ||
+      !contains(awaited, "finalized"))
+    failed = 1;
   return failed;
 }

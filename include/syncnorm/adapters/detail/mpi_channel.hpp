@@ -218,6 +218,8 @@ private:
   }
 
   bool requests_completed(mpi_slot& slot) {
+    // A layer that outlives MPI may have an exchange in flight, for which its destructor waits.
+    if (slot.completed < slot.requests.size()) require_mpi_running();
     for (; slot.completed < slot.requests.size(); ++slot.completed) {
       int done = 0;
       int const code = MPI_Test(&slot.requests[slot.completed], &done, MPI_STATUS_IGNORE);
