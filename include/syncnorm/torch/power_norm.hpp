@@ -226,19 +226,15 @@ private:
     mask_view mask;
     {
       at::AutoGradMode const no_recording{false};
-      try {
-        if (fault.empty()) {
-          of_input = detail::make_operands<T>(detail::channels_second(input));
-          if (weight.defined()) affine.gamma = detail::values_of<T>(gamma = weight.contiguous());
-          if (bias.defined()) affine.beta = detail::values_of<T>(beta = bias.contiguous());
-          if (training && pad_mask.defined()) {
-            counts = detail::counting_mask(pad_mask, of_input.order);
-            mask = mask_of(counts.data_ptr<bool>(), of_input.x_view.samples, of_input.x_view.spatial);
-          }
+      detail::attempt(fault, [&] {
+        of_input = detail::make_operands<T>(detail::channels_second(input));
+        if (weight.defined()) affine.gamma = detail::values_of<T>(gamma = weight.contiguous());
+        if (bias.defined()) affine.beta = detail::values_of<T>(beta = bias.contiguous());
+        if (training && pad_mask.defined()) {
+          counts = detail::counting_mask(pad_mask, of_input.order);
+          mask = mask_of(counts.data_ptr<bool>(), of_input.x_view.samples, of_input.x_view.spatial);
         }
-      } catch (std::exception const& e) {
-        fault = detail::text_of(e);
-      }
+      });
       compute(of_input, affine, mask, *pass, {fault, records});
       if (pass->saved.pass->faulty) substitute(input, of_input, records);
     }

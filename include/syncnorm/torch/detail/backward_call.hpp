@@ -156,12 +156,7 @@ protected:
     differentiable_ = recorded ? backward_pass::needed : backward_pass::impossible;
     for (auto const& each : dy_)
       if (fault_.empty()) fault_ = find_gradient_fault(each, recorded);
-    at::AutoGradMode const no_recording{false};
-    try {
-      if (fault_.empty()) take();
-    } catch (std::exception const& e) {
-      fault_ = text_of(e);
-    }
+    attempt(fault_, [&] { take(); });
   }
 
   std::string fault_;

@@ -16,20 +16,28 @@
 
 namespace syncnorm::torch::detail {
 
-/// What an exception says, without libtorch's backtrace.
-[[nodiscard]] inline std::string text_of(std::exception const& thrown) {
-  if (auto const* error = dynamic_cast<c10::Error const*>(&thrown)) return error->what_without_backtrace();
-  return thrown.what();
-}
-
-/// The fault that `find` returns, or what it throws: tensors of some kinds, as nested ones, have no extents to ask for.
+/// The fault that `find` returns, or what it throws, without libtorch's backtrace: tensors of some kinds, as nested ones, have no
+/// extents to ask for.
 template <class F>
 [[nodiscard]] std::string fault_or_thrown(F const& find) {
-  try {
-    return find();
-  } catch (std::exception const& e) {
-    return text_of(e);
-  }
+  return syncnorm::detail::fault_or_thrown([&]() -> std::string {
+    try {
+      return find();
+    } catch (c10::Error const& e) {
+      return e.what_without_backtrace();
+    }
+  });
+}
+
+/// f(), with nothing recorded, unless there is a `fault` already; what it throws is one.
+template <class F>
+void attempt(std::string& fault, F const& f) {
+  if (!fault.empty()) return;
+  at::AutoGradMode const no_recording{false};
+  fault = fault_or_thrown([&] {
+    f();
+    return std::string{};
+  });
 }
 
 /// The type of the first of the parameters and statistics that is defined; without any, float or double as the input.

@@ -39,14 +39,11 @@ public:
   cuda_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, backward_call::tensors dy,
                      wanted_gradients wants, C const& comm, std::string fault)
       : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)}, comm_{comm} {
-    if (!this->pass_->in_place || !this->fault_.empty()) return;
-    at::AutoGradMode const no_recording{false};
-    try { // y stays for whoever else reads it
+    if (!this->pass_->in_place) return;
+    attempt(this->fault_, [&] { // y stays for whoever else reads it
       for (std::size_t k = 0; k < this->recovered_.size(); ++k) this->recovered_[k].copy_(this->read_x_[k]);
       this->x_views_.assign(this->recovered_views_.begin(), this->recovered_views_.end());
-    } catch (std::exception const& e) {
-      this->fault_ = text_of(e);
-    }
+    });
   }
 
   void run() override {

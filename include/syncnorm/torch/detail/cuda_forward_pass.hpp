@@ -48,7 +48,7 @@ public:
                     backward_pass backward)
       : base{std::move(in), type, parameters, std::move(fault), backward}, comm_{comm},
         record_{std::make_shared<cuda_record>(std::move(buffers))} {
-    this->attempt([&] {
+    attempt(this->fault_, [&] {
       record_->allocate(in_.channels, device);
       if (in_.in_place) keep(device);
       if (!this->counts()) return;

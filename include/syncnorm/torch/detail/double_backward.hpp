@@ -125,45 +125,41 @@ public:
     at::Tensor to_weight;
     auto const memory = pass.memory.lock();
     if (fault.empty()) fault = find_memory_fault(pass, memory);
-    try {
-      if (fault.empty()) {
-        auto const keep = [&](at::Tensor const& tensor) -> at::Tensor& { return kept.emplace_back(tensor); };
-        auto const per_channel = [&](at::Tensor const& values) {
-          return values.defined() ? std::span<P const>{values_of<P>(keep(values.contiguous()))} : std::span<P const>{};
+    attempt(fault, [&] {
+      auto const keep = [&](at::Tensor const& tensor) -> at::Tensor& { return kept.emplace_back(tensor); };
+      auto const per_channel = [&](at::Tensor const& values) {
+        return values.defined() ? std::span<P const>{values_of<P>(keep(values.contiguous()))} : std::span<P const>{};
+      };
+      auto next = gradients.begin();
+      auto const take = [&](std::size_t i) { return present[i] != 0 ? *next++ : at::Tensor{}; };
+      tensors u;
+      for (std::size_t k = 0; k < batches; ++k) u.push_back(take(k));
+      of.second.gamma_gradient = per_channel(take(batches));
+      of.second.beta_gradient = per_channel(take(batches + 1));
+      auto const &weight = saved[2 * batches], &bias = saved[2 * batches + 1];
+      of.affine = {per_channel(weight), per_channel(bias)};
+      for (std::size_t k = 0; k < batches; ++k) {
+        auto const of_x = make_operands<T>(saved[batches + k]);
+        auto const companion = [&](at::Tensor const& tensor) {
+          return tensor.defined() ? make_companion<T>(keep(tensor), of_x) : tensor_view<T const>{};
         };
-        auto next = gradients.begin();
-        auto const take = [&](std::size_t i) { return present[i] != 0 ? *next++ : at::Tensor{}; };
-        tensors u;
-        for (std::size_t k = 0; k < batches; ++k) u.push_back(take(k));
-        of.second.gamma_gradient = per_channel(take(batches));
-        of.second.beta_gradient = per_channel(take(batches + 1));
-        auto const &weight = saved[2 * batches], &bias = saved[2 * batches + 1];
-        of.affine = {per_channel(weight), per_channel(bias)};
-        for (std::size_t k = 0; k < batches; ++k) {
-          auto const of_x = make_operands<T>(saved[batches + k]);
-          auto const companion = [&](at::Tensor const& tensor) {
-            return tensor.defined() ? make_companion<T>(keep(tensor), of_x) : tensor_view<T const>{};
-          };
-          keep(of_x.x);
-          of.x.push_back(of_x.x_view);
-          of.dy.push_back(companion(saved[k]));
-          u_views.push_back(companion(u[k]));
-          if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = at::empty_like(of_x.y), of_x.order);
-          if (wants(batches + k)) to_x[k] = of_x.y, of.to_x[k] = of_x.y_view;
-          v_views.push_back(companion(take(batches + 2 + k)));
-          auto const& [activation, masked] = pass.epilogues[k];
-          auto const& residual = saved[2 * batches + 2 + k];
-          // For one whose values are not needed, what has the gradient stands in.
-          of.epilogues.push_back(
-              {activation, residual.defined() ? companion(residual) : v_views.back(), mask_in(memory, k), masked});
-        }
-        of.second.dx = u_views, of.second.dresidual = v_views;
-        auto const options = saved.front().options().dtype(pass.parameters);
-        if (wants_weight) of.gamma_gradient = values_of<P>(to_weight = at::zeros({saved.front().size(1)}, options));
+        keep(of_x.x);
+        of.x.push_back(of_x.x_view);
+        of.dy.push_back(companion(saved[k]));
+        u_views.push_back(companion(u[k]));
+        if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = at::empty_like(of_x.y), of_x.order);
+        if (wants(batches + k)) to_x[k] = of_x.y, of.to_x[k] = of_x.y_view;
+        v_views.push_back(companion(take(batches + 2 + k)));
+        auto const& [activation, masked] = pass.epilogues[k];
+        auto const& residual = saved[2 * batches + 2 + k];
+        // For one whose values are not needed, what has the gradient stands in.
+        of.epilogues.push_back(
+            {activation, residual.defined() ? companion(residual) : v_views.back(), mask_in(memory, k), masked});
       }
-    } catch (std::exception const& e) {
-      fault = text_of(e);
-    }
+      of.second.dx = u_views, of.second.dresidual = v_views;
+      auto const options = saved.front().options().dtype(pass.parameters);
+      if (wants_weight) of.gamma_gradient = values_of<P>(to_weight = at::zeros({saved.front().size(1)}, options));
+    });
     of.fault = fault;
     of.exchange = recorded.saved_data.at("exchange").toBool();
     pass_over(of);

@@ -90,18 +90,6 @@ protected:
 
   virtual void compute() = 0;
 
-  /// f(), unless there is a fault already; what it throws is one.
-  template <class F>
-  void attempt(F const& f) {
-    if (!fault_.empty()) return;
-    at::AutoGradMode const no_recording{false};
-    try {
-      f();
-    } catch (std::exception const& e) {
-      fault_ = text_of(e);
-    }
-  }
-
   forward_inputs in_;
   std::string fault_;
   backward_pass backward_; ///< what this rank needs or lacks
@@ -136,9 +124,9 @@ protected:
       : forward_pass{std::move(in), element, parameters, std::move(fault), backward} {
     // What ranks have to have in common, a rank has whatever else is wrong, lest that be taken for what is wrong.
     auto already = std::exchange(fault_, {});
-    attempt([&] { take_parameters(); });
+    attempt(fault_, [&] { take_parameters(); });
     if (!already.empty()) fault_ = std::move(already);
-    attempt([&] { take(); });
+    attempt(fault_, [&] { take(); });
   }
 
   /// Whether the pass counts in num_batches_tracked.

@@ -127,14 +127,12 @@ public:
     auto const pass = c10::static_intrusive_pointer_cast<recorded_power_norm>(recorded->saved_data["pass"].toCapsule());
     at::Tensor x, weight;
     std::string fault;
-    try {
+    attempt(fault, [&] {
       // Tells of tensors that were modified since, and of a graph that was freed, on this rank alone.
       auto const saved = recorded->get_saved_variables();
       x = saved.at(0);
       weight = saved.at(1);
-    } catch (std::exception const& e) {
-      fault = text_of(e);
-    }
+    });
     auto gradients = pass->is_double ? run<double>(*recorded, *pass, x, weight, dy.at(0), std::move(fault))
                                      : run<float>(*recorded, *pass, x, weight, dy.at(0), std::move(fault));
     refuse_differentiation("syncnorm::torch::PowerNorm: its gradients cannot be differentiated (double backward)",
@@ -164,18 +162,14 @@ private:
     if (fault.empty() && now != type)
       fault = syncnorm::detail::call_check::text("running_phi is of ", now, ", in the forward pass of ", type);
     if (fault.empty()) fault = find_gradient_fault(dy, /*recorded=*/false);
-    try {
-      if (fault.empty()) {
-        of_x = make_operands<T>(x);
-        dy_view = make_companion<T>(dy, of_x);
-        if (wants_x) dx = of_x.y, dx_view = of_x.y_view;
-        if (has_weight) affine.gamma = values_of<T>(gamma = weight.contiguous());
-        if (wants_weight) gradients.gamma = values_of<T>(dgamma = at::zeros({x.size(1)}, x.options()));
-        if (wants_bias) gradients.beta = values_of<T>(dbeta = at::zeros({x.size(1)}, x.options()));
-      }
-    } catch (std::exception const& e) {
-      fault = text_of(e);
-    }
+    attempt(fault, [&] {
+      of_x = make_operands<T>(x);
+      dy_view = make_companion<T>(dy, of_x);
+      if (wants_x) dx = of_x.y, dx_view = of_x.y_view;
+      if (has_weight) affine.gamma = values_of<T>(gamma = weight.contiguous());
+      if (wants_weight) gradients.gamma = values_of<T>(dgamma = at::zeros({x.size(1)}, x.options()));
+      if (wants_bias) gradients.beta = values_of<T>(dbeta = at::zeros({x.size(1)}, x.options()));
+    });
     auto& shared = *pass.shared;
     auto const compute = [&] {
       power_norm_backward<T const, T>(at_executor{}, shared.comm(), dy_view, of_x.x_view, dx_view, affine,

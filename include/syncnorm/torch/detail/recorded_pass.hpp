@@ -95,12 +95,12 @@ template <class T>
 /// The tensors that a pass has saved; where one of them was written to meanwhile, none, and `fault` says so.
 [[nodiscard]] inline ::torch::autograd::variable_list saved_tensors(::torch::autograd::AutogradContext& recorded,
                                                                     std::string& fault) {
-  try {
-    return recorded.get_saved_variables();
-  } catch (std::exception const& e) {
-    fault = text_of(e);
-    return {};
-  }
+  ::torch::autograd::variable_list saved;
+  fault = fault_or_thrown([&] {
+    saved = recorded.get_saved_variables();
+    return std::string{};
+  });
+  return saved;
 }
 
 } // namespace syncnorm::torch::detail

@@ -34,7 +34,7 @@ public:
   typed_forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters, std::string fault,
                      backward_pass backward)
       : base{std::move(in), element, parameters, std::move(fault), backward} {
-    this->attempt([&] {
+    attempt(this->fault_, [&] {
       if (in_.in_place) {
         auto kept = std::make_shared<std::vector<batch_norm_kept<T>>>(x_views_.size());
         for (std::size_t k = 0; k < kept->size() && this->records(); ++k)
