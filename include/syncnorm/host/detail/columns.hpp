@@ -78,11 +78,24 @@ template <int L, int Level, class T, class Op, class A = accumulate_t<T>>
   auto const op = given;
   auto const ahead = run.ahead, step = run.step;
   std::int64_t const parts = run.parts, width = run.width, places = run.places();
-  std::fill_n(firsts.data(), parts * places, A{0});
-  std::fill_n(seconds.data(), parts * places, A{0});
+  constexpr auto at_once = static_cast<std::size_t>(longest_sum);
+  column_values<A> later_firsts, later_seconds;
+  auto const add_later = [&] {
+    for (std::int64_t i = 0; i < parts * places; ++i) {
+      auto const place = static_cast<std::size_t>(i);
+      firsts[place] += later_firsts[place];
+      seconds[place] += later_seconds[place];
+    }
+  };
   for (std::size_t r = 0; r < run.count; ++r) {
+    bool const later = r >= at_once;
+    A *first = later ? later_firsts.data() : firsts.data(), *second = later ? later_seconds.data() : seconds.data();
+    if (r % at_once == 0) {
+      if (r > at_once) add_later();
+      std::fill_n(first, parts * places, A{0});
+      std::fill_n(second, parts * places, A{0});
+    }
     auto from = run.rows[r];
-    A *first = firsts.data(), *second = seconds.data();
     for (std::int64_t k = 0; k < parts; ++k) {
       auto const sum = [&](std::int64_t at, std::int64_t c) __attribute__((always_inline)) {
         std::array<vector, inputs> in;
@@ -110,6 +123,7 @@ template <int L, int Level, class T, class Op, class A = accumulate_t<T>>
       for (std::size_t j = 0; j < inputs; ++j) from[j] += step[j];
     }
   }
+  if (run.count > at_once) add_later();
 }
 
 /// The same in vectors as wide as fit. A processor that begins anew with each loop had better have what is fetched in its first

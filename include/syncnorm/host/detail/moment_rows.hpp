@@ -73,26 +73,31 @@ struct pivoted_sums {
         first += d;
         second = multiply_add(d, d, second);
       }
-    } s0, s1, s2, s3;
+    };
+    constexpr std::int64_t stretch = longest_sum * 4 * lanes;
     vector const p = splat<A, lanes>(pivot);
-    std::int64_t i = 0;
-    for (; i + 4 * lanes <= n; i += 4 * lanes) {
-      prefetch_for<4 * lanes>(fetch, x, i + ahead);
-      auto const [v0, v1] = load_pair<lanes>(x + i);
-      auto const [v2, v3] = load_pair<lanes>(x + i + 2 * lanes);
-      auto const [d0, d1] = counted.template keep_pair<lanes>(v0 - p, v1 - p, i);
-      auto const [d2, d3] = counted.template keep_pair<lanes>(v2 - p, v3 - p, i + 2 * lanes);
-      s0.add(d0);
-      s1.add(d1);
-      s2.add(d2);
-      s3.add(d3);
-    }
     auto const at = [&](std::int64_t j) { return counted.template keep<lanes>(load<lanes>(x + j) - p, j); };
-    if (i < n) prefetch_for<4 * lanes>(fetch, x, i + ahead);
-    for (; i + lanes <= n; i += lanes) s0.add(at(i));
-    if (i < n) s1.add(keep_last<A, lanes>(at(n - lanes), static_cast<int>(n - i)));
-    first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
-    second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
+    for (std::int64_t i = 0; i < n;) {
+      sums s0, s1, s2, s3;
+      std::int64_t const end = std::min(n, i + stretch);
+      for (; i + 4 * lanes <= end; i += 4 * lanes) {
+        prefetch_for<4 * lanes>(fetch, x, i + ahead);
+        auto const [v0, v1] = load_pair<lanes>(x + i);
+        auto const [v2, v3] = load_pair<lanes>(x + i + 2 * lanes);
+        auto const [d0, d1] = counted.template keep_pair<lanes>(v0 - p, v1 - p, i);
+        auto const [d2, d3] = counted.template keep_pair<lanes>(v2 - p, v3 - p, i + 2 * lanes);
+        s0.add(d0);
+        s1.add(d1);
+        s2.add(d2);
+        s3.add(d3);
+      }
+      if (i < end) prefetch_for<4 * lanes>(fetch, x, i + ahead);
+      for (; i + lanes <= end; i += lanes) s0.add(at(i));
+      if (i < end) s1.add(keep_last<A, lanes>(at(n - lanes), static_cast<int>(n - i)));
+      i = end;
+      first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
+      second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
+    }
   }
 
   /// The mean, and Σ (x − mean)², of the `n` elements so far.

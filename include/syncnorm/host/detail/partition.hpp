@@ -208,6 +208,11 @@ template <class T>
   return values.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(length));
 }
 
+/// So many numbers at most are added to one in the type of the elements' arithmetic where moments are made of the sum. If all are equal
+/// and round the same way, the sum of 32 floats loses 2/3·2⁻²⁰ of itself, and m2, where sums all but cancel (`sums_cancel`), ten times
+/// that.
+inline constexpr std::int64_t longest_sum = 32;
+
 /// Channels that one task reduces: a few rows, or as wide a part of contiguous channels as there is.
 template <class T>
 [[nodiscard]] constexpr std::int64_t reduction_chunk(tensor_view<T> const& x) {
