@@ -90,6 +90,8 @@ TEST_CASE_TEMPLATE("numbers between two patterns go to the nearer one, ties to t
       // From double at once: rounded to float first, these would be ties.
       wrong += !is(sign * std::nextafter(middle, 0.0), bits);
       wrong += !is(sign * std::nextafter(middle, INFINITY), bits + 1);
+      wrong += syncnorm::from_double<T>(sign * std::nextafter(middle, 0.0)).bits() % 0x8000 != bits;
+      wrong += syncnorm::from_double<T>(sign * std::nextafter(middle, INFINITY)).bits() % 0x8000 != bits + 1;
     }
   }
   CHECK(wrong == 0);

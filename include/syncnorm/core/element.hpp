@@ -72,6 +72,17 @@ concept converts = requires(T value, accumulate_t<T> sum) {
   static_cast<T>(sum);
 };
 
+/// The float next to `value`, or `value` itself, that rounds to fewer bits as `value` does: the last bit of an inexact one
+/// is odd, so that it is never taken for a tie.
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr float round_to_odd(double value) {
+  float const near = static_cast<float>(value);
+  auto const bits = __builtin_bit_cast(std::uint32_t, near);
+  bool const exact = static_cast<double>(near) == value || near != near;
+  if (exact || (bits & 1u) != 0) return near;
+  bool const beyond = value < 0 ? static_cast<double>(near) < value : static_cast<double>(near) > value;
+  return __builtin_bit_cast(float, beyond ? bits - 1 : bits + 1);
+}
+
 } // namespace detail
 
 /// A type that tensors can hold.
@@ -106,10 +117,13 @@ template <element P>
   return static_cast<double>(to_accumulate(value));
 }
 
-/// A double rounded to the type of a parameter or a statistic.
+/// A double rounded to the type of a parameter or a statistic: once, where a type of 16 bits is made of floats, too.
 template <element P>
 [[nodiscard]] constexpr P from_double(double value) {
-  return from_accumulate<P>(static_cast<accumulate_t<P>>(value));
+  if constexpr (sizeof(P) == 2 && std::is_same_v<accumulate_t<P>, float>)
+    return from_accumulate<P>(detail::round_to_odd(value));
+  else
+    return from_accumulate<P>(static_cast<accumulate_t<P>>(value));
 }
 
 } // namespace syncnorm

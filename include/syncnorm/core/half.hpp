@@ -55,17 +55,6 @@ namespace detail {
   return __builtin_bit_cast(float, static_cast<std::uint32_t>(bits) << 16);
 }
 
-/// The float next to `value`, or `value` itself, that rounds to fewer bits as `value` does: the last bit of an inexact one
-/// is odd, so that it is never taken for a tie.
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr float round_to_odd(double value) {
-  float const near = static_cast<float>(value);
-  auto const bits = __builtin_bit_cast(std::uint32_t, near);
-  bool const exact = static_cast<double>(near) == value || near != near;
-  if (exact || (bits & 1u) != 0) return near;
-  bool const beyond = value < 0 ? static_cast<double>(near) < value : static_cast<double>(near) > value;
-  return __builtin_bit_cast(float, beyond ? bits - 1 : bits + 1);
-}
-
 } // namespace detail
 
 /// IEEE 754's binary16: 11 bits of precision, up to 65504. Arithmetic is that of float, to which it converts.

@@ -28,7 +28,7 @@ template <class Hw>
   return otherwise;
 }
 
-/// Writes number c, rounded as on the host: to float first where the type is of 16 bits. Of an absent array: nothing.
+/// Writes number c, rounded once, as on the host. Of an absent array: nothing.
 template <class Hw>
 SYNCNORM_DEVICE void store_value(Hw const& hw, channel_outputs const& to, std::int64_t c, double value) {
   if (to.data == nullptr) return;
@@ -38,9 +38,11 @@ SYNCNORM_DEVICE void store_value(Hw const& hw, channel_outputs const& to, std::i
   case value_kind::float64:
     return hw.store(static_cast<double*>(to.data) + c, value);
   case value_kind::float16:
-    return hw.store(static_cast<std::uint16_t*>(to.data) + c, syncnorm::detail::to_binary16(static_cast<float>(value)));
+    return hw.store(static_cast<std::uint16_t*>(to.data) + c,
+                    syncnorm::detail::to_binary16(syncnorm::detail::round_to_odd(value)));
   case value_kind::bfloat16:
-    return hw.store(static_cast<std::uint16_t*>(to.data) + c, syncnorm::detail::to_bfloat16(static_cast<float>(value)));
+    return hw.store(static_cast<std::uint16_t*>(to.data) + c,
+                    syncnorm::detail::to_bfloat16(syncnorm::detail::round_to_odd(value)));
   }
 }
 
