@@ -26,8 +26,8 @@ namespace syncnorm {
 ///     gradients.gamma += Σ dy·z,  gradients.beta += Σ dy    over this rank, as of any other parameter
 ///
 /// where du goes through the scaling of groups to dx. `power_norm_recursion` names what the corrected recursion changes. After
-/// inference dx = dy·gamma/√(running_phi + eps) through the scaling, nothing is exchanged and ema_gz is unchanged; so it is
-/// after a forward pass in which no position counted, whose phi is running_phi.
+/// inference dx = dy·gamma/√(running_phi + eps) through the scaling, nothing is exchanged and ema_gz is unchanged. After a forward
+/// pass in which no position counted phi is running_phi, and ema_gz is unchanged, though dx is by it as above.
 ///
 /// dy, x, dx `[N, C, S]`; dx may be dy or x. A default `tensor_view` for dx and empty spans for the gradients of gamma and
 /// beta: not needed. Several backward passes of one forward pass, and forward passes between, are legal: every backward pass
