@@ -292,17 +292,21 @@ TEST_CASE("what is wrong with a double backward pass on one rank is an error on 
         return syncnorm::nchw(values.data(), data.samples, data.channels, data.spatial);
       };
       std::vector<float> more(dy.size());
+      std::vector<float> residual(dy.size());
       auto const refused = [&](syncnorm::tensor_view<float> to_dy, syncnorm::tensor_view<float> to_other) {
         try {
           bool const bad = comm.rank() == 1;
-          data.layer.double_backward({.dx = data.dx()}, data.x(), of(dy), bad ? to_dy : of(more), bad ? to_other : out);
+          data.layer.double_backward({.dx = data.dx()}, data.x(), of(dy), bad ? to_dy : of(more), bad ? to_other : out,
+                                     {}, {.residual = of(residual)});
         } catch (syncnorm::invalid_argument_error const& e) {
           return std::string{e.what()};
         }
         return std::string{};
       };
-      text = refused(of(more), of(dy));
-      CHECK_MESSAGE(text.find("rank 1: a gradient goes to the memory of an input") != std::string::npos, text);
+      for (auto* const input : {&dy, &residual}) {
+        text = refused(of(more), of(*input));
+        CHECK_MESSAGE(text.find("rank 1: a gradient goes to the memory of an input") != std::string::npos, text);
+      }
       text = refused(out, out);
       CHECK_MESSAGE(text.find("rank 1: the gradients to dy and x are the same memory") != std::string::npos, text);
     });

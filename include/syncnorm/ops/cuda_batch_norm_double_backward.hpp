@@ -124,7 +124,7 @@ private:
     }
     if (to_dy.is_given()) check_.written(to_dy, batch_name{"the gradient to dy", k, batches}, x);
     if (to_x.is_given()) check_.written(to_x, batch_name{"the gradient to x", k, batches}, x);
-    if (x.size() != 0) check_.apart(to_dy, to_x, {dy.data, x.data, u.data, v.data});
+    if (x.size() != 0) check_.apart(to_dy, to_x, {dy.data, x.data, u.data, v.data, epilogue.residual.data});
     check_.epilogue_of(epilogue, x, k, batches);
   }
 

@@ -127,8 +127,11 @@ private:
     read(of(in_.v, k), "the gradient with respect to dresidual");
     written(of(in_.to_dy, k), "the gradient to dy");
     written(of(in_.to_x, k), "the gradient to x");
+    // Of another number epilogues are a fault by themselves.
+    auto const epilogue = in_.epilogues.size() == batches ? in_.epilogues[k] : batch_norm_epilogue<T>{};
     if (x.size() != 0)
-      check_.apart(of(in_.to_dy, k), of(in_.to_x, k), {in_.dy[k].data, x.data, of(in_.u, k).data, of(in_.v, k).data});
+      check_.apart(of(in_.to_dy, k), of(in_.to_x, k),
+                   {in_.dy[k].data, x.data, of(in_.u, k).data, of(in_.v, k).data, epilogue.residual.data});
   }
 
   [[nodiscard]] std::span<double> own(row which) const { return buffers_type::of(buffers_->own, which); }
