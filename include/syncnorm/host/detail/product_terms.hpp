@@ -98,8 +98,14 @@ template <class Terms>
 struct terms_of_lanes : Terms {
   std::int64_t first = 0, fold = 1;
 
-  auto operator()(std::int64_t lane) const { return Terms::operator()((first + lane) / fold); }
-  [[nodiscard]] double excess(std::int64_t lane) const { return Terms::excess((first + lane) / fold); }
+  auto operator()(std::int64_t lane) const { return Terms::operator()(channel(lane)); }
+  [[nodiscard]] double excess(std::int64_t lane) const { return Terms::excess(channel(lane)); }
+
+private:
+  /// Dividing takes as long as all else that is done for a lane.
+  [[nodiscard]] std::int64_t channel(std::int64_t lane) const {
+    return fold == 1 ? first + lane : (first + lane) / fold;
+  }
 };
 
 } // namespace syncnorm::host::detail
