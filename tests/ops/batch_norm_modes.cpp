@@ -15,6 +15,7 @@
 #include <syncnorm/ops/batch_norm.hpp>
 
 #include <ops/grid_case.hpp>
+#include <support/message_of.hpp>
 #include <support/oracle.hpp>
 
 namespace {
@@ -203,6 +204,10 @@ TEST_CASE("affine parameters and running statistics are optional") {
     auto const alone_dx = alone.backward(share, share, std::vector<double>{}).dx;
     for (std::size_t i = 0; i < dx.size(); ++i)
       CHECK(dx[i] == doctest::Approx(static_cast<double>(alone_dx[i])).epsilon(1e-9));
+    // Of ranks nothing is said then.
+    auto const few = test_support::message_of<syncnorm::invalid_argument_error>(
+        [&] { layer.forward(syncnorm::nchw(x.data(), 1, 3, 1), syncnorm::nchw(y.data(), 1, 3, 1)); });
+    CHECK_MESSAGE(test_support::contains(few, "statistics of one rank need more than 1 value per channel"), few);
   });
 }
 

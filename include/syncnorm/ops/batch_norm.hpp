@@ -285,31 +285,14 @@ private:
   void forward_by(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
                   std::span<batch_norm_epilogue<T> const> epilogues, std::string_view fault) {
     if (by_batch())
-      run_forward(comm_, x, y, epilogues, running(), fault);
-    else if (options_.track_running_stats)
-      infer(x, y, epilogues, fault);
-    else {
-      run_forward(self_communicator{}, x, y, epilogues, {}, fault);
-      saved_.scope = statistics_scope::this_rank;
-    }
-  }
-
-  template <communicator Over>
-  void run_forward(Over const& comm, std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
-                   std::span<batch_norm_epilogue<T> const> epilogues, running_statistics<P> running,
-                   std::string_view fault) {
-    batch_norm_forward_batches<T, P>(exec_, comm, x, y, affine(), running, options_.norm, saved_, workspace_,
-                                     {.fault = fault}, epilogues);
-  }
-
-  void infer(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
-             std::span<batch_norm_epilogue<T> const> epilogues, std::string_view fault) {
+      return batch_norm_forward_batches<T, P>(exec_, comm_, x, y, affine(), running(), options_.norm, saved_,
+                                              workspace_, {.fault = fault}, epilogues);
     if (!fault.empty()) {
       detail::forget(saved_);
       throw invalid_argument_error{"batch_norm inference: " + std::string{fault}};
     }
-    batch_norm_inference_batches<T, P>(exec_, x, y, affine(), running_mean_, running_var_, options_.norm.eps, saved_,
-                                       options_.norm.variance, epilogues);
+    auto const alone = plan_forward(x, y, epilogues);
+    run_alone({&alone, 1});
   }
 
   C comm_;
