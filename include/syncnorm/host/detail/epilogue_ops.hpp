@@ -28,6 +28,15 @@ template <class V, class A>
   return v > zero ? dy : dy * (slope - zero);
 }
 
+/// The same where positions count; elsewhere, too, if `uncounted` is 1, and 0 there if that is 0.
+template <class V, class A, class Lanes>
+[[nodiscard, gnu::always_inline]] inline V activation_gradient(V const& v, V const& dy, A slope, A uncounted,
+                                                               Lanes const& counted) {
+  V const zero{}, through = activation_gradient(v, dy, slope);
+  V const left_out = (uncounted - zero) > zero ? through : zero;
+  return where(counted, through, left_out);
+}
+
 /// y = f((x − center)·scale + shift + residual), or 0 where positions do not count. The coefficients are `normalize_terms`.
 template <class A, bool Residual>
 struct epilogue_op {
@@ -85,9 +94,7 @@ struct epilogue_gradient_op {
     V const d = in[1] - k[1];
     V v = multiply_add(d, k[4], k[5]);
     if constexpr (Residual) v += in[2];
-    V dv = activation_gradient(v, in[0], slope);
-    V const left_out = (uncounted - zero) > zero ? dv : zero;
-    dv = where(counted, dv, left_out);
+    V const dv = activation_gradient(v, in[0], slope, uncounted, counted);
     V const of_x = Constant ? zero : where(counted, multiply_add<V>(d, k[2], k[3]), zero);
     V const dx = multiply_add<V>(dv, k[0], of_x);
     if constexpr (Residual) {

@@ -61,11 +61,7 @@ struct second_order_op {
     V const zero{}, d = in[1] - k[0];
     V v = multiply_add(d, k[1], k[2]);
     if constexpr (Residual) v += in[4];
-    auto const back = [&](V const& gradient) {
-      V const through = activation_gradient(v, gradient, slope);
-      V const left_out = (uncounted - zero) > zero ? through : zero;
-      return where(counted, through, left_out);
-    };
+    auto const back = [&](V const& gradient) { return activation_gradient(v, gradient, slope, uncounted, counted); };
     auto const add = [&](V const& to, V const& tensor, V const& scale) {
       return scale == zero ? to : multiply_add(tensor, scale, to);
     };
