@@ -147,10 +147,8 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
     if constexpr (!Constant) // else it is not worth the time to compile it
       if (detail::suits_row_pipeline<rows_type>(blocks, in, out)) {
         auto const rows = [&](std::int64_t first, std::int64_t length) {
-          auto part = in;
-          for (auto& view : part) view = view.channel_range(first, length);
-          return rows_type{sums_of{{{mean, inv_std, params}, epilogue.slope()}, first}, part, epilogue.written(),
-                           detail::layout::rows};
+          return rows_type{sums_of{{{mean, inv_std, params}, epilogue.slope()}, first},
+                           detail::channels_of(in, first, length), epilogue.written(), detail::layout::rows};
         };
         auto const finish = [](std::int64_t, std::int64_t) {};
         return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {std::ssize(in), true}, rows, sum_dy,

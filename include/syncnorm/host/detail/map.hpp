@@ -283,11 +283,8 @@ template <class T, class Op, class Make>
                                    typename elementwise_map<T, Op>::out_views const& out, prepared_mask const* mask,
                                    stores how, Make const& make) {
   return [=](std::int64_t first, std::int64_t length, accumulate_t<T>* table) {
-    auto part = in;
-    for (auto& view : part) view = view.channel_range(first, length);
-    auto part_out = out;
-    for (auto& view : part_out) view = view.channel_range(first, length);
-    return elementwise_map<T, Op>{op, make(first, length), part, part_out, mask, how, table};
+    return elementwise_map<T, Op>{
+        op, make(first, length), channels_of(in, first, length), channels_of(out, first, length), mask, how, table};
   };
 }
 

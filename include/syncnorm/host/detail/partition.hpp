@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -206,6 +207,14 @@ template <class T>
 [[nodiscard]] constexpr std::span<T> channels_of(std::span<T> values, std::int64_t first, std::int64_t length) {
   if (values.empty()) return values;
   return values.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(length));
+}
+
+/// Channels [first, first + length) of each view.
+template <class T, std::size_t Count>
+[[nodiscard]] constexpr std::array<tensor_view<T>, Count> channels_of(std::array<tensor_view<T>, Count> views,
+                                                                      std::int64_t first, std::int64_t length) {
+  for (auto& view : views) view = view.channel_range(first, length);
+  return views;
 }
 
 /// So many numbers at most are added to one in the type of the elements' arithmetic where moments are made of the sum. If all are equal

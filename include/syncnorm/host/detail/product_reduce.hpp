@@ -36,7 +36,7 @@ public:
   [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* a,
                                     double* b) const {
     Terms const terms = terms_from(first);
-    views const in = channel_range(first, length);
+    views const in = channels_of(in_, first, length);
     if (layout_ == layout::channels) {
       sum_channels<T>(terms, in, parts_, mask_, group, a, b);
     } else if (layout_ == layout::rows && mask_ == nullptr && are_short_rows(in[0].spatial)) {
@@ -58,7 +58,7 @@ private:
     fetching const fetch = fetching::of(in_[0], parts_, std::ssize(in_));
     for (std::int64_t done = 0; done < length; done += rows_type::channels_at_once) {
       std::int64_t const some = std::min(rows_type::channels_at_once, length - done);
-      rows_type sums{terms_from(first + done), channel_range(first + done, some), mask_, layout_};
+      rows_type sums{terms_from(first + done), channels_of(in_, first + done, some), mask_, layout_};
       sum_rows(sums, parts_, group, some, fetch, a + done, b + done);
     }
   }
@@ -67,11 +67,6 @@ private:
     auto terms = terms_;
     terms.first += first;
     return terms;
-  }
-  [[nodiscard]] views channel_range(std::int64_t first, std::int64_t length) const {
-    auto part = in_;
-    for (auto& view : part) view = view.channel_range(first, length);
-    return part;
   }
 
   Terms terms_;

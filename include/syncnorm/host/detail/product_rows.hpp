@@ -39,8 +39,8 @@ struct product_piece {
   std::array<E const*, inputs> from;
   std::uint8_t const* mask; ///< null: all count
   std::int64_t length;
-  std::array<std::int64_t, inputs>
-      ahead; ///< elements to those that are fetched meanwhile, for a level of cache; 0: for none
+  /// Elements to those that are fetched meanwhile, for a level of cache; 0: for none.
+  std::array<std::int64_t, inputs> ahead;
   int fetch;
 
   [[nodiscard]] sums<A> sum(Terms const& terms, std::array<A, coefficients> const& k) const {
@@ -83,7 +83,7 @@ private:
       return made;
   }
 
-  /// Of four vectors, in whatever order is the quickest. All are loaded before any is added, so that none is loaded twice.
+  /// Of four vectors, in whatever order is the quickest.
   template <bool Masked>
   [[gnu::always_inline]] void add_four(std::array<sums<vector>, 4>& to, Terms const& terms, vectors const& k,
                                        std::int64_t i) const {
