@@ -113,9 +113,11 @@ public:
             [] { return "only one of running_mean and running_var is given"; });
     require(options.momentum || running.mean.empty() || running.num_batches_tracked != nullptr,
             [] { return "the cumulative average needs num_batches_tracked, which is null"; });
-    std::int64_t const tracked = running.num_batches_tracked == nullptr ? 0 : *running.num_batches_tracked;
-    require(options.momentum || tracked >= 0,
-            [&] { return text("num_batches_tracked is ", tracked, ", expected at least 0"); });
+  }
+  /// What a cumulative average goes on from, in memory of the host.
+  void batches_tracked(batch_norm_options const& options, std::int64_t const* tracked) {
+    require(options.momentum || tracked == nullptr || *tracked >= 0,
+            [&] { return text("num_batches_tracked is ", *tracked, ", expected at least 0"); });
   }
 
   /// The parts of a message, one after the other.

@@ -85,6 +85,7 @@ public:
     check_.channel_values(in_.affine.gamma, "gamma", channels);
     check_.channel_values(in_.affine.beta, "beta", channels);
     check_.options(options, in_.running, channels);
+    check_.batches_tracked(options, in_.running.num_batches_tracked);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
     if (!collective())
       check_.require(count() != 1, [] { return "statistics of one rank need more than 1 value per channel, got 1"; });
