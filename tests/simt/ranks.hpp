@@ -52,11 +52,13 @@ inline constexpr int few_threads = 64, most_threads = 128;
 template <class Op>
 void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launching const& how) {
   bool const along_positions = gpu::detail::axis_of(a.op.lead()) == axis::positions;
-  if (a.cut.groups != 0 && how.least != 0)
-    a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
-                                    gpu::detail::most_pieces);
+  if (a.cut.groups != 0 && how.least != 0) {
+    a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads,
+                                    along_positions ? 0 : how.blocks, how.least, gpu::detail::most_pieces);
+    if (along_positions) gpu::detail::set_shares(a.cut, how.blocks, how.least);
+  }
   set_access(a.cut, how, a.op);
-  simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), a.cut.threads, 0, how.order};
+  simt::launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
   if (along_positions)
     on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::positions, most_threads>(hw, a); });
   else
@@ -70,7 +72,7 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
     a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
                                     std::int64_t{1} << 20);
   set_access(a.cut, how, a.op);
-  simt::launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), a.cut.threads, 0, how.order};
+  simt::launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
   if (along_positions)
     on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions>(hw, a); });
   else

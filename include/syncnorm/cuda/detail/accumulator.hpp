@@ -34,7 +34,7 @@ struct batch {
       SYNCNORM_UNROLL
       for (int u = 0; u < Unroll; ++u) {
         words[u] = load_mask<Axis, T, K>(hw, op.mask, at.template here<K>());
-        at.advance();
+        at.template advance<K>();
       }
     }
     SYNCNORM_UNROLL
@@ -43,7 +43,7 @@ struct batch {
       bits[u] = existing<T, K>(at);
       if constexpr (sums_all<Op>) present[u] = bits[u];
       op.template load<Axis, K>(hw, at, in[u]);
-      items.advance();
+      items.template advance<K>();
     }
     if (!masked) return;
     SYNCNORM_UNROLL
@@ -101,6 +101,12 @@ SYNCNORM_DEVICE void add_items(Hw const& hw, Op const& op, walk<Axis, T>& items,
   while (items.inside()) take_batch(hw, op, items, [&](auto const& some) { sums.add(hw, some); });
 }
 
+/// 1/n, or 0 of nothing.
+template <class A>
+[[nodiscard]] SYNCNORM_DEVICE A reciprocal(std::int64_t n) {
+  return n == 0 ? A{0} : A{1} / static_cast<A>(n);
+}
+
 /// What a thread has summed of one channel, of packs along positions.
 template <class Op>
 class channel_accumulator {
@@ -129,8 +135,8 @@ public:
   }
 
   SYNCNORM_DEVICE void finish(double (&part)[Op::parts]) {
-    flush();
-    op_.finish(fine_, constants_, sums_, count_, part);
+    Op::flush(fine_, sums_);
+    op_.finish(fine_, constants_, sums_, count_, reciprocal<double>(count_), part);
   }
 
 private:
@@ -156,7 +162,8 @@ private:
     }
   }
   SYNCNORM_DEVICE void flush() {
-    Op::flush(fine_, sums_, count_);
+    Op::flush(fine_, sums_);
+    if constexpr (Op::pivoted) Op::move_pivot(fine_, sums_, count_, reciprocal<typename Op::A>(count_));
     packs_ = 0;
   }
 
@@ -215,13 +222,14 @@ public:
   /// Leaves the parts in the cells, and the count.
   template <class Hw>
   SYNCNORM_DEVICE void finish(Hw const& hw) {
-    flush(hw);
+    double const one_of = reciprocal<double>(count_);
     SYNCNORM_UNROLL
     for (int e = 0; e < length; ++e) {
       double sums[Op::sums], part[Op::parts];
       SYNCNORM_UNROLL
       for (int i = 0; i < cells; ++i) sums[i] = hw.load(&shared_.of[i][e][hw.thread()]);
-      op_.finish(fine_[e], constants_[e], sums, count_, part);
+      Op::flush(fine_[e], sums);
+      op_.finish(fine_[e], constants_[e], sums, count_, one_of, part);
       SYNCNORM_UNROLL
       for (int i = 0; i < cells; ++i) hw.store(&shared_.of[i][e][hw.thread()], part[Op::parts - cells + i]);
     }
@@ -250,12 +258,14 @@ private:
   }
   template <class Hw>
   SYNCNORM_DEVICE void flush(Hw const& hw) {
+    auto const one_of = reciprocal<typename Op::A>(count_);
     SYNCNORM_UNROLL
     for (int e = 0; e < length; ++e) {
       double sums[Op::sums];
       SYNCNORM_UNROLL
       for (int i = 0; i < cells; ++i) sums[i] = hw.load(&shared_.of[i][e][hw.thread()]);
-      Op::flush(fine_[e], sums, count_);
+      Op::flush(fine_[e], sums);
+      if constexpr (Op::pivoted) Op::move_pivot(fine_[e], sums, count_, one_of);
       SYNCNORM_UNROLL
       for (int i = 0; i < cells; ++i) hw.store(&shared_.of[i][e][hw.thread()], sums[i]);
     }

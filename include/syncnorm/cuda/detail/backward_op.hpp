@@ -106,12 +106,11 @@ struct gradient_op {
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    in[0] = load_pack<K>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
-    in[1] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    in[0] = load_at<Axis, K>(hw, dy, at, use);
+    in[1] = load_at<Axis, K>(hw, x, at, use);
     if constexpr (Epilogue) {
       in[2] = pack<T>{};
-      if (residual.data != nullptr)
-        in[2] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
+      if (residual.data != nullptr) in[2] = load_at<Axis, K>(hw, residual, at, use);
     }
   }
   template <axis Axis, known K, class Hw>
@@ -134,10 +133,9 @@ struct gradient_op {
   SYNCNORM_DEVICE static A of_x(A const (&k)[coefficients], A d) { return k[2] == 0 ? k[3] : d * k[2] + k[3]; }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
-    if (dx.data != nullptr) store_pack<K>(hw, address(dx, at), step_of<Axis>(dx), at.part, out[0], use);
+    if (dx.data != nullptr) store_at<Axis, K>(hw, dx, at, out[0], use);
     if constexpr (Epilogue)
-      if (dresidual.data != nullptr)
-        store_pack<K>(hw, address(dresidual, at), step_of<Axis>(dresidual), at.part, out[1], use);
+      if (dresidual.data != nullptr) store_at<Axis, K>(hw, dresidual, at, out[1], use);
   }
 };
 

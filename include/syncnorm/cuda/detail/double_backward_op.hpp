@@ -114,14 +114,13 @@ struct double_gradient_op {
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = pack<T>{};
-    if (u.data != nullptr) in[0] = load_pack<K>(hw, address(u, at), step_of<Axis>(u), at.part, use);
-    in[1] = load_pack<K>(hw, address(dy, at), step_of<Axis>(dy), at.part, use);
-    in[2] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    if (u.data != nullptr) in[0] = load_at<Axis, K>(hw, u, at, use);
+    in[1] = load_at<Axis, K>(hw, dy, at, use);
+    in[2] = load_at<Axis, K>(hw, x, at, use);
     if constexpr (Epilogue) {
       in[3] = in[4] = pack<T>{};
-      if (residual.data != nullptr)
-        in[3] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
-      if (v.data != nullptr) in[4] = load_pack<K>(hw, address(v, at), step_of<Axis>(v), at.part, use);
+      if (residual.data != nullptr) in[3] = load_at<Axis, K>(hw, residual, at, use);
+      if (v.data != nullptr) in[4] = load_at<Axis, K>(hw, v, at, use);
     }
   }
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], [[maybe_unused]] bool counts,
@@ -146,8 +145,8 @@ struct double_gradient_op {
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
-    if (to_dy.data != nullptr) store_pack<K>(hw, address(to_dy, at), step_of<Axis>(to_dy), at.part, out[0], use);
-    if (to_x.data != nullptr) store_pack<K>(hw, address(to_x, at), step_of<Axis>(to_x), at.part, out[1], use);
+    if (to_dy.data != nullptr) store_at<Axis, K>(hw, to_dy, at, out[0], use);
+    if (to_x.data != nullptr) store_at<Axis, K>(hw, to_x, at, out[1], use);
   }
 };
 

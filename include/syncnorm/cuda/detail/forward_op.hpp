@@ -158,7 +158,7 @@ struct normalize_op {
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    in[0] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, use);
+    in[0] = load_at<Axis, K>(hw, x, at, use);
     load_rest<Axis, K>(hw, at, in);
   }
   /// What moments_op did not load.
@@ -166,8 +166,7 @@ struct normalize_op {
   SYNCNORM_DEVICE void load_rest(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     if constexpr (Epilogue) {
       in[1] = pack<T>{};
-      if (residual.data != nullptr)
-        in[1] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, use);
+      if (residual.data != nullptr) in[1] = load_at<Axis, K>(hw, residual, at, use);
     }
   }
   template <bool Forward = false>
@@ -186,7 +185,7 @@ struct normalize_op {
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
-    store_pack<K>(hw, address(y, at), step_of<Axis>(y), at.part, out[0], use);
+    store_at<Axis, K>(hw, y, at, out[0], use);
   }
 };
 

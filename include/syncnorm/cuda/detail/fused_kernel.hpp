@@ -75,7 +75,8 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   std::int64_t const channel = static_cast<std::int64_t>(hw.block());
   auto& shared = hw.template shared<storage>();
   kept_packs<Sums> const kept{hw.dynamic_shared(), a.cut.items()};
-  walk<axis::positions, T> items{a.cut, a.sums.lead(), hw.block(), 0, hw.thread(), hw.threads()};
+  walk<axis::positions, T> items{a.cut, a.sums.lead(), part_of_group::of_block(a.cut, hw.block()), hw.thread(),
+                                 hw.threads()};
 
   channel_accumulator<Sums> sums{hw, a.sums, channel};
   auto reading = items;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/mask_view.hpp>
@@ -13,13 +14,15 @@ namespace syncnorm::cuda::detail {
 /// accessed element by element.
 enum class axis : std::uint8_t { positions, channels };
 
-/// How a launch cuts `[N, C, S]`: groups of channels, each cut into pieces, one to a block. A group is a channel by packs
-/// along positions, and `lanes` packs by packs along channels. What is in a group comes in items: the packs of its rows,
-/// of which there are `inner` in each of N; or its N·S positions.
+/// How a launch cuts `[N, C, S]`: groups of channels, each cut into pieces, one to a block, or, with a `share`, all one after the
+/// other into shares of as many items, one to a block. A group is a channel by packs along positions, and `lanes` packs by packs
+/// along channels. What is in a group comes in items: the packs of its rows, of which there are `inner` in each of N; or its N·S
+/// positions.
 struct geometry {
   std::int64_t samples = 0, channels = 0, spatial = 0;
   std::int64_t inner = 1;                      ///< items of a sample
   std::int64_t per_piece = 1;                  ///< items of a piece
+  std::int64_t share = 0;                      ///< items of a block; 0: those of a piece
   std::int64_t step_outer = 0, step_inner = 1; ///< by what the items of a thread are apart, of samples and within one
   std::uint32_t pieces = 1, groups = 0;
   int lanes = 1;
@@ -28,6 +31,59 @@ struct geometry {
   bool aligned = false; ///< every pack is one access of each tensor, along positions perhaps in part
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t items() const { return samples * inner; }
+  /// Of the launch.
+  [[nodiscard]] constexpr std::uint32_t blocks() const {
+    return share == 0 ? groups * pieces : static_cast<std::uint32_t>((groups * items() + share - 1) / share);
+  }
+};
+
+/// Items [begin, end) of a group, which are piece number `piece` of `pieces`, each of another block.
+struct part_of_group {
+  std::uint32_t group, piece, pieces;
+  std::int64_t begin, end;
+
+  /// The part that a block has by pieces.
+  [[nodiscard]] static SYNCNORM_HOST_DEVICE part_of_group of_block(geometry const& cut, std::uint32_t block) {
+    std::uint32_t const group = block % cut.groups, piece = block / cut.groups;
+    std::int64_t const begin = piece * cut.per_piece, all = cut.items();
+    return {group, piece, cut.pieces, begin, begin + cut.per_piece < all ? begin + cut.per_piece : all};
+  }
+};
+
+/// The parts of groups that a block has by shares, or its group, in the order of groups.
+class parts_of_share {
+public:
+  SYNCNORM_HOST_DEVICE parts_of_share(geometry const& cut, std::uint32_t block) : cut_{cut}, block_{block} {
+    std::int64_t const items = cut.items(), all = cut.groups * items, share = cut.share == 0 ? items : cut.share;
+    begin_ = block * share;
+    end_ = begin_ + share < all ? begin_ + share : all;
+    group_ = cut.share == 0 ? block : begin_ / items;
+    end_group_ = cut.share == 0 ? block + 1 : (end_ + items - 1) / items;
+  }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE bool inside() const { return group_ < end_group_; }
+  SYNCNORM_HOST_DEVICE void advance() { ++group_; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE part_of_group here() const {
+    std::int64_t const items = cut_.items(), first = group_ * items;
+    std::int64_t const begin = begin_ > first ? begin_ - first : 0, end = end_ - first < items ? end_ - first : items;
+    if (begin == 0 && end == items) return {low(group_), 0, 1, 0, items};
+    std::int64_t const first_block = first / cut_.share, last_block = (first + items - 1) / cut_.share;
+    return {low(group_), block_ - low(first_block), low(last_block - first_block) + 1, begin, end};
+  }
+  /// Where piece number `piece` of the group is among what all blocks leave: of blocks that have several groups, the last one's first
+  /// piece comes second.
+  [[nodiscard]] SYNCNORM_HOST_DEVICE std::int64_t place(part_of_group const& of, std::int64_t piece) const {
+    std::int64_t const block = block_ - of.piece + piece;
+    return 2 * block + (piece == 0 && group_ * cut_.items() > block * cut_.share ? 1 : 0);
+  }
+
+private:
+  [[nodiscard]] static SYNCNORM_HOST_DEVICE std::uint32_t low(std::int64_t value) {
+    return static_cast<std::uint32_t>(value);
+  }
+
+  geometry const& cut_;
+  std::uint32_t block_;
+  std::int64_t begin_, end_, group_, end_group_;
 };
 
 /// A pack: the sample, and the position and channel of its element 0.
@@ -41,26 +97,37 @@ template <class T>
   return t.data + (at.sample * t.stride_n + at.channel * t.stride_c + at.position * t.stride_s);
 }
 
+/// The same of a pack of which `K` is known. Of whole ones extents and strides have 31 bits, and a product is one instruction.
+template <axis Axis, known K, class T>
+[[nodiscard]] SYNCNORM_DEVICE T* address(tensor_view<T> const& t, spot const& at) {
+  if constexpr (K != known::whole) return address(t, at);
+  auto const product = [](std::int64_t a, std::int64_t b) {
+    return std::int64_t{static_cast<std::int32_t>(a)} * static_cast<std::int32_t>(b);
+  };
+  return t.data +
+         (product(at.sample, t.stride_n) + (Axis == axis::positions ? product(at.channel, t.stride_c) + at.position
+                                                                    : at.channel + product(at.position, t.stride_s)));
+}
+
 template <axis Axis, class T>
 [[nodiscard]] SYNCNORM_HOST_DEVICE inline std::int64_t step_of(tensor_view<T> const& t) {
   return Axis == axis::positions ? t.stride_s : t.stride_c;
 }
 
-/// The items of one thread in one piece. Packs along positions begin where those of `lead` are aligned.
+/// The items of one thread in a part of a group. Packs along positions begin where those of `lead` are aligned.
 template <axis Axis, class T>
 class walk {
 public:
-  SYNCNORM_DEVICE walk(geometry const& cut, tensor_view<T const> const& lead, std::uint32_t group, std::uint32_t piece,
-                       int thread, int threads)
+  SYNCNORM_DEVICE walk(geometry const& cut, tensor_view<T const> const& lead, part_of_group const& part, int thread,
+                       int threads)
       : cut_{cut}, lead_{lead} {
     int const lane = Axis == axis::positions ? 0 : thread % cut.lanes;
     int const first = Axis == axis::positions ? thread : thread / cut.lanes;
     stride_ = Axis == axis::positions ? threads : threads / cut.lanes;
-    channel_ = Axis == axis::positions ? static_cast<std::int64_t>(group)
-                                       : (static_cast<std::int64_t>(group) * cut.lanes + lane) * pack_length<T>;
-    std::int64_t const begin = piece * cut.per_piece, all = cut.items();
-    item_ = begin + first;
-    end_ = begin + cut.per_piece < all ? begin + cut.per_piece : all;
+    channel_ = Axis == axis::positions ? static_cast<std::int64_t>(part.group)
+                                       : (static_cast<std::int64_t>(part.group) * cut.lanes + lane) * pack_length<T>;
+    item_ = part.begin + first;
+    end_ = part.end;
     if (channel_ >= cut.channels) end_ = item_;
     outer_ = item_ / cut.inner;
     inner_ = item_ - outer_ * cut.inner;
@@ -98,8 +165,16 @@ public:
     return at;
   }
 
+  template <known K = known::nothing>
   SYNCNORM_DEVICE void advance() {
     item_ += stride_;
+    if constexpr (K == known::whole) { // as `address`
+      auto const low = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
+      std::int32_t const inner = low(inner_) + low(cut_.step_inner) - low(cut_.inner);
+      inner_ = inner >= 0 ? inner : inner + low(cut_.inner);
+      outer_ = low(outer_) + low(cut_.step_outer) + (inner >= 0 ? 1 : 0);
+      return;
+    }
     outer_ += cut_.step_outer;
     inner_ += cut_.step_inner;
     if (inner_ >= cut_.inner) {
@@ -141,6 +216,17 @@ private:
 template <axis Axis, class T>
 [[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_one_access(tensor_view<T> const& t, spot const& at) {
   return step_of<Axis>(t) == 1 && is_aligned(address(t, at));
+}
+
+/// The pack of `t` at a spot of which `K` is known, of which the elements that exist are read or written.
+template <axis Axis, known K, class Hw, class T>
+[[nodiscard]] SYNCNORM_DEVICE pack<std::remove_const_t<T>> load_at(Hw const& hw, tensor_view<T> const& t,
+                                                                   spot const& at, cached use) {
+  return load_pack<K>(hw, address<Axis, K>(t, at), step_of<Axis>(t), at.part, use);
+}
+template <axis Axis, known K, class Hw, class T>
+SYNCNORM_DEVICE void store_at(Hw const& hw, tensor_view<T> const& t, spot const& at, pack<T> const& some, cached use) {
+  store_pack<K>(hw, address<Axis, K>(t, at), step_of<Axis>(t), at.part, some, use);
 }
 
 [[nodiscard]] SYNCNORM_HOST_DEVICE inline std::uint8_t const* address(mask_view const& mask, spot const& at) {

@@ -38,7 +38,7 @@ void launch(char const* call, launch_shape const& shape, typename Entry::argumen
 /// Launches that of two kernels which goes along the packs of `Op`.
 template <class Kernels, template <class, axis> class Entry, class Op>
 void launch_along(char const* call, typename Entry<Op, axis::positions>::arguments const& a, cudaStream_t stream) {
-  launch_shape const shape{std::max(1u, a.cut.groups * a.cut.pieces), a.cut.threads};
+  launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads};
   if (axis_of(a.op.lead()) == axis::positions)
     launch<Kernels, Entry<Op, axis::positions>>(call, shape, a, stream);
   else

@@ -72,7 +72,7 @@ struct map_batch {
     SYNCNORM_UNROLL
     for (int u = 0; u < Count; ++u) {
       op.template load<Axis, K>(hw, items.template here<K>(), in[u]);
-      items.advance();
+      items.template advance<K>();
     }
   }
   /// `Forward`: of an op that goes both ways, the one.
@@ -98,7 +98,7 @@ struct map_batch {
         for (int o = 0; o < Op::outputs; ++o) out[o].of[e] = made[o];
       }
       op.template store<Axis, K>(hw, at, out);
-      items.advance();
+      items.template advance<K>();
     }
   }
 };
@@ -116,10 +116,11 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   geometry const& cut = a.cut;
   auto const& statistics = a.op.statistics;
   std::uint32_t const block = hw.blocks() - 1 - hw.block();
-  std::uint32_t const groups = cut.groups > 0 ? cut.groups : 1, group = block % groups, piece = block / groups;
+  auto const part = cut.groups > 0 ? part_of_group::of_block(cut, block) : part_of_group{0, block, 1, 0, 0};
+  std::uint32_t const groups = cut.groups > 0 ? cut.groups : 1, group = part.group, piece = part.piece;
 
   // The first loads are in flight while the statistics are merged.
-  walk<Axis, T> items{cut, a.op.lead(), group, piece, hw.thread(), hw.threads()};
+  walk<Axis, T> items{cut, a.op.lead(), part, hw.thread(), hw.threads()};
   batch_type some;
   known next = known::nothing;
   auto const load_next = [&] {

@@ -79,12 +79,21 @@ template <class Op>
          is_one(0, (rows ? lead.channels : lead.spatial) > 1 ? 1 : 0);
 }
 
-/// Whether every pack of `op` is there in full, and one access of each tensor and of the mask.
+/// Whether 31 bits hold the extents and strides of a tensor, and a sign.
+template <class T>
+[[nodiscard]] bool is_narrow(tensor_view<T> const& t) {
+  auto const fits = [](std::int64_t value) { return std::int64_t{static_cast<std::int32_t>(value)} == value; };
+  return fits(t.samples) && fits(t.channels) && fits(t.spatial) && fits(t.stride_n) && fits(t.stride_c) &&
+         fits(t.stride_s);
+}
+
+/// Whether every pack of `op` is there in full, and one access of each tensor and of the mask, and an address is had in 31 bits.
 template <class Op>
 [[nodiscard]] bool is_whole_throughout(Op const& op) {
   using T = typename Op::element_type;
   auto const& lead = op.lead();
   bool const rows = axis_of(lead) == axis::positions;
+  if (!op.each_tensor([](auto const& t) { return is_narrow(t); })) return false;
   if (!is_aligned_throughout(op) || (rows ? lead.spatial : lead.channels) % pack_length<T> != 0) return false;
   if (!rows) return true;
   spot const first{0, 0, 0, {}}, next_sample{lead.samples > 1 ? 1 : 0, 0, 0, {}},
@@ -113,8 +122,8 @@ void set_access(geometry& cut, Ops const&... ops) {
       ((axis_of(ops.lead()) == axis::positions && is_aligned_throughout(ops) && has_room_throughout(ops)) && ...);
 }
 
-/// Pieces of a group of a reduction at most, whose parts the last block puts together, and blocks of one that a multiprocessor
-/// holds at most.
+/// Pieces of a group of a reduction along channels at most, whose parts the last block puts together, and blocks of one that a
+/// multiprocessor holds at most.
 inline constexpr std::int64_t most_pieces = 256, most_resident = 6;
 
 /// Blocks of `Op` that the device holds at a time, by the registers that they take.
@@ -124,13 +133,22 @@ template <class Op>
   return std::min(resident, most_resident) * limits.multiprocessors;
 }
 
-/// A reduction along channels is one wave of blocks, each with as many packs as it takes: what the blocks leave to be put
-/// together is a table of pieces × channels. Along positions it is a number for each piece: many short pieces, so that
-/// multiprocessors which are done early have something left to do. 16 packs a thread are 64 KB a block.
+/// Lets `blocks` blocks have shares of a launch along positions, of `least` packs for each thread at least. Where there are many groups,
+/// each is one block's.
+inline void set_shares(geometry& cut, std::int64_t blocks, std::int64_t least) {
+  std::int64_t const items = cut.items(), all = cut.groups * items;
+  if (all == 0 || cut.groups >= 4 * blocks) return;
+  cut.share = std::max(up_to(all, blocks), cut.threads * least);
+}
+
+/// A reduction is one wave of blocks, each with as many packs as it takes; along positions with shares that are all alike. 16 packs a
+/// thread are 64 KB a block.
 template <class Op>
 [[nodiscard]] geometry cut_for_reduction(Op const& op, int threads, device_limits const& limits) {
   std::int64_t const wave = wave_of(op, limits);
-  auto cut = cut_tensor(op.lead(), threads, axis_of(op.lead()) == axis::channels ? wave : 4 * wave, 16, most_pieces);
+  bool const along_channels = axis_of(op.lead()) == axis::channels;
+  auto cut = cut_tensor(op.lead(), threads, along_channels ? wave : 0, 16, most_pieces);
+  if (!along_channels) set_shares(cut, wave, 16);
   set_access(cut, op);
   return cut;
 }

@@ -44,11 +44,11 @@ public:
   using storage = reduce_storage<Op, Axis, Threads>;
   static constexpr int length = pack_length<T>;
 
-  /// The parts of a group's channels over the items of a piece: of channel number i in thread i.
+  /// The parts of a group's channels over some of its items: of channel number i in thread i.
   template <class Hw>
-  static SYNCNORM_DEVICE void sum_piece(Hw const& hw, Op const& op, geometry const& cut, std::uint32_t group,
-                                        std::uint32_t piece, storage& shared, double (&all)[Op::parts]) {
-    walk<Axis, T> items{cut, op.lead(), group, piece, hw.thread(), hw.threads()};
+  static SYNCNORM_DEVICE void sum_part(Hw const& hw, Op const& op, geometry const& cut, part_of_group const& of,
+                                       storage& shared, double (&all)[Op::parts]) {
+    walk<Axis, T> items{cut, op.lead(), of, hw.thread(), hw.threads()};
     if constexpr (Axis == axis::positions) {
       channel_accumulator<Op> sums{hw, op, items.channel()};
       add_items(hw, op, items, sums);
@@ -106,56 +106,49 @@ public:
   }
 };
 
-/// Sums the channels of `[N, C, S]` and writes this rank's packet. The last block of a group to arrive puts the parts of all
-/// together, in the order of pieces, so that the bits do not depend on who that is.
-template <class Op, axis Axis, int Threads, class Hw>
-SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) {
+/// Sums a part of a group, and, where it is the last of the group to be done, writes what the packet says of its channels.
+/// `place(i)`: where piece number i of the group is in `partials`.
+template <class Op, axis Axis, int Threads, class Hw, class Place>
+SYNCNORM_DEVICE void reduce_part(Hw const& hw, reduce_arguments<Op> const& a, part_of_group const& of,
+                                 typename reduction<Op, Axis, Threads>::storage& shared, Place const& place) {
   using reducer = reduction<Op, Axis, Threads>;
-  if (a.cut.groups == 0) {
-    if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
-    return;
-  }
-  std::uint32_t const group = hw.block() % a.cut.groups, piece = hw.block() / a.cut.groups;
-  auto& shared = hw.template shared<typename reducer::storage>();
   double all[Op::parts]{};
-  reducer::sum_piece(hw, a.op, a.cut, group, piece, shared, all);
+  reducer::sum_part(hw, a.op, a.cut, of, shared, all);
 
   constexpr int width = most_channels<Op, Axis>;
   int const lane = hw.thread(), channels = Axis == axis::positions ? 1 : a.cut.lanes * reducer::length;
-  if (a.cut.pieces > 1) {
-    double* const of_group = a.partials + static_cast<std::size_t>(group) * a.cut.pieces * (Op::parts * width);
+  if (of.pieces > 1) {
+    auto const partial = [&](std::int64_t i, int p) {
+      return a.partials + ((place(i) * Op::parts + p) * width + (Axis == axis::positions ? 0 : lane % channels));
+    };
     if (lane < channels) {
       SYNCNORM_UNROLL
-      for (int p = 0; p < Op::parts; ++p)
-        hw.store(of_group + (static_cast<std::int64_t>(piece) * Op::parts + p) * width + lane, all[p]);
+      for (int p = 0; p < Op::parts; ++p) hw.store(partial(of.piece, p), all[p]);
     }
     hw.barrier();
     if (hw.thread() == 0) {
       hw.fence();
-      bool const last = hw.atomic_add(a.tickets + group, 1u) == a.cut.pieces - 1;
+      bool const last = hw.atomic_add(a.tickets + of.group, 1u) == of.pieces - 1;
       if (last) {
-        hw.atomic_exchange(a.tickets + group, 0u);
+        hw.atomic_exchange(a.tickets + of.group, 0u);
         hw.fence();
       }
       hw.store(&shared.last, last);
     }
     hw.barrier();
     if (!hw.load(&shared.last)) return;
-    auto const at = [&](int i, int p) {
-      return hw.load(of_group + (static_cast<std::size_t>(i) * Op::parts + static_cast<std::size_t>(p)) * width +
-                     (Axis == axis::positions ? 0 : lane % channels));
-    };
+    int const pieces = static_cast<int>(of.pieces);
+    auto const at = [&](int i, int p) { return hw.load(partial(i, p)); };
     if constexpr (Axis == axis::positions) {
       if (hw.thread() >= 32) return;
-      int const pieces = static_cast<int>(a.cut.pieces);
       auto const of_lane = [&](int i, int p) { return at(i * 32 + lane, p); };
       Op::combine(of_lane, pieces > lane ? (pieces - lane + 31) / 32 : 0, all);
       Op::combine_warp(hw, all);
     } else {
-      reducer::combine_rows(hw, shared, at, channels, static_cast<int>(a.cut.pieces), all);
+      reducer::combine_rows(hw, shared, at, channels, pieces, all);
     }
   }
-  std::int64_t const channel = static_cast<std::int64_t>(group) * channels + lane;
+  std::int64_t const channel = static_cast<std::int64_t>(of.group) * channels + lane;
   if (lane >= channels || channel >= a.cut.channels) return;
   double value[Op::values];
   a.op.values_of(hw, channel, all, value);
@@ -169,6 +162,28 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
       if (channel == 0) hw.store(weighted + a.cut.channels, all[0]);
     }
   if (channel == 0) write_header(hw, a.packet, all[0], Op::counts);
+}
+
+/// Sums the channels of `[N, C, S]` and writes this rank's packet. The last block of a group to arrive puts the parts of all
+/// together, in the order of pieces, so that the bits do not depend on who that is.
+template <class Op, axis Axis, int Threads, class Hw>
+SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) {
+  if (a.cut.groups == 0) {
+    if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
+    return;
+  }
+  auto& shared = hw.template shared<typename reduction<Op, Axis, Threads>::storage>();
+  if constexpr (Axis == axis::positions) {
+    for (parts_of_share parts{a.cut, hw.block()}; parts.inside(); parts.advance()) {
+      auto const of = parts.here();
+      if (of.begin == 0) hw.barrier(); // shared memory may still be read for the group before
+      reduce_part<Op, Axis, Threads>(hw, a, of, shared, [&](std::int64_t i) { return parts.place(of, i); });
+    }
+  } else {
+    auto const of = part_of_group::of_block(a.cut, hw.block());
+    auto const place = [&](std::int64_t i) { return static_cast<std::int64_t>(of.group) * of.pieces + i; };
+    reduce_part<Op, Axis, Threads>(hw, a, of, shared, place);
+  }
 }
 
 } // namespace syncnorm::cuda::detail

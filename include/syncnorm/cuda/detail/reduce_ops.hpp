@@ -100,7 +100,7 @@ struct moments_op {
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    in[0] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+    in[0] = load_at<Axis, K>(hw, x, at, cached::normally);
   }
   static SYNCNORM_DEVICE void set_pivot(fine& to, T value) { to.pivot = to_accumulate(value); }
   SYNCNORM_DEVICE void add(fine& to, constants const&, T const (&in)[inputs], bool counts_too) const {
@@ -108,13 +108,14 @@ struct moments_op {
     to.first += d;
     to.second += d * d;
   }
-  /// `n`: how many elements the sums are of.
-  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums], std::int64_t n) {
+  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums]) {
     sum[0] += static_cast<double>(from.first);
     sum[1] += static_cast<double>(from.second);
     from.first = from.second = 0;
-    if (n == 0) return;
-    A const pivot = from.pivot + static_cast<A>(sum[0]) / static_cast<A>(n);
+  }
+  /// `n`: how many elements the sums are of; `one_of`: 1/n.
+  static SYNCNORM_DEVICE void move_pivot(fine& from, double (&sum)[sums], std::int64_t n, A one_of) {
+    A const pivot = from.pivot + static_cast<A>(sum[0]) * one_of;
     double const moved = static_cast<double>(from.pivot) - static_cast<double>(pivot);
     double const count = static_cast<double>(n);
     sum[1] += moved * (2 * sum[0] + count * moved);
@@ -122,19 +123,21 @@ struct moments_op {
     from.pivot = pivot;
   }
   SYNCNORM_DEVICE void finish(fine const& from, constants const&, double const (&sum)[sums], std::int64_t n,
-                              double (&part)[parts]) const {
-    double const count = static_cast<double>(n), m2 = n == 0 ? 0 : sum[1] - sum[0] * (sum[0] / count);
-    part[0] = count;
-    part[1] = n == 0 ? 0 : static_cast<double>(from.pivot) + sum[0] / count;
+                              double one_of, double (&part)[parts]) const {
+    double const shift = sum[0] * one_of, m2 = sum[1] - sum[0] * shift;
+    part[0] = static_cast<double>(n);
+    part[1] = static_cast<double>(from.pivot) + shift;
     part[2] = m2 < 0 ? 0 : m2;
   }
 
   template <class At>
   static SYNCNORM_DEVICE void combine(At const& at, int k, double (&all)[parts]) {
-    double count = 0, sum = 0, m2 = 0, first = 0;
+    int some = 0;
+    while (some < k && at(some, 0) == 0) ++some;
+    double const first = some < k ? at(some, 1) : 0;
+    double count = 0, sum = 0, m2 = 0;
     SYNCNORM_UNROLL_FOUR
-    for (int i = 0; i < k; ++i) {
-      if (count == 0) first = at(i, 1);
+    for (int i = some; i < k; ++i) {
       count += at(i, 0);
       sum += at(i, 0) * (at(i, 1) - first);
     }
@@ -211,12 +214,11 @@ struct backward_sums_op : added_parts<2> {
   }
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    in[0] = load_pack<K>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
-    in[1] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+    in[0] = load_at<Axis, K>(hw, dy, at, cached::normally);
+    in[1] = load_at<Axis, K>(hw, x, at, cached::normally);
     if constexpr (Epilogue) {
       in[2] = pack<T>{};
-      if (residual.data != nullptr)
-        in[2] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, cached::normally);
+      if (residual.data != nullptr) in[2] = load_at<Axis, K>(hw, residual, at, cached::normally);
     }
   }
   static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
@@ -231,12 +233,12 @@ struct backward_sums_op : added_parts<2> {
     to.first += counts_too ? g : A{0};
     to.second += counts_too ? g * d : A{0};
   }
-  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums], std::int64_t) {
+  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums]) {
     sum[0] += static_cast<double>(from.first);
     sum[1] += static_cast<double>(from.second);
     from.first = from.second = 0;
   }
-  SYNCNORM_DEVICE void finish(fine const&, constants const&, double const (&sum)[sums], std::int64_t,
+  SYNCNORM_DEVICE void finish(fine const&, constants const&, double const (&sum)[sums], std::int64_t, double,
                               double (&part)[parts]) const {
     part[0] = sum[0], part[1] = sum[1];
   }
@@ -295,13 +297,12 @@ struct double_backward_sums_op : added_parts<5> {
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = pack<T>{};
-    if (u.data != nullptr) in[0] = load_pack<K>(hw, address(u, at), step_of<Axis>(u), at.part, cached::normally);
-    in[1] = load_pack<K>(hw, address(dy, at), step_of<Axis>(dy), at.part, cached::normally);
-    in[2] = load_pack<K>(hw, address(x, at), step_of<Axis>(x), at.part, cached::normally);
+    if (u.data != nullptr) in[0] = load_at<Axis, K>(hw, u, at, cached::normally);
+    in[1] = load_at<Axis, K>(hw, dy, at, cached::normally);
+    in[2] = load_at<Axis, K>(hw, x, at, cached::normally);
     if constexpr (Epilogue) {
       in[3] = pack<T>{};
-      if (residual.data != nullptr)
-        in[3] = load_pack<K>(hw, address(residual, at), step_of<Axis>(residual), at.part, cached::normally);
+      if (residual.data != nullptr) in[3] = load_at<Axis, K>(hw, residual, at, cached::normally);
     }
   }
   static SYNCNORM_DEVICE void set_pivot(fine&, T) {}
@@ -322,14 +323,14 @@ struct double_backward_sums_op : added_parts<5> {
     to.of[3] += counted_second * d;
     to.of[4] += second * g;
   }
-  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums], std::int64_t) {
+  static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums]) {
     SYNCNORM_UNROLL
     for (int i = 0; i < sums; ++i) {
       sum[i] += static_cast<double>(from.of[i]);
       from.of[i] = 0;
     }
   }
-  SYNCNORM_DEVICE void finish(fine const&, constants const&, double const (&sum)[sums], std::int64_t,
+  SYNCNORM_DEVICE void finish(fine const&, constants const&, double const (&sum)[sums], std::int64_t, double,
                               double (&part)[parts]) const {
     SYNCNORM_UNROLL
     for (int i = 0; i < sums; ++i) part[i] = sum[i];
