@@ -260,6 +260,8 @@ TEST_CASE("Rows that begin and end within packs, by batches of these and one aft
         check_passes<T, true>(of);
         of.order = arrangement::nhwc, of.channels = 32, of.offset = of.y_offset = 0, of.on_chip = false;
         check_passes<T, true>(of);
+        of.on_chip = true;
+        check_passes<T, true>(of);
       }
   };
   check(float{}), check(double{}), check(bfloat16{});

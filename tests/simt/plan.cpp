@@ -27,34 +27,6 @@ constexpr test::extents all[] = {
     {0, 7, 5},          {7, 5, 0},       {1, 1 << 30, 1},    {9, 17, 33 * 1000},
 };
 
-/// Every item of every group is of one block, and pieces are numbered as they follow each other.
-void check_shares(gpu::geometry const& cut) {
-  std::int64_t const items = cut.items();
-  std::int64_t group = 0, reached = 0, places = -1;
-  std::uint32_t piece = 0, pieces = 0;
-  bool in_order = true;
-  for (std::uint32_t block = 0; block < cut.blocks(); ++block)
-    for (gpu::parts_of_share parts{cut, block}; parts.inside(); parts.advance()) {
-      auto const of = parts.here();
-      in_order = in_order && of.group == group && of.begin == reached && of.piece == piece && of.end > of.begin &&
-                 (piece == 0 || of.pieces == pieces);
-      if (of.pieces > 1) {
-        auto const place = parts.place(of, of.piece);
-        in_order = in_order && place > places && place < 2 * std::int64_t{cut.blocks()};
-        for (std::uint32_t i = 0; i < of.piece; ++i) in_order = in_order && parts.place(of, i) < place;
-        if (of.piece == 0) in_order = in_order && parts.place(of, 1) > place;
-        places = place;
-      }
-      pieces = of.pieces, reached = of.end, ++piece;
-      if (reached == items) {
-        in_order = in_order && piece == pieces;
-        ++group, reached = 0, piece = 0;
-      }
-    }
-  CHECK(in_order);
-  CHECK((group == cut.groups && reached == 0));
-}
-
 template <class Op>
 void check_cut(Op const& op, gpu::geometry const& cut, std::int64_t parts) {
   auto const items = cut.items();
@@ -64,10 +36,8 @@ void check_cut(Op const& op, gpu::geometry const& cut, std::int64_t parts) {
   std::int64_t const wide = gpu::axis_of(op.lead()) == axis::positions ? 1 : cut.lanes * gpu::pack_length<float>;
   CHECK(cut.groups * wide >= op.lead().channels);
   CHECK(std::int64_t{cut.groups} * cut.pieces < std::int64_t{1} << 31);
-  if (cut.share != 0) check_shares(cut);
-  if (parts == 0 || (cut.pieces == 1 && cut.share == 0)) return;
-  auto const left = cut.share != 0 ? 2 * std::int64_t{cut.blocks()} * parts
-                                   : std::int64_t{cut.groups} * cut.pieces * parts * 8 * gpu::pack_length<float>;
+  if (parts == 0 || cut.pieces == 1) return;
+  auto const left = std::int64_t{cut.groups} * cut.pieces * parts * (wide == 1 ? 1 : 8 * gpu::pack_length<float>);
   CHECK(gpu::workspace_layout::ticket_bytes(op.lead().channels) + 8 * static_cast<std::size_t>(left) <=
         cuda::workspace_bytes(op.lead().channels, limits));
 }
@@ -107,13 +77,7 @@ TEST_CASE("The last piece of tensors beyond 2^31 elements ends with their last e
         farthest = std::max<std::int64_t>(farthest, gpu::address(x, at) - x.data + at.part.last);
       }
     };
-    auto const last = [&] {
-      if (!rows) return gpu::part_of_group::of_block(cut, cut.blocks() - 1);
-      gpu::parts_of_share parts{cut, cut.blocks() - 1};
-      auto of = parts.here();
-      for (; parts.inside(); parts.advance()) of = parts.here();
-      return of;
-    }();
+    auto const last = gpu::part_of_group::of_block(cut, cut.blocks() - 1);
     for (int thread = 0; thread < 256; ++thread)
       if (rows)
         visit(gpu::walk<axis::positions, float>{cut, x, last, thread, 256});

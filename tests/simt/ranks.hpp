@@ -52,11 +52,9 @@ inline constexpr int few_threads = 64, most_threads = 128;
 template <class Op>
 void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launching const& how) {
   bool const along_positions = gpu::detail::axis_of(a.op.lead()) == axis::positions;
-  if (a.cut.groups != 0 && how.least != 0) {
-    a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads,
-                                    along_positions ? 0 : how.blocks, how.least, gpu::detail::most_pieces);
-    if (along_positions) gpu::detail::set_shares(a.cut, how.blocks, how.least);
-  }
+  if (a.cut.groups != 0 && how.least != 0)
+    a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
+                                    gpu::detail::most_pieces);
   set_access(a.cut, how, a.op);
   simt::launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
   if (along_positions)
@@ -84,8 +82,12 @@ template <class Sums, class Map>
 void run_fused(simt::machine& on, gpu::detail::fused_arguments<Sums, Map> a, launching const& how) {
   set_access(a.cut, how, a.sums, a.map);
   auto const bytes = static_cast<std::size_t>(gpu::detail::fused_bytes<Sums>(a.cut));
-  on.launch({a.cut.groups, a.cut.threads, bytes, how.order},
-            [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, most_threads>(hw, a); });
+  simt::launch_shape const shape{a.cut.groups, a.cut.threads, bytes, how.order};
+  if (gpu::detail::axis_of(a.sums.lead()) == axis::positions)
+    on.launch(shape,
+              [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, axis::positions, most_threads>(hw, a); });
+  else
+    on.launch(shape, [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, axis::channels, few_threads>(hw, a); });
 }
 
 /// What a pass has in device memory on one rank besides its tensors.

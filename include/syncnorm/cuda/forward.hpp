@@ -89,14 +89,6 @@ void kernels_of<T, Kernels>::forward_alone(in x, out y, affine_values const& aff
                                            packet_place const& packet, saved_statistics const& saved,
                                            running_outputs const& running, fault_report const& report,
                                            workspace const& work, device_limits const& limits, cudaStream_t stream) {
-  using D = detail::device_element_t<T>;
-  auto const x_view = detail::device_view(x);
-  detail::moments_op<D> const sums{x_view, done.mask};
-  if (!detail::is_one_launch<Kernels>(sums, own, limits)) {
-    local_moments(x, done.mask, own, packet, work, limits, stream);
-    normalize(x, y, affine, done, options, own_packet(packet), saved, running, report, work, limits, stream);
-    return;
-  }
   auto const* const call = "forward_alone";
   detail::operand_check const check{call};
   check.tensor(x, "x");
@@ -108,11 +100,19 @@ void kernels_of<T, Kernels>::forward_alone(in x, out y, affine_values const& aff
   detail::workspace_layout const layout{work, x.channels};
   auto const statistics = detail::make_statistics(affine, options, own_packet(packet), saved, running, report,
                                                   layout.pass_ticket, packet.kept_state);
-  detail::with_epilogue(done, [&](auto has_epilogue) {
-    auto const op = detail::make_normalize<D, has_epilogue()>(x_view, detail::device_view(y),
+  auto const launched = detail::with_epilogue(done, [&](auto has_epilogue) {
+    using D = detail::device_element_t<T>;
+    using map_type = detail::normalize_op<D, has_epilogue()>;
+    detail::moments_op<D> const sums{detail::device_view(x), done.mask};
+    if (!detail::is_one_launch<Kernels, detail::moments_op<D>, map_type>(sums, own, limits)) return false;
+    auto const op = detail::make_normalize<D, has_epilogue()>(detail::device_view(x), detail::device_view(y),
                                                               detail::device_epilogue(done), statistics);
     detail::launch_fused<Kernels>(call, sums, op, own, packet, limits, stream);
+    return true;
   });
+  if (launched) return;
+  local_moments(x, done.mask, own, packet, work, limits, stream);
+  normalize(x, y, affine, done, options, own_packet(packet), saved, running, report, work, limits, stream);
 }
 
 } // namespace syncnorm::cuda

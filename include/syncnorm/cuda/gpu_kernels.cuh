@@ -48,7 +48,7 @@ struct gpu_kernels {
                             cudaStream_t stream) {
     // The limit is the kernel's, not the launch's: were it not always the same, a smaller launch by another thread, or after one
     // in the same graph, would make the larger one fail.
-    if (shape.dynamic_shared > 48 * 1024 - detail::fused_static_bytes) {
+    if (shape.dynamic_shared > 48 * 1024 - shape.static_shared) {
       auto const code = cudaFuncSetAttribute(address<Entry>(), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              shape.most_dynamic_shared);
       if (code != cudaSuccess) return code;

@@ -25,7 +25,7 @@ void load_two_launches() {
 template <class Kernels, class Sums, class Map>
 void load_pass() {
   load_two_launches<Kernels, Sums, Map>();
-  load<Kernels, fused_entry<Sums, Map>>();
+  load<Kernels, fused_entry<Sums, Map, axis::positions>, fused_entry<Sums, Map, axis::channels>>();
 }
 
 } // namespace detail

@@ -34,17 +34,22 @@ struct map_entry {
   }
 };
 
-/// Several blocks to a multiprocessor, as shared memory allows, so that one reads while another writes.
-inline constexpr int fused_threads = 256, fused_resident = 3;
+inline constexpr int fused_threads = 256;
 
-template <class Sums, class Map>
+/// Several blocks to a multiprocessor, as shared memory allows, so that one reads while another sums.
+template <class Sums, class Map, axis Axis>
 struct fused_entry {
   using arguments = fused_arguments<Sums, Map>;
-  static constexpr int threads = fused_threads, resident = fused_resident;
+  using T = typename Sums::element_type;
+  static constexpr bool is_short = sizeof(T) == 2;
+  static constexpr bool takes_few = sizeof(T) == 4 || format_of<T> == element_format::binary16; ///< registers
+  static constexpr int threads = fused_threads;
+  static constexpr int resident = Axis == axis::positions ? (takes_few ? 3 : 2) : is_short ? 1 : 2;
+  static constexpr int static_shared = sizeof(fused_storage<Sums, Map, Axis, fused_threads>);
 
   template <int Threads, class Hw>
   static SYNCNORM_DEVICE void run(Hw const& hw, arguments const& a) {
-    fused_kernel<Sums, Map, Threads>(hw, a);
+    fused_kernel<Sums, Map, Axis, Threads>(hw, a);
   }
 };
 

@@ -14,15 +14,13 @@ namespace syncnorm::cuda::detail {
 /// accessed element by element.
 enum class axis : std::uint8_t { positions, channels };
 
-/// How a launch cuts `[N, C, S]`: groups of channels, each cut into pieces, one to a block, or, with a `share`, all one after the
-/// other into shares of as many items, one to a block. A group is a channel by packs along positions, and `lanes` packs by packs
-/// along channels. What is in a group comes in items: the packs of its rows, of which there are `inner` in each of N; or its N·S
-/// positions.
+/// How a launch cuts `[N, C, S]`: groups of channels, each cut into pieces, one to a block. A group is a channel by packs
+/// along positions, and `lanes` packs by packs along channels. What is in a group comes in items: the packs of its rows,
+/// of which there are `inner` in each of N; or its N·S positions.
 struct geometry {
   std::int64_t samples = 0, channels = 0, spatial = 0;
   std::int64_t inner = 1;                      ///< items of a sample
   std::int64_t per_piece = 1;                  ///< items of a piece
-  std::int64_t share = 0;                      ///< items of a block; 0: those of a piece
   std::int64_t step_outer = 0, step_inner = 1; ///< by what the items of a thread are apart, of samples and within one
   std::uint32_t pieces = 1, groups = 0;
   int lanes = 1;
@@ -32,9 +30,7 @@ struct geometry {
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t items() const { return samples * inner; }
   /// Of the launch.
-  [[nodiscard]] constexpr std::uint32_t blocks() const {
-    return share == 0 ? groups * pieces : static_cast<std::uint32_t>((groups * items() + share - 1) / share);
-  }
+  [[nodiscard]] constexpr std::uint32_t blocks() const { return groups * pieces; }
 };
 
 /// Items [begin, end) of a group, which are piece number `piece` of `pieces`, each of another block.
@@ -42,48 +38,12 @@ struct part_of_group {
   std::uint32_t group, piece, pieces;
   std::int64_t begin, end;
 
-  /// The part that a block has by pieces.
+  /// What a block has.
   [[nodiscard]] static SYNCNORM_HOST_DEVICE part_of_group of_block(geometry const& cut, std::uint32_t block) {
     std::uint32_t const group = block % cut.groups, piece = block / cut.groups;
     std::int64_t const begin = piece * cut.per_piece, all = cut.items();
     return {group, piece, cut.pieces, begin, begin + cut.per_piece < all ? begin + cut.per_piece : all};
   }
-};
-
-/// The parts of groups that a block has by shares, or its group, in the order of groups.
-class parts_of_share {
-public:
-  SYNCNORM_HOST_DEVICE parts_of_share(geometry const& cut, std::uint32_t block) : cut_{cut}, block_{block} {
-    std::int64_t const items = cut.items(), all = cut.groups * items, share = cut.share == 0 ? items : cut.share;
-    begin_ = block * share;
-    end_ = begin_ + share < all ? begin_ + share : all;
-    group_ = cut.share == 0 ? block : begin_ / items;
-    end_group_ = cut.share == 0 ? block + 1 : (end_ + items - 1) / items;
-  }
-  [[nodiscard]] SYNCNORM_HOST_DEVICE bool inside() const { return group_ < end_group_; }
-  SYNCNORM_HOST_DEVICE void advance() { ++group_; }
-  [[nodiscard]] SYNCNORM_HOST_DEVICE part_of_group here() const {
-    std::int64_t const items = cut_.items(), first = group_ * items;
-    std::int64_t const begin = begin_ > first ? begin_ - first : 0, end = end_ - first < items ? end_ - first : items;
-    if (begin == 0 && end == items) return {low(group_), 0, 1, 0, items};
-    std::int64_t const first_block = first / cut_.share, last_block = (first + items - 1) / cut_.share;
-    return {low(group_), block_ - low(first_block), low(last_block - first_block) + 1, begin, end};
-  }
-  /// Where piece number `piece` of the group is among what all blocks leave: of blocks that have several groups, the last one's first
-  /// piece comes second.
-  [[nodiscard]] SYNCNORM_HOST_DEVICE std::int64_t place(part_of_group const& of, std::int64_t piece) const {
-    std::int64_t const block = block_ - of.piece + piece;
-    return 2 * block + (piece == 0 && group_ * cut_.items() > block * cut_.share ? 1 : 0);
-  }
-
-private:
-  [[nodiscard]] static SYNCNORM_HOST_DEVICE std::uint32_t low(std::int64_t value) {
-    return static_cast<std::uint32_t>(value);
-  }
-
-  geometry const& cut_;
-  std::uint32_t block_;
-  std::int64_t begin_, end_, group_, end_group_;
 };
 
 /// A pack: the sample, and the position and channel of its element 0.
@@ -121,11 +81,11 @@ public:
   SYNCNORM_DEVICE walk(geometry const& cut, tensor_view<T const> const& lead, part_of_group const& part, int thread,
                        int threads)
       : cut_{cut}, lead_{lead} {
-    int const lane = Axis == axis::positions ? 0 : thread % cut.lanes;
+    lane_ = Axis == axis::positions ? 0 : thread % cut.lanes;
     int const first = Axis == axis::positions ? thread : thread / cut.lanes;
     stride_ = Axis == axis::positions ? threads : threads / cut.lanes;
     channel_ = Axis == axis::positions ? static_cast<std::int64_t>(part.group)
-                                       : (static_cast<std::int64_t>(part.group) * cut.lanes + lane) * pack_length<T>;
+                                       : (static_cast<std::int64_t>(part.group) * cut.lanes + lane_) * pack_length<T>;
     item_ = part.begin + first;
     end_ = part.end;
     if (channel_ >= cut.channels) end_ = item_;
@@ -146,8 +106,10 @@ public:
   }
   /// The channel of element 0 of every pack of this thread.
   [[nodiscard]] SYNCNORM_DEVICE std::int64_t channel() const { return channel_; }
-  /// The number of the item in its group.
-  [[nodiscard]] SYNCNORM_DEVICE std::int64_t item() const { return item_; }
+  /// The number of the next pack in its group, of all lanes.
+  [[nodiscard]] SYNCNORM_DEVICE std::int64_t number() const {
+    return Axis == axis::positions ? item_ : item_ * cut_.lanes + lane_;
+  }
 
   /// The item's pack, which is empty outside.
   template <known K = known::nothing>
@@ -209,7 +171,7 @@ private:
   geometry const& cut_;
   tensor_view<T const> const& lead_;
   std::int64_t channel_, item_, end_, outer_, inner_;
-  int stride_;
+  int stride_, lane_;
 };
 
 /// Whether a pack of `t` is one access.

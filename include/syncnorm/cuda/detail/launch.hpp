@@ -28,6 +28,7 @@ struct launch_shape {
   int threads = 64;
   int dynamic_shared = 0;      ///< bytes
   int most_dynamic_shared = 0; ///< of any launch of the kernel on this device
+  int static_shared = 0;       ///< bytes beside those that are dynamic
 };
 
 template <class Kernels, class Entry>
@@ -58,9 +59,12 @@ void launch_map(char const* call, Op const& op, device_limits const& limits, cud
 }
 
 /// Whether `fits_on_chip`; of a header with a fault the header alone is to be written, which one launch does not.
-template <class Kernels, class Sums>
+template <class Kernels, class Sums, class Map>
 [[nodiscard]] bool is_one_launch(Sums const& sums, packet_header const& header, device_limits const& limits) {
-  return header.fault[0] == '\0' && fits_on_chip(sums, Kernels::threads(fused_threads), limits);
+  bool const rows = axis_of(sums.lead()) == axis::positions;
+  int const static_shared = rows ? fused_entry<Sums, Map, axis::positions>::static_shared
+                                 : fused_entry<Sums, Map, axis::channels>::static_shared;
+  return header.fault[0] == '\0' && fits_on_chip(sums, Kernels::threads(fused_threads), static_shared, limits);
 }
 
 /// A pass in one launch; the caller has asked `is_one_launch`.
@@ -68,9 +72,16 @@ template <class Kernels, class Sums, class Map>
 void launch_fused(char const* call, Sums const& sums, Map const& map, packet_header const& header,
                   packet_place const& packet, device_limits const& limits, cudaStream_t stream) {
   auto const a = make_fused(sums, map, header, packet, Kernels::threads(fused_threads));
-  launch_shape const shape{a.cut.groups, a.cut.threads, static_cast<int>(fused_bytes<Sums>(a.cut)),
-                           most_on_chip(limits)};
-  launch<Kernels, fused_entry<Sums, Map>>(call, shape, a, stream);
+  auto const along = [&]<axis Axis>(std::integral_constant<axis, Axis>) {
+    using entry = fused_entry<Sums, Map, Axis>;
+    launch_shape const shape{a.cut.groups, a.cut.threads, static_cast<int>(fused_bytes<Sums>(a.cut)),
+                             limits.shared_per_block - entry::static_shared, entry::static_shared};
+    launch<Kernels, entry>(call, shape, a, stream);
+  };
+  if (axis_of(sums.lead()) == axis::positions)
+    along(std::integral_constant<axis, axis::positions>{});
+  else
+    along(std::integral_constant<axis, axis::channels>{});
 }
 
 /// f(whether the epilogue does something), as the constant for which kernels are compiled.

@@ -122,8 +122,8 @@ void set_access(geometry& cut, Ops const&... ops) {
       ((axis_of(ops.lead()) == axis::positions && is_aligned_throughout(ops) && has_room_throughout(ops)) && ...);
 }
 
-/// Pieces of a group of a reduction along channels at most, whose parts the last block puts together, and blocks of one that a
-/// multiprocessor holds at most.
+/// Pieces of a group of a reduction at most, whose parts the last block puts together, and blocks of one that a multiprocessor
+/// holds at most.
 inline constexpr std::int64_t most_pieces = 256, most_resident = 6;
 
 /// Blocks of `Op` that the device holds at a time, by the registers that they take.
@@ -133,30 +133,42 @@ template <class Op>
   return std::min(resident, most_resident) * limits.multiprocessors;
 }
 
-/// Lets `blocks` blocks have shares of a launch along positions, of `least` packs for each thread at least. Where there are many groups,
-/// each is one block's.
-inline void set_shares(geometry& cut, std::int64_t blocks, std::int64_t least) {
-  std::int64_t const items = cut.items(), all = cut.groups * items;
-  if (all == 0 || cut.groups >= 4 * blocks) return;
-  cut.share = std::max(up_to(all, blocks), cut.threads * least);
+/// Pieces of a group of a reduction along positions: as many as fill a wave of blocks of 16 packs a thread, 64 KB a block, and more of
+/// 128 packs a thread, so that multiprocessors which are done early have something left to do. Blocks that run at a time are then of
+/// samples close to each other, which memory likes. A last wave that is hardly filled takes as long as another, so pieces are shorter then.
+[[nodiscard]] constexpr std::int64_t pieces_of_rows(std::int64_t items, std::int64_t groups, std::int64_t threads,
+                                                    std::int64_t wave) {
+  std::int64_t const some = std::max<std::int64_t>(1, groups), most = up_to(items, 16 * threads);
+  std::int64_t pieces = std::max(std::min(wave / some, most), std::min(4 * wave / some, items / (128 * threads)));
+  pieces = std::max<std::int64_t>(1, pieces);
+  auto const is_hardly_filled = [&](std::int64_t blocks) {
+    return blocks > wave && blocks % wave != 0 && blocks % wave < wave / 4;
+  };
+  while (pieces < std::min<std::int64_t>(4, most) && is_hardly_filled(some * pieces)) ++pieces;
+  return pieces;
 }
 
-/// A reduction is one wave of blocks, each with as many packs as it takes; along positions with shares that are all alike. 16 packs a
-/// thread are 64 KB a block.
+/// Along channels, a reduction is one wave of blocks, each with as many packs as it takes: what the blocks leave to be put together is a
+/// table of pieces × channels. Along positions it is a number for each piece.
 template <class Op>
 [[nodiscard]] geometry cut_for_reduction(Op const& op, int threads, device_limits const& limits) {
   std::int64_t const wave = wave_of(op, limits);
   bool const along_channels = axis_of(op.lead()) == axis::channels;
   auto cut = cut_tensor(op.lead(), threads, along_channels ? wave : 0, 16, most_pieces);
-  if (!along_channels) set_shares(cut, wave, 16);
+  if (!along_channels) {
+    auto const pieces = pieces_of_rows(cut.items(), cut.groups, cut.threads, wave);
+    cut = cut_tensor(op.lead(), threads, pieces * cut.groups, 1, most_pieces);
+  }
   set_access(cut, op);
   return cut;
 }
 
-/// Blocks of a map do not wait for each other. 8 packs a thread: 32 KB for each tensor.
+/// Blocks of a map do not wait for each other. 8 packs a thread: 32 KB for each tensor. Blocks that make coefficients of 64 channels are
+/// worth more.
 template <class Op>
 [[nodiscard]] geometry cut_for_map(Op const& op, int threads, device_limits const& limits) {
-  auto cut = cut_tensor(op.lead(), threads, 8 * wave_of(op, limits), 8, std::int64_t{1} << 20);
+  bool const wide = axis_of(op.lead()) == axis::channels && sizeof(typename Op::element_type) == 2;
+  auto cut = cut_tensor(op.lead(), threads, (wide ? 4 : 8) * wave_of(op, limits), 8, std::int64_t{1} << 20);
   set_access(cut, op);
   return cut;
 }

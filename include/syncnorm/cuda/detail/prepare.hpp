@@ -206,27 +206,32 @@ template <class T>
       std::min<std::int64_t>(std::int64_t{8} * limits.multiprocessors, up_to(x.count() * kept.room, 256)));
 }
 
+/// Where four groups and more are on a multiprocessor at a time, blocks of half as many threads leave room for them.
+template <class Sums>
+[[nodiscard]] geometry cut_for_fused(Sums const& sums, int threads) {
+  auto const cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
+  bool const is_row = axis_of(sums.lead()) == axis::positions;
+  return is_row && cut.threads == 256 && fused_bytes<Sums>(cut) <= 52 * 1024 ? cut_tensor(sums.lead(), 128, 0, 1, 1)
+                                                                             : cut;
+}
+
 template <class Sums, class Map>
 [[nodiscard]] fused_arguments<Sums, Map> make_fused(Sums const& sums, Map const& map, packet_header const& header,
                                                     packet_place const& packet, int threads) {
-  auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
+  auto cut = cut_for_fused(sums, threads);
   set_access(cut, sums, map);
   return {cut, sums, map, make_outgoing(header, packet, saved_count_of(sums))};
 }
 
-/// Bytes of dynamic shared memory that a fused kernel may have.
-[[nodiscard]] constexpr int most_on_chip(device_limits const& limits) {
-  return limits.shared_per_block - fused_static_bytes;
-}
-
-/// Whether a pass of one rank is better done by channels that stay on the chip: they lie along positions, they fit, and there
-/// are enough of them to keep half of the multiprocessors busy, or they are so short that a launch is most of the time.
+/// Whether a pass of one rank is better done by groups that stay on the chip: they fit, and there are enough of them to keep half of
+/// the multiprocessors busy, or they are so short that a launch is most of the time.
 template <class Sums>
-[[nodiscard]] bool fits_on_chip(Sums const& sums, int threads, device_limits const& limits) {
-  auto const& lead = sums.lead();
-  if (axis_of(lead) != axis::positions || lead.size() == 0) return false;
-  auto const bytes = fused_bytes<Sums>(cut_tensor(lead, threads, 0, 1, 1));
-  return bytes <= most_on_chip(limits) && (2 * lead.channels >= limits.multiprocessors || bytes <= 16 * 1024);
+[[nodiscard]] bool fits_on_chip(Sums const& sums, int threads, int static_shared, device_limits const& limits) {
+  if (sums.lead().size() == 0) return false;
+  auto const cut = cut_for_fused(sums, threads);
+  auto const bytes = fused_bytes<Sums>(cut);
+  return bytes <= limits.shared_per_block - static_shared &&
+         (2 * std::int64_t{cut.groups} >= limits.multiprocessors || bytes <= 128 * 1024);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -45,18 +45,18 @@ public:
   static constexpr int length = pack_length<T>;
 
   /// The parts of a group's channels over some of its items: of channel number i in thread i.
-  template <class Hw>
+  template <class Hw, class Source>
   static SYNCNORM_DEVICE void sum_part(Hw const& hw, Op const& op, geometry const& cut, part_of_group const& of,
-                                       storage& shared, double (&all)[Op::parts]) {
+                                       Source const& source, storage& shared, double (&all)[Op::parts]) {
     walk<Axis, T> items{cut, op.lead(), of, hw.thread(), hw.threads()};
     if constexpr (Axis == axis::positions) {
       channel_accumulator<Op> sums{hw, op, items.channel()};
-      add_items(hw, op, items, sums);
+      add_items(hw, op, items, source, sums);
       sums.finish(all);
       combine_block(hw, shared, all);
     } else {
       pack_accumulator<Op, Threads> sums{hw, op, shared.cells, items.channel(), cut.channels};
-      add_items(hw, op, items, sums);
+      add_items(hw, op, items, source, sums);
       sums.finish(hw);
       hw.barrier();
       int const channels = cut.lanes * length, channel = hw.thread() % channels;
@@ -106,20 +106,26 @@ public:
   }
 };
 
-/// Sums a part of a group, and, where it is the last of the group to be done, writes what the packet says of its channels.
-/// `place(i)`: where piece number i of the group is in `partials`.
-template <class Op, axis Axis, int Threads, class Hw, class Place>
-SYNCNORM_DEVICE void reduce_part(Hw const& hw, reduce_arguments<Op> const& a, part_of_group const& of,
-                                 typename reduction<Op, Axis, Threads>::storage& shared, Place const& place) {
+/// Sums the channels of `[N, C, S]` and writes this rank's packet. The last block of a group to arrive puts the parts of all
+/// together, in the order of pieces, so that the bits do not depend on who that is.
+template <class Op, axis Axis, int Threads, class Hw>
+SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) {
   using reducer = reduction<Op, Axis, Threads>;
+  if (a.cut.groups == 0) {
+    if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
+    return;
+  }
+  auto& shared = hw.template shared<typename reducer::storage>();
+  auto const of = part_of_group::of_block(a.cut, hw.block());
   double all[Op::parts]{};
-  reducer::sum_part(hw, a.op, a.cut, of, shared, all);
+  reducer::sum_part(hw, a.op, a.cut, of, from_memory{}, shared, all);
 
   constexpr int width = most_channels<Op, Axis>;
   int const lane = hw.thread(), channels = Axis == axis::positions ? 1 : a.cut.lanes * reducer::length;
   if (of.pieces > 1) {
     auto const partial = [&](std::int64_t i, int p) {
-      return a.partials + ((place(i) * Op::parts + p) * width + (Axis == axis::positions ? 0 : lane % channels));
+      std::int64_t const place = static_cast<std::int64_t>(of.group) * of.pieces + i;
+      return a.partials + ((place * Op::parts + p) * width + (Axis == axis::positions ? 0 : lane % channels));
     };
     if (lane < channels) {
       SYNCNORM_UNROLL
@@ -162,28 +168,6 @@ SYNCNORM_DEVICE void reduce_part(Hw const& hw, reduce_arguments<Op> const& a, pa
       if (channel == 0) hw.store(weighted + a.cut.channels, all[0]);
     }
   if (channel == 0) write_header(hw, a.packet, all[0], Op::counts);
-}
-
-/// Sums the channels of `[N, C, S]` and writes this rank's packet. The last block of a group to arrive puts the parts of all
-/// together, in the order of pieces, so that the bits do not depend on who that is.
-template <class Op, axis Axis, int Threads, class Hw>
-SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) {
-  if (a.cut.groups == 0) {
-    if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
-    return;
-  }
-  auto& shared = hw.template shared<typename reduction<Op, Axis, Threads>::storage>();
-  if constexpr (Axis == axis::positions) {
-    for (parts_of_share parts{a.cut, hw.block()}; parts.inside(); parts.advance()) {
-      auto const of = parts.here();
-      if (of.begin == 0) hw.barrier(); // shared memory may still be read for the group before
-      reduce_part<Op, Axis, Threads>(hw, a, of, shared, [&](std::int64_t i) { return parts.place(of, i); });
-    }
-  } else {
-    auto const of = part_of_group::of_block(a.cut, hw.block());
-    auto const place = [&](std::int64_t i) { return static_cast<std::int64_t>(of.group) * of.pieces + i; };
-    reduce_part<Op, Axis, Threads>(hw, a, of, shared, place);
-  }
 }
 
 } // namespace syncnorm::cuda::detail

@@ -181,7 +181,8 @@ struct backward_sums_op : added_parts<2> {
   using element_type = T;
   using A = accumulate_t<T>;
   static constexpr int inputs = Epilogue ? 3 : 2, threads = 256;
-  static constexpr int unroll = (Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0), unroll_aligned = Epilogue ? 1 : 2;
+  static constexpr int unroll = (Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0),
+                       unroll_aligned = Epilogue || format_of<T> == element_format::bfloat16 ? 1 : 2;
   static constexpr int resident[2] = {sizeof(T) == 8 ? 2 : 3, 2};
   static constexpr bool pivoted = false;
 
