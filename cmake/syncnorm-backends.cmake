@@ -42,6 +42,10 @@ endmacro()
 macro(syncnorm_backend_torch)
   # Its package reports every library that it comes across.
   set(CMAKE_MESSAGE_LOG_LEVEL WARNING)
+  # It prefers the Caffe2 of another libtorch, in a default folder, to the one beside it.
+  if(Torch_DIR AND NOT Caffe2_DIR AND EXISTS "${Torch_DIR}/../Caffe2/Caffe2Config.cmake")
+    set(Caffe2_DIR "${Torch_DIR}/../Caffe2")
+  endif()
   find_package(Torch CONFIG QUIET)
   if(TARGET torch)
     set(libraries ${TORCH_LIBRARIES})
