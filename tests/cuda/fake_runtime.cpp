@@ -502,7 +502,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   case cudaDevAttrMaxSharedMemoryPerBlockOptin:
     *value = 227 * 1024;
     break;
-  case cudaDevAttrCooperativeLaunch:
+  case cudaDevAttrClusterLaunch:
     *value = 1;
     break;
   default:

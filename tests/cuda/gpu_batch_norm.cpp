@@ -63,10 +63,11 @@ void check_cases(C const& comm, bool captured) {
   layer_cases::check_cases<layer_over<T, C>, T>(comm, captured);
 }
 
-// Many blocks to a channel, and many channels to a block.
+// Many blocks to a channel, in clusters of 2 to 8, too, and many channels to a block.
 std::vector<layer_cases::layer_case> large_cases() {
   using test::layout;
   return {{{16, 3, 0, 1}, 64, 56 * 56},
+          {{64, 1, 0, 2}, 5, 56 * 56},
           {{16, 3, 0, 1}, 256, 28 * 28, layout::nhwc},
           {{512, 64, 0, 1}, 1000, 1, layout::nc}};
 }

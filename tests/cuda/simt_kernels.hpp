@@ -24,6 +24,7 @@ namespace test {
 /// memory that the stand-in for the CUDA runtime has allocated.
 struct simt_kernels {
   static constexpr int block = 64;
+  static constexpr bool has_clusters = true;
   static constexpr int threads(int) { return block; }
 
   /// Unloads all kernels: a launch of one that has not been loaded since is counted as a call of "first launch".
@@ -54,7 +55,7 @@ struct simt_kernels {
           machine.memory.add("device memory", static_cast<std::uint16_t*>(data), bytes / 2);
       });
       try {
-        machine.launch({shape.blocks, shape.threads, static_cast<std::size_t>(shape.dynamic_shared), 0},
+        machine.launch({shape.blocks, shape.threads, static_cast<std::size_t>(shape.dynamic_shared), 0, shape.cluster},
                        [&](auto const& hw) { Entry::template run<block>(hw, a); });
       } catch (simt::violation const& what) {
         fake_cuda::note(what.what());

@@ -197,31 +197,35 @@ TEST_CASE("One value per channel over all ranks is reported, none is nothing") {
 }
 
 TEST_CASE("On the chip, one value per channel, and a forward pass that failed, are reported") {
-  group of{{1}};
-  auto& rank = of.ranks[0];
-  gpu::gathered_packets const packets{rank.packet_data(), 1};
-  gpu::detail::workspace_layout const layout{rank.workspace(), 3};
-  auto const forward = gpu::detail::make_normalize<float, false>(
-      rank.x.view(), rank.y.view(), {},
-      gpu::detail::make_statistics(rank.affine(), {1e-3, 0.1}, packets, rank.saved(), rank.running(), rank.report(),
-                                   layout.pass_ticket));
-  run_fused(rank.machine,
-            gpu::detail::make_fused(gpu::detail::moments_op<float>{rank.x.view()}, forward, rank.header,
-                                    rank.packet_data(), 64),
-            {});
-  CHECK(rank.fault == gpu::pass_fault::one_value);
-  CHECK(rank.count == -1);
-  CHECK(of.untouched());
-  rank.fault = gpu::pass_fault::none;
-  auto const sums =
-      gpu::detail::make_backward_sums<float, false>(rank.dy.view(), rank.x.view(), rank.affine(), {}, rank.saved());
-  gpu::detail::backward_statistics const statistics{packets,       rank.packet_data(), rank.saved(),
-                                                    rank.affine(), rank.gradients(),   rank.report()};
-  auto const backward =
-      gpu::detail::make_gradient<float, false>(rank.dy.view(), rank.x.view(), rank.y.view(), {}, {}, statistics);
-  run_fused(rank.machine, gpu::detail::make_fused(sums, backward, rank.header, rank.packet_data(), 64), {});
-  CHECK(of.untouched());
-  CHECK(of.message().find("the forward pass failed") != std::string::npos);
+  for (int const blocks : {1, 2}) {
+    gpu::device_limits const of_device{2, 4096, blocks};
+    group of{{1}};
+    auto& rank = of.ranks[0];
+    gpu::gathered_packets const packets{rank.packet_data(), 1};
+    gpu::detail::workspace_layout const layout{rank.workspace(), 3};
+    auto const forward = gpu::detail::make_normalize<float, false>(
+        rank.x.view(), rank.y.view(), {},
+        gpu::detail::make_statistics(rank.affine(), {1e-3, 0.1}, packets, rank.saved(), rank.running(), rank.report(),
+                                     layout.pass_ticket));
+    run_fused(rank.machine,
+              gpu::detail::make_fused(gpu::detail::moments_op<float>{rank.x.view()}, forward, rank.header,
+                                      rank.packet_data(), of_device, 64),
+              {});
+    CHECK(rank.fault == gpu::pass_fault::one_value);
+    CHECK(rank.count == -1);
+    CHECK(of.untouched());
+    rank.fault = gpu::pass_fault::none;
+    auto const sums =
+        gpu::detail::make_backward_sums<float, false>(rank.dy.view(), rank.x.view(), rank.affine(), {}, rank.saved());
+    gpu::detail::backward_statistics const statistics{packets,       rank.packet_data(), rank.saved(),
+                                                      rank.affine(), rank.gradients(),   rank.report()};
+    auto const backward =
+        gpu::detail::make_gradient<float, false>(rank.dy.view(), rank.x.view(), rank.y.view(), {}, {}, statistics);
+    run_fused(rank.machine, gpu::detail::make_fused(sums, backward, rank.header, rank.packet_data(), of_device, 64),
+              {});
+    CHECK(of.untouched());
+    CHECK(of.message().find("the forward pass failed") != std::string::npos);
+  }
 }
 
 TEST_CASE("The running statistics normalize in evaluation, and their gradient is constant") {

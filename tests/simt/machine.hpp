@@ -12,6 +12,7 @@
 #include <numeric>
 #include <optional>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -28,19 +29,23 @@ class machine;
 /// The hardware as a kernel sees it; its GPU counterpart is cuda/detail/hardware.cuh.
 class hardware {
 public:
+  /// `thread`: of a cluster.
   hardware(machine& on, int thread) : machine_{&on}, thread_{thread} {}
 
-  [[nodiscard]] int thread() const { return thread_; }
+  [[nodiscard]] int thread() const;
   [[nodiscard]] int threads() const;
   [[nodiscard]] std::uint32_t block() const;
   [[nodiscard]] std::uint32_t blocks() const;
+  [[nodiscard]] int cluster_blocks() const;
 
   void forget() const {} // nothing here is held in registers
   void barrier() const;
   [[nodiscard]] bool barrier_or(bool value) const;
+  /// Of all threads of the blocks of a cluster.
+  void cluster_barrier() const;
   template <class V>
   [[nodiscard]] V shuffle_xor(V value, int lanes) const {
-    return shuffle(value, thread_ % 32 ^ lanes);
+    return shuffle(value, thread() % 32 ^ lanes);
   }
   /// The value of a lane.
   template <class V>
@@ -56,6 +61,9 @@ public:
 
   template <class T>
   [[nodiscard]] T load(T const* at) const;
+  /// What is at the same place in the shared memory of block number `block` of the cluster.
+  template <class T>
+  [[nodiscard]] T load_from(int block, T const* at) const;
   template <class T>
   void store(T* at, std::type_identity_t<T> value) const;
   template <class T>
@@ -86,6 +94,7 @@ struct launch_shape {
   int threads = 64;
   std::size_t dynamic_shared = 0;
   unsigned order = 0; ///< 0: blocks run in their order; others: in an order drawn from this
+  int cluster = 1;    ///< blocks that run at a time
 };
 
 class machine {
@@ -100,15 +109,17 @@ public:
     syncs_.clear();
     blocks_.assign(shape.blocks, {});
     for (auto& each : blocks_) each.seen.assign(shape.blocks, 0);
-    std::vector<std::uint32_t> order(shape.blocks);
+    auto const together = static_cast<std::uint32_t>(shape.cluster);
+    if (shape.blocks % together != 0) throw violation{"blocks are no multiple of those of a cluster"};
+    std::vector<std::uint32_t> order(shape.blocks / together);
     std::iota(order.begin(), order.end(), 0u);
     if (shape.order != 0) std::shuffle(order.begin(), order.end(), std::mt19937{shape.order});
-    for (auto const b : order) run_block(b, kernel);
+    for (auto const cluster : order) run_cluster(cluster * together, kernel);
   }
 
 private:
   friend class hardware;
-  enum class state : std::uint8_t { ready, at_barrier, at_warp, done };
+  enum class state : std::uint8_t { ready, at_barrier, at_cluster, at_warp, done };
   struct thread {
     std::unique_ptr<fiber> runner = std::make_unique<fiber>();
     simt::machine::state state = state::ready;
@@ -125,19 +136,29 @@ private:
     std::array<std::uint64_t, 32> given{}, taken{};
   };
 
+  /// A block of the cluster that runs.
+  struct running_block {
+    std::uint32_t number = 0;
+    std::vector<std::max_align_t> arena, dynamic_arena;
+    std::optional<buffer> shared, dynamic;
+    std::vector<warp> warps;
+    bool or_given = false, or_taken = false;
+
+    running_block(std::uint32_t n, launch_shape const& shape)
+        : number{n}, arena(shared_room / sizeof(std::max_align_t)),
+          dynamic_arena(shape.dynamic_shared / sizeof(std::max_align_t) + 1),
+          warps(static_cast<std::size_t>(shape.threads / 32)) {
+      if (shape.dynamic_shared > 0)
+        dynamic.emplace("dynamic shared memory", dynamic_arena.data(), shape.dynamic_shared, 2, true, false);
+    }
+  };
+
   template <class Kernel>
-  void run_block(std::uint32_t number, Kernel const& kernel) {
-    block_ = number;
-    arena_.assign(shared_room / sizeof(std::max_align_t), {});
-    shared_.reset();
-    dynamic_.reset();
-    dynamic_arena_.assign(shape_.dynamic_shared / sizeof(std::max_align_t) + 1, {});
-    if (shape_.dynamic_shared > 0)
-      dynamic_.emplace("dynamic shared memory", dynamic_arena_.data(), shape_.dynamic_shared, 2, true, false);
-    auto const count = static_cast<std::size_t>(shape_.threads);
+  void run_cluster(std::uint32_t first, Kernel const& kernel) {
+    running_.clear();
+    for (int b = 0; b < shape_.cluster; ++b) running_.emplace_back(first + static_cast<std::uint32_t>(b), shape_);
+    auto const count = static_cast<std::size_t>(shape_.threads * shape_.cluster);
     while (threads_.size() < count) threads_.emplace_back();
-    warps_.assign(count / 32, {});
-    or_given_ = or_taken_ = false;
     failure_.reset();
     for (std::size_t t = 0; t < count; ++t) {
       auto& each = threads_[t];
@@ -153,12 +174,21 @@ private:
         }
       });
     }
-    while (run_ready()) release_barrier();
+    while (run_ready()) release_barriers();
+  }
+
+  /// The block of a thread of the cluster, and the thread's number there.
+  [[nodiscard]] running_block& running(int t) { return running_[static_cast<std::size_t>(t / shape_.threads)]; }
+  [[nodiscard]] block_state& state_of(running_block const& of) { return blocks_[of.number]; }
+  /// The threads of block number b of the cluster.
+  [[nodiscard]] std::span<thread> threads_of(std::size_t b) {
+    auto const count = static_cast<std::size_t>(shape_.threads);
+    return std::span{threads_}.subspan(b * count, count);
   }
 
   /// Runs threads until all wait or are done. Returns whether some wait.
   bool run_ready() {
-    auto const all = threads_.begin(), end = all + shape_.threads;
+    auto const all = threads_.begin(), end = all + shape_.threads * shape_.cluster;
     for (bool some = true; some;) {
       some = false;
       for (auto each = all; each != end; ++each) {
@@ -172,25 +202,57 @@ private:
     return std::any_of(all, end, [](thread const& each) { return each.state != state::done; });
   }
 
-  void release_barrier() {
-    std::string const where = " of block " + std::to_string(block_);
-    for (int t = 0; t < shape_.threads; ++t)
-      if (threads_[static_cast<std::size_t>(t)].state == state::at_warp) {
-        auto const& of = warps_[static_cast<std::size_t>(t / 32)];
-        throw violation{std::string{of.what} + " that lanes do not reach: warp " + std::to_string(t / 32) + where};
-      }
-    for (int t = 0; t < shape_.threads; ++t)
-      if (threads_[static_cast<std::size_t>(t)].state == state::done)
-        throw violation{"barrier that threads do not reach: thread " + std::to_string(t) + where};
-    auto& block = blocks_[block_];
+  /// Lets go on who waits at barriers of blocks, or else at one of the cluster.
+  void release_barriers() {
+    bool some = false;
+    for (std::size_t b = 0; b < running_.size(); ++b) some = release_barrier(b) || some;
+    if (!some) release_cluster();
+  }
+
+  /// Returns whether threads of the block wait at its barrier.
+  bool release_barrier(std::size_t b) {
+    auto& of = running_[b];
+    auto const threads = threads_of(b);
+    std::string const where = " of block " + std::to_string(of.number);
+    for (std::size_t t = 0; t < threads.size(); ++t)
+      if (threads[t].state == state::at_warp)
+        throw violation{std::string{of.warps[t / 32].what} + " that lanes do not reach: warp " +
+                        std::to_string(t / 32) + where};
+    auto const waits = [](thread const& each) { return each.state == state::at_barrier; };
+    if (std::ranges::none_of(threads, waits)) return false;
+    for (std::size_t t = 0; t < threads.size(); ++t)
+      if (!waits(threads[t])) throw violation{"barrier that threads do not reach: thread " + std::to_string(t) + where};
+    auto& block = state_of(of);
     ++block.epoch;
-    or_taken_ = or_given_;
-    or_given_ = false;
-    for (int t = 0; t < shape_.threads; ++t) {
-      auto& each = threads_[static_cast<std::size_t>(t)];
+    of.or_taken = of.or_given;
+    of.or_given = false;
+    for (auto& each : threads) {
       each.state = state::ready;
       join(block.seen, each.seen);
     }
+    return true;
+  }
+
+  void release_cluster() {
+    for (std::size_t b = 0; b < running_.size(); ++b)
+      for (std::size_t t = 0; t < threads_of(b).size(); ++t)
+        if (threads_of(b)[t].state != state::at_cluster)
+          throw violation{"barrier of a cluster that threads do not reach: thread " + std::to_string(t) + " of block " +
+                          std::to_string(running_[b].number)};
+    for (std::size_t b = 0; b < running_.size(); ++b) {
+      auto& block = state_of(running_[b]);
+      ++block.epoch;
+      for (auto& each : threads_of(b)) {
+        each.state = state::ready;
+        join(block.seen, each.seen);
+      }
+    }
+    std::vector<unsigned> all(shape_.blocks, 0);
+    for (auto const& each : running_) {
+      join(all, state_of(each).seen);
+      all[each.number] = std::max(all[each.number], state_of(each).epoch);
+    }
+    for (auto const& each : running_) join(state_of(each).seen, all);
   }
 
   static void join(std::vector<unsigned>& to, std::vector<unsigned> const& more) {
@@ -204,7 +266,7 @@ private:
   }
 
   void exchange(int t, unsigned named, char const* what, std::uint64_t value) {
-    auto& of = warps_[static_cast<std::size_t>(t / 32)];
+    auto& of = running(t).warps[static_cast<std::size_t>(t % shape_.threads / 32)];
     unsigned const self = 1u << t % 32;
     if ((named & self) == 0) throw violation{std::string{what} + " by a lane that it does not name"};
     if (of.arrived != 0 && (of.named != named || std::strcmp(of.what, what) != 0))
@@ -221,14 +283,16 @@ private:
   }
 
   [[nodiscard]] accessor accessor_of(int t) const {
-    return {static_cast<int>(block_), t, blocks_[block_].epoch, &blocks_[block_].seen,
+    auto const number = running_[static_cast<std::size_t>(t / shape_.threads)].number;
+    return {static_cast<int>(number), t % shape_.threads, blocks_[number].epoch, &blocks_[number].seen,
             &threads_[static_cast<std::size_t>(t)].seen};
   }
   void touch(int t, void const* at, std::size_t bytes, access how) {
     auto const by = accessor_of(t);
     auto const address = reinterpret_cast<std::uintptr_t>(at);
-    if (shared_ && shared_->contains(address)) return shared_->check(address, bytes, how, by);
-    if (dynamic_ && dynamic_->contains(address)) return dynamic_->check(address, bytes, how, by);
+    auto& own = running(t);
+    if (own.shared && own.shared->contains(address)) return own.shared->check(address, bytes, how, by);
+    if (own.dynamic && own.dynamic->contains(address)) return own.dynamic->check(address, bytes, how, by);
     memory.check(at, bytes, how, by);
   }
 
@@ -239,38 +303,38 @@ private:
     sync.resize(shape_.blocks);
     join(each.pending, sync);
     join(sync, each.seen);
-    join(sync, blocks_[block_].seen);
-    sync[block_] = std::max(sync[block_], each.fenced);
+    auto const number = running(t).number;
+    join(sync, blocks_[number].seen);
+    sync[number] = std::max(sync[number], each.fenced);
   }
 
   void fence(int t) {
     auto& each = threads_[static_cast<std::size_t>(t)];
-    each.fenced = blocks_[block_].epoch;
+    each.fenced = state_of(running(t)).epoch;
     join(each.seen, each.pending);
   }
 
   static constexpr std::size_t shared_room = 64 * 1024;
 
   launch_shape shape_;
-  std::uint32_t block_ = 0;
   std::vector<thread> threads_;
-  std::vector<warp> warps_;
+  std::vector<running_block> running_;
   std::vector<block_state> blocks_;
   std::map<void const*, std::vector<unsigned>> syncs_;
-  std::vector<std::max_align_t> arena_, dynamic_arena_;
-  std::optional<buffer> shared_, dynamic_;
   std::optional<violation> failure_;
-  bool or_given_ = false, or_taken_ = false;
 };
 
+inline int hardware::thread() const { return thread_ % machine_->shape_.threads; }
 inline int hardware::threads() const { return machine_->shape_.threads; }
-inline std::uint32_t hardware::block() const { return machine_->block_; }
+inline int hardware::cluster_blocks() const { return machine_->shape_.cluster; }
+inline std::uint32_t hardware::block() const { return machine_->running(thread_).number; }
 inline std::uint32_t hardware::blocks() const { return machine_->shape_.blocks; }
 inline void hardware::barrier() const { machine_->wait(thread_, machine::state::at_barrier); }
+inline void hardware::cluster_barrier() const { machine_->wait(thread_, machine::state::at_cluster); }
 inline bool hardware::barrier_or(bool value) const {
-  machine_->or_given_ |= value;
+  machine_->running(thread_).or_given |= value;
   barrier();
-  return machine_->or_taken_;
+  return machine_->running(thread_).or_taken;
 }
 template <class V>
 V hardware::shuffle(V value, int lane) const {
@@ -278,13 +342,13 @@ V hardware::shuffle(V value, int lane) const {
   std::uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof value);
   machine_->exchange(thread_, ~0u, "shuffle", bits);
-  auto const& taken = machine_->warps_[static_cast<std::size_t>(thread_ / 32)].taken;
+  auto const& taken = machine_->running(thread_).warps[static_cast<std::size_t>(thread() / 32)].taken;
   std::memcpy(&value, &taken[static_cast<std::size_t>(lane)], sizeof value);
   return value;
 }
 inline unsigned hardware::ballot(unsigned among, bool value) const {
   machine_->exchange(thread_, among, "ballot", value ? 1 : 0);
-  auto const& taken = machine_->warps_[static_cast<std::size_t>(thread_ / 32)].taken;
+  auto const& taken = machine_->running(thread_).warps[static_cast<std::size_t>(thread() / 32)].taken;
   unsigned bits = 0;
   for (unsigned lane = 0; lane < 32; ++lane)
     if ((among >> lane & 1u) != 0 && taken[lane] != 0) bits |= 1u << lane;
@@ -293,12 +357,12 @@ inline unsigned hardware::ballot(unsigned among, bool value) const {
 template <class S>
 S& hardware::shared() const {
   static_assert(sizeof(S) <= 48 * 1024, "a block has 48 KB of static shared memory");
-  if (!machine_->shared_)
-    machine_->shared_.emplace("shared memory", machine_->arena_.data(), sizeof(S), 1, true, false);
-  return *reinterpret_cast<S*>(machine_->arena_.data());
+  auto& own = machine_->running(thread_);
+  if (!own.shared) own.shared.emplace("shared memory", own.arena.data(), sizeof(S), 1, true, false);
+  return *reinterpret_cast<S*>(own.arena.data());
 }
 inline std::byte* hardware::dynamic_shared() const {
-  return reinterpret_cast<std::byte*>(machine_->dynamic_arena_.data());
+  return reinterpret_cast<std::byte*>(machine_->running(thread_).dynamic_arena.data());
 }
 inline void hardware::touch(void const* at, std::size_t bytes, access how) const {
   machine_->touch(thread_, at, bytes, how);
@@ -308,6 +372,18 @@ T hardware::load(T const* at) const {
   touch(at, sizeof(T), access::read);
   T value;
   std::memcpy(static_cast<void*>(&value), at, sizeof(T));
+  return value;
+}
+template <class T>
+T hardware::load_from(int block, T const* at) const {
+  auto& own = machine_->running(thread_);
+  auto& other = machine_->running_.at(static_cast<std::size_t>(block));
+  auto const offset = reinterpret_cast<std::uintptr_t>(at) - reinterpret_cast<std::uintptr_t>(own.arena.data());
+  if (!other.shared) throw violation{"read of shared memory of a block that has none"};
+  auto const* const there = reinterpret_cast<std::byte const*>(other.arena.data()) + offset;
+  other.shared->check(reinterpret_cast<std::uintptr_t>(there), sizeof(T), access::read, machine_->accessor_of(thread_));
+  T value;
+  std::memcpy(static_cast<void*>(&value), there, sizeof(T));
   return value;
 }
 template <class T>

@@ -107,7 +107,8 @@ void check_passes(pass_case const& of) {
     if (of.on_chip)
       run_fused(rank.machine,
                 gpu::detail::make_fused(gpu::detail::moments_op<T>{xs[r].view(), epilogues[r].mask}, op,
-                                        header_of(channels, all * spatial), rank.packet_data(), of.how.threads),
+                                        header_of(channels, all * spatial), rank.packet_data(), of.how.limits,
+                                        of.how.threads),
                 of.how);
     else
       run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
@@ -201,7 +202,8 @@ void check_passes(pass_case const& of) {
       run_fused(rank.machine,
                 gpu::detail::make_fused(gpu::detail::make_backward_sums<T, Epilogue>(
                                             dys[r].view(), xs[r].view(), rank.affine(), epilogues[r], rank.saved()),
-                                        op, header_of(channels, all * spatial), rank.packet_data(), of.how.threads),
+                                        op, header_of(channels, all * spatial), rank.packet_data(), of.how.limits,
+                                        of.how.threads),
                 of.how);
     else
       run_map(rank.machine, gpu::detail::make_map(op, {2, 1 << 16}, 64), of.how);
@@ -349,6 +351,27 @@ TEST_CASE("One rank's channels on the chip") {
     of.options.momentum = {};
     of.how.order = 3;
     check_passes<T, true>(of);
+  };
+  check(float{}), check(double{}), check(bfloat16{});
+}
+
+TEST_CASE("One rank's channels on the chip, each on several multiprocessors") {
+  auto const check = [&]<class T>(T) {
+    for (int const blocks : {2, 4, 8})
+      for (std::int64_t const spatial : {49, 52, 256}) {
+        pass_case of{{9}, 3, spatial};
+        of.on_chip = true;
+        of.how.limits.cluster_blocks = blocks;
+        of.how.limits.shared_per_block =
+            2 * (2048 + static_cast<int>(9 * spatial * static_cast<int>(sizeof(T))) / blocks);
+        of.offset = of.y_offset = spatial == 49 ? 1 : 0;
+        check_passes<T, false>(of);
+        of.masked = of.residual = of.in_place = true;
+        of.slope = 0.1;
+        of.options.momentum = {};
+        of.how.order = 3;
+        check_passes<T, true>(of);
+      }
   };
   check(float{}), check(double{}), check(bfloat16{});
 }

@@ -27,6 +27,7 @@ struct launching {
   std::int64_t least = 1;   ///< packs of a thread
   unsigned order = 0;       ///< in which blocks run
   int threads = 64;         ///< of a block of packs along positions, at most
+  gpu::device_limits limits{2, 1 << 16};
   /// What kernels know of packs at most.
   gpu::detail::known known = gpu::detail::known::whole;
 };
@@ -82,7 +83,7 @@ template <class Sums, class Map>
 void run_fused(simt::machine& on, gpu::detail::fused_arguments<Sums, Map> a, launching const& how) {
   set_access(a.cut, how, a.sums, a.map);
   auto const bytes = static_cast<std::size_t>(gpu::detail::fused_bytes<Sums>(a.cut));
-  simt::launch_shape const shape{a.cut.groups, a.cut.threads, bytes, how.order};
+  simt::launch_shape const shape{a.cut.blocks(), a.cut.threads, bytes, how.order, static_cast<int>(a.cut.pieces)};
   if (gpu::detail::axis_of(a.sums.lead()) == axis::positions)
     on.launch(shape,
               [&](auto const& hw) { gpu::detail::fused_kernel<Sums, Map, axis::positions, most_threads>(hw, a); });

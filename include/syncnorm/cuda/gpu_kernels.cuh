@@ -25,6 +25,12 @@ template <int...>
 struct architecture_list;
 using architectures = architecture_list<__CUDA_ARCH_LIST__>;
 
+/// Whether a device that can launch clusters runs kernels that know of them.
+template <class Architectures>
+inline constexpr bool knows_clusters = false;
+template <int... Architectures>
+inline constexpr bool knows_clusters<architecture_list<Architectures...>> = ((Architectures >= 900) || ...);
+
 template <class Entry, class Architectures>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(Entry::threads, Entry::resident)
     bounded(__grid_constant__ typename Entry::arguments const a) {
@@ -41,6 +47,7 @@ __attribute__((visibility("hidden"))) __global__ void unbounded(__grid_constant_
 /// The kernels of cuda/, compiled for the architectures of `Architectures`, on GPUs.
 template <class Architectures = detail::architectures>
 struct gpu_kernels {
+  static constexpr bool has_clusters = detail::knows_clusters<Architectures>;
   static constexpr int threads(int on_gpu) { return on_gpu; }
 
   template <class Entry>
@@ -54,8 +61,17 @@ struct gpu_kernels {
       if (code != cudaSuccess) return code;
     }
     void* parameters[] = {const_cast<void*>(static_cast<void const*>(&a))};
-    return cudaLaunchKernel(address<Entry>(), dim3{shape.blocks}, dim3{static_cast<unsigned>(shape.threads)},
-                            parameters, static_cast<std::size_t>(shape.dynamic_shared), stream);
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3{shape.blocks};
+    config.blockDim = dim3{static_cast<unsigned>(shape.threads)};
+    config.dynamicSmemBytes = static_cast<std::size_t>(shape.dynamic_shared);
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = shape.cluster > 1 ? 1 : 0;
+    return cudaLaunchKernelExC(&config, address<Entry>(), parameters);
   }
 
   template <class Entry>

@@ -183,6 +183,7 @@ struct workspace {
 struct device_limits {
   int multiprocessors = 132;
   int shared_per_block = 48 * 1024; ///< bytes of shared memory that a block may have
+  int cluster_blocks = 1;           ///< blocks of a cluster at most
 };
 
 } // namespace syncnorm::cuda

@@ -72,6 +72,9 @@ private:
   };
   get(limits.multiprocessors, cudaDevAttrMultiProcessorCount);
   get(limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  int has_clusters = 0;
+  get(has_clusters, cudaDevAttrClusterLaunch);
+  limits.cluster_blocks = has_clusters != 0 ? 8 : 1; // as many as any such device allows
   return limits;
 }
 

@@ -17,7 +17,7 @@ namespace syncnorm::cuda::detail {
 
 template <class Sums, class Map>
 struct fused_arguments {
-  geometry cut; ///< a piece to a group
+  geometry cut; ///< pieces of a group are the blocks of a cluster
   Sums sums;
   Map map;
   outgoing_packet packet; ///< its memory serves the report of a failure
@@ -27,22 +27,23 @@ template <class Sums, class Map, axis Axis, int Threads>
 struct fused_storage {
   typename reduction<Sums, Axis, Threads>::storage sums;
   map_storage<Map, Axis> coefficients;
+  double of_block[Sums::parts];
 };
 
-/// Bytes of dynamic shared memory by which a group stays on the chip.
+/// Bytes of dynamic shared memory by which a piece of a group stays on the chip.
 template <class Sums>
 [[nodiscard]] constexpr std::int64_t fused_bytes(geometry const& cut) {
-  return cut.items() * cut.lanes * Sums::inputs * 16;
+  return cut.per_piece * cut.lanes * Sums::inputs * 16;
 }
 
-/// The packs of a group in shared memory: each thread finds there what it put there.
+/// The packs of a piece in shared memory: each thread finds there what it put there.
 template <class Sums>
 class kept_packs {
 public:
   using T = typename Sums::element_type;
 
-  SYNCNORM_DEVICE kept_packs(std::byte* room, geometry const& cut)
-      : room_{reinterpret_cast<T*>(room)}, packs_{cut.items() * cut.lanes} {}
+  SYNCNORM_DEVICE kept_packs(std::byte* room, geometry const& cut, part_of_group const& part)
+      : room_{reinterpret_cast<T*>(room)}, first_{part.begin * cut.lanes}, packs_{cut.per_piece * cut.lanes} {}
 
   /// Loads a pack as a batch does, and keeps it.
   template <axis Axis, known K, class Hw>
@@ -62,14 +63,15 @@ public:
 
 private:
   [[nodiscard]] SYNCNORM_DEVICE T* place(std::int64_t number, int i) const {
-    return room_ + (i * packs_ + number) * pack_length<T>;
+    return room_ + (i * packs_ + number - first_) * pack_length<T>;
   }
 
   T* room_;
-  std::int64_t packs_;
+  std::int64_t first_, packs_;
 };
 
-/// A pass of one rank alone over groups that fit into shared memory, a block to a group: reads once and writes once.
+/// A pass of one rank alone over groups that fit into shared memory, a block or a cluster of blocks to a group: reads once and writes
+/// once.
 template <class Sums, class Map, axis Axis, int Threads, class Hw>
 SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const& a) {
   using T = typename Sums::element_type;
@@ -78,10 +80,14 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   constexpr int length = pack_length<T>;
   auto const& statistics = a.map.statistics;
   auto& shared = hw.template shared<fused_storage<Sums, Map, Axis, Threads>>();
-  kept_packs<Sums> const kept{hw.dynamic_shared(), a.cut};
-  auto const group = part_of_group::of_block(a.cut, hw.block());
+  auto const part = part_of_group::of_cluster(a.cut, hw.block());
+  kept_packs<Sums> const kept{hw.dynamic_shared(), a.cut, part};
+  // No block may end as long as others read what it has.
+  auto const leave = [&] {
+    if (Axis == axis::positions && part.pieces > 1) hw.cluster_barrier();
+  };
   int const channels = Axis == axis::positions ? 1 : a.cut.lanes * length;
-  std::int64_t const channel = static_cast<std::int64_t>(group.group) * channels + hw.thread();
+  std::int64_t const channel = static_cast<std::int64_t>(part.group) * channels + hw.thread();
   bool const has_channel = hw.thread() < channels && channel < a.cut.channels;
 
   // In flight while elements are summed.
@@ -89,7 +95,9 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   double const gamma = has_channel ? load_value(hw, statistics.affine.gamma, channel, 1) : 0,
                beta = has_channel ? load_value(hw, statistics.affine.beta, channel, 0) : 0;
   double all[Sums::parts]{};
-  reducer::sum_part(hw, a.sums, a.cut, group, kept, shared.sums, all);
+  reducer::sum_part(hw, a.sums, a.cut, part, kept, shared.sums, all);
+  if (Axis == axis::positions && part.pieces > 1)
+    reducer::combine_cluster(hw, shared.of_block, static_cast<int>(part.pieces), all);
 
   bool too_few = false;
   typename std::remove_cvref_t<decltype(statistics)>::summary of_channel{};
@@ -106,19 +114,22 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
     for (int i = 0; i < Map::coefficients; ++i) hw.store(&shared.coefficients.k[i][hw.thread()], made[i]);
   }
   if (hw.barrier_or(too_few || failed_before)) {
-    if (hw.block() != 0) return;
-    if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
-    hw.barrier();
-    incoming_packets const from{{a.packet.to.data, 1}, a.cut.channels};
-    statistics.fail(hw, from, failed_before ? pass_fault::disagreement : pass_fault::one_value);
-    return;
+    if (hw.block() == 0) {
+      if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
+      hw.barrier();
+      incoming_packets const from{{a.packet.to.data, 1}, a.cut.channels};
+      statistics.fail(hw, from, failed_before ? pass_fault::disagreement : pass_fault::one_value);
+    }
+    return leave();
   }
-  if (has_channel) statistics.commit(hw, channel, of_channel);
-  statistics.count_pass(hw, a.cut.groups, of_channel.count);
+  if (part.piece == 0) {
+    if (has_channel) statistics.commit(hw, channel, of_channel);
+    statistics.count_pass(hw, a.cut.groups, of_channel.count);
+  }
 
   coefficient_set<Map, Axis> k;
   k.read(hw, shared.coefficients, Axis == axis::positions ? 0 : hw.thread() % a.cut.lanes * length);
-  walk<Axis, T> items{a.cut, a.sums.lead(), group, hw.thread(), hw.threads()};
+  walk<Axis, T> items{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()};
   auto const put = [&]<known K>(std::integral_constant<known, K>) {
     map_batch<Map, Axis, 1> one;
     kept.get(hw, items, one.in[0]);
@@ -134,6 +145,7 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
     else
       put(std::integral_constant<known, known::nothing>{});
   }
+  leave();
 }
 
 } // namespace syncnorm::cuda::detail

@@ -40,7 +40,16 @@ struct part_of_group {
 
   /// What a block has.
   [[nodiscard]] static SYNCNORM_HOST_DEVICE part_of_group of_block(geometry const& cut, std::uint32_t block) {
-    std::uint32_t const group = block % cut.groups, piece = block / cut.groups;
+    return of(cut, block % cut.groups, block / cut.groups);
+  }
+  /// The same where the blocks of a group are a cluster, and follow each other.
+  [[nodiscard]] static SYNCNORM_HOST_DEVICE part_of_group of_cluster(geometry const& cut, std::uint32_t block) {
+    return of(cut, block / cut.pieces, block % cut.pieces);
+  }
+
+private:
+  [[nodiscard]] static SYNCNORM_HOST_DEVICE part_of_group of(geometry const& cut, std::uint32_t group,
+                                                             std::uint32_t piece) {
     std::int64_t const begin = piece * cut.per_piece, all = cut.items();
     return {group, piece, cut.pieces, begin, begin + cut.per_piece < all ? begin + cut.per_piece : all};
   }

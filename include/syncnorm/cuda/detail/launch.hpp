@@ -16,6 +16,7 @@
 
 // Launches of the kernels of entries.hpp by `Kernels`, which has
 //
+//     bool has_clusters                                   whether kernels may be launched by clusters
 //     int threads(int on_gpu)                             the threads of a block that has so many on a GPU
 //     cudaError_t launch<Entry>(shape, arguments, stream)
 //     cudaError_t load<Entry>()                           on the current device
@@ -29,6 +30,7 @@ struct launch_shape {
   int dynamic_shared = 0;      ///< bytes
   int most_dynamic_shared = 0; ///< of any launch of the kernel on this device
   int static_shared = 0;       ///< bytes beside those that are dynamic
+  int cluster = 1;             ///< blocks of a cluster
 };
 
 template <class Kernels, class Entry>
@@ -58,24 +60,36 @@ void launch_map(char const* call, Op const& op, device_limits const& limits, cud
   launch_along<Kernels, map_entry, Op>(call, make_map(op, limits, Kernels::threads(op.threads)), stream);
 }
 
+/// The limits of what `Kernels` was compiled for.
+template <class Kernels>
+[[nodiscard]] device_limits limits_of(device_limits limits) {
+  if (!Kernels::has_clusters) limits.cluster_blocks = 1;
+  return limits;
+}
+
 /// Whether `fits_on_chip`; of a header with a fault the header alone is to be written, which one launch does not.
 template <class Kernels, class Sums, class Map>
 [[nodiscard]] bool is_one_launch(Sums const& sums, packet_header const& header, device_limits const& limits) {
   bool const rows = axis_of(sums.lead()) == axis::positions;
   int const static_shared = rows ? fused_entry<Sums, Map, axis::positions>::static_shared
                                  : fused_entry<Sums, Map, axis::channels>::static_shared;
-  return header.fault[0] == '\0' && fits_on_chip(sums, Kernels::threads(fused_threads), static_shared, limits);
+  return header.fault[0] == '\0' &&
+         fits_on_chip(sums, Kernels::threads(fused_threads), static_shared, limits_of<Kernels>(limits));
 }
 
 /// A pass in one launch; the caller has asked `is_one_launch`.
 template <class Kernels, class Sums, class Map>
 void launch_fused(char const* call, Sums const& sums, Map const& map, packet_header const& header,
                   packet_place const& packet, device_limits const& limits, cudaStream_t stream) {
-  auto const a = make_fused(sums, map, header, packet, Kernels::threads(fused_threads));
+  auto const a = make_fused(sums, map, header, packet, limits_of<Kernels>(limits), Kernels::threads(fused_threads));
   auto const along = [&]<axis Axis>(std::integral_constant<axis, Axis>) {
     using entry = fused_entry<Sums, Map, Axis>;
-    launch_shape const shape{a.cut.groups, a.cut.threads, static_cast<int>(fused_bytes<Sums>(a.cut)),
-                             limits.shared_per_block - entry::static_shared, entry::static_shared};
+    launch_shape const shape{a.cut.blocks(),
+                             a.cut.threads,
+                             static_cast<int>(fused_bytes<Sums>(a.cut)),
+                             limits.shared_per_block - entry::static_shared,
+                             entry::static_shared,
+                             static_cast<int>(a.cut.pieces)};
     launch<Kernels, entry>(call, shape, a, stream);
   };
   if (axis_of(sums.lead()) == axis::positions)

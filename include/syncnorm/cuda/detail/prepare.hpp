@@ -206,19 +206,26 @@ template <class T>
       std::min<std::int64_t>(std::int64_t{8} * limits.multiprocessors, up_to(x.count() * kept.room, 256)));
 }
 
-/// Where four groups and more are on a multiprocessor at a time, blocks of half as many threads leave room for them.
+/// A group along positions is a cluster of as many blocks, a power of two, as it takes for a multiprocessor to hold two, of which one
+/// reads while another sums, up to what a cluster may have. Where it holds four and more, blocks of half as many threads leave room for them.
 template <class Sums>
-[[nodiscard]] geometry cut_for_fused(Sums const& sums, int threads) {
-  auto const cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
-  bool const is_row = axis_of(sums.lead()) == axis::positions;
-  return is_row && cut.threads == 256 && fused_bytes<Sums>(cut) <= 52 * 1024 ? cut_tensor(sums.lead(), 128, 0, 1, 1)
-                                                                             : cut;
+[[nodiscard]] geometry cut_for_fused(Sums const& sums, int threads, device_limits const& limits) {
+  auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
+  if (axis_of(sums.lead()) != axis::positions) return cut;
+  std::int64_t const bytes = fused_bytes<Sums>(cut), half = limits.shared_per_block / 2 - 2 * 1024;
+  if (cut.threads == 256 && bytes <= half / 2) return cut_tensor(sums.lead(), 128, 0, 1, 1);
+  while (cut.pieces < static_cast<std::uint32_t>(limits.cluster_blocks) && fused_bytes<Sums>(cut) > half) {
+    cut.pieces *= 2;
+    cut.per_piece = up_to(cut.items(), cut.pieces);
+  }
+  return cut;
 }
 
 template <class Sums, class Map>
 [[nodiscard]] fused_arguments<Sums, Map> make_fused(Sums const& sums, Map const& map, packet_header const& header,
-                                                    packet_place const& packet, int threads) {
-  auto cut = cut_for_fused(sums, threads);
+                                                    packet_place const& packet, device_limits const& limits,
+                                                    int threads) {
+  auto cut = cut_for_fused(sums, threads, limits);
   set_access(cut, sums, map);
   return {cut, sums, map, make_outgoing(header, packet, saved_count_of(sums))};
 }
@@ -228,10 +235,10 @@ template <class Sums, class Map>
 template <class Sums>
 [[nodiscard]] bool fits_on_chip(Sums const& sums, int threads, int static_shared, device_limits const& limits) {
   if (sums.lead().size() == 0) return false;
-  auto const cut = cut_for_fused(sums, threads);
+  auto const cut = cut_for_fused(sums, threads, limits);
   auto const bytes = fused_bytes<Sums>(cut);
   return bytes <= limits.shared_per_block - static_shared &&
-         (2 * std::int64_t{cut.groups} >= limits.multiprocessors || bytes <= 128 * 1024);
+         (2 * std::int64_t{cut.blocks()} >= limits.multiprocessors || bytes <= 128 * 1024);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -104,6 +104,21 @@ public:
     for (int p = 0; p < Op::parts; ++p) all[p] = lane < warps ? hw.load(&shared.parts[p][lane]) : 0.0;
     Op::combine_warp(hw, all);
   }
+
+  /// The parts of all blocks of a cluster, in the first warp of each, of the parts that each has there.
+  template <class Hw>
+  static SYNCNORM_DEVICE void combine_cluster(Hw const& hw, double (&of_block)[Op::parts], int blocks,
+                                              double (&all)[Op::parts]) {
+    if (hw.thread() == 0) {
+      SYNCNORM_UNROLL
+      for (int p = 0; p < Op::parts; ++p) hw.store(&of_block[p], all[p]);
+    }
+    hw.cluster_barrier();
+    if (hw.thread() >= 32) return;
+    SYNCNORM_UNROLL
+    for (int p = 0; p < Op::parts; ++p) all[p] = hw.thread() < blocks ? hw.load_from(hw.thread(), &of_block[p]) : 0.0;
+    Op::combine_warp(hw, all);
+  }
 };
 
 /// Sums the channels of `[N, C, S]` and writes this rank's packet. The last block of a group to arrive puts the parts of all
