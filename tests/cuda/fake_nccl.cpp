@@ -183,7 +183,7 @@ ncclResult_t collective(char const* name, void const* in, std::size_t bytes, ncc
   auto issue = [self = comm->self, in, bytes, finish = std::move(finish), held = hold(comm->self)] {
     return [self, in, bytes, finish, number = self->next++] {
       if (self->aborted) return;
-      auto const* const first = static_cast<std::byte const*>(in);
+      auto const* const first = fake_cuda::on_host(static_cast<std::byte const*>(in));
       auto parts = meet(*self, &world::meetings, number, {first, first + bytes});
       if (parts.empty()) return;
       for (auto const& part : parts)
@@ -244,7 +244,7 @@ extern "C" {
 ncclResult_t ncclAllGather(void const* in, void* out, std::size_t count, ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t stream) {
   return collective("ncclAllGather", in, count * size_of(type), comm, stream, [out](auto parts) {
-    auto* to = static_cast<std::byte*>(out);
+    auto* to = fake_cuda::on_host(static_cast<std::byte*>(out));
     for (auto const& part : parts) to = std::copy(part.begin(), part.end(), to);
   });
 }
@@ -252,7 +252,7 @@ ncclResult_t ncclAllReduce(void const* in, void* out, std::size_t count, ncclDat
                            ncclComm_t comm, cudaStream_t stream) {
   return collective("ncclAllReduce", in, count * size_of(type), comm, stream, [=](auto parts) {
     for (std::size_t r = 1; r < parts.size(); ++r) fold(parts[0], parts[r], type, op);
-    std::copy(parts[0].begin(), parts[0].end(), static_cast<std::byte*>(out));
+    std::copy(parts[0].begin(), parts[0].end(), fake_cuda::on_host(static_cast<std::byte*>(out)));
   });
 }
 

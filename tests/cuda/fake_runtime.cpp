@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include <sys/mman.h>
+
 namespace {
 
 /// Where SYNCNORM_TEST_JITTER is a number of microseconds, lets a thread wait now and then, up to as long: streams and hosts then
@@ -109,8 +111,45 @@ struct allocation {
   int device;
 };
 
+/// Addresses of device memory, and as many of the host's beside. Nothing is at the former, so that a host that takes one for its own
+/// ends as it would on a machine with a GPU.
+class device_room {
+public:
+  device_room() : device_{map(PROT_NONE)}, host_{map(PROT_READ | PROT_WRITE)} {}
+
+  [[nodiscard]] fake_cuda::device_addresses addresses() const {
+    auto const begin = reinterpret_cast<std::uintptr_t>(device_);
+    return {begin, begin + room, reinterpret_cast<std::uintptr_t>(host_) - begin};
+  }
+  /// Null: there is no room left.
+  [[nodiscard]] char* take(std::size_t bytes) {
+    bytes = (bytes + 255) / 256 * 256;
+    if (auto& free = free_[bytes]; !free.empty()) {
+      auto* const data = free.back();
+      free.pop_back();
+      return data;
+    }
+    if (bytes > room - used_) return nullptr;
+    return device_ + std::exchange(used_, used_ + bytes);
+  }
+  void give_back(char* data, std::size_t bytes) { free_[(bytes + 255) / 256 * 256].push_back(data); }
+
+private:
+  static constexpr std::size_t room = std::size_t{1} << 34;
+  static char* map(int protection) {
+    auto* const at = mmap(nullptr, room, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) std::abort();
+    return static_cast<char*>(at);
+  }
+
+  char *device_, *host_;
+  std::size_t used_ = 0;
+  std::map<std::size_t, std::vector<char*>> free_;
+};
+
 struct runtime {
   std::mutex mutex;
+  device_room room;
   std::map<char const*, allocation> memory;
   std::map<CUstream_st*, std::thread::id> streams; // and who made them
   std::map<std::string, int> calls;
@@ -193,9 +232,11 @@ cudaError_t allocate(char const* function, void** pointer, std::size_t bytes, cu
   if (auto const code = enter_outside_of_capture(function); code != cudaSuccess) return code;
   auto& all = state();
   std::lock_guard const lock{all.mutex};
-  *pointer = bytes == 0 ? nullptr : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;
-  std::memset(*pointer, 0xc5, bytes); // what has not been written is no number
+  *pointer = type == cudaMemoryTypeDevice ? all.room.take(bytes) : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (*pointer == nullptr) return remembered(cudaErrorMemoryAllocation);
+  std::memset(fake_cuda::on_host(*pointer), 0xc5, bytes); // what has not been written is no number
   all.memory[static_cast<char*>(*pointer)] = {bytes, type, current_device};
   return cudaSuccess;
 }
@@ -207,8 +248,14 @@ cudaError_t release(char const* function, void* pointer) {
   finish_own_streams();
   auto& all = state();
   std::lock_guard const lock{all.mutex};
-  if (all.memory.erase(static_cast<char*>(pointer)) == 0) return cudaErrorInvalidValue;
-  std::free(pointer);
+  auto const found = all.memory.find(static_cast<char*>(pointer));
+  if (found == all.memory.end()) return cudaErrorInvalidValue;
+  auto const freed = found->second;
+  all.memory.erase(found);
+  if (freed.type == cudaMemoryTypeDevice)
+    all.room.give_back(static_cast<char*>(pointer), freed.bytes);
+  else
+    std::free(pointer);
   return cudaSuccess;
 }
 
@@ -239,6 +286,10 @@ void reset() {
   std::lock_guard const lock{state().mutex};
   state().calls.clear();
   state().failures.clear();
+}
+device_addresses addresses() {
+  static auto const all = state().room.addresses();
+  return all;
 }
 std::size_t allocated() {
   std::lock_guard const lock{state().mutex};
@@ -313,27 +364,28 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, void con
 
 cudaError_t cudaMemcpyAsync(void* to, void const* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   if (auto const code = enter("cudaMemcpyAsync"); code != cudaSuccess) return code;
-  return fake_cuda::enqueue(stream, [=] { std::memmove(to, from, bytes); });
+  return fake_cuda::enqueue(stream, [=] { std::memmove(fake_cuda::on_host(to), fake_cuda::on_host(from), bytes); });
 }
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   if (auto const code = enter("cudaMemsetAsync"); code != cudaSuccess) return code;
-  return fake_cuda::enqueue(stream, [=] { std::memset(to, value, bytes); });
+  return fake_cuda::enqueue(stream, [=] { std::memset(fake_cuda::on_host(to), value, bytes); });
 }
 cudaError_t cudaMemcpy(void* to, void const* from, std::size_t bytes, cudaMemcpyKind kind) {
   if (auto const code = enter_outside_of_capture("cudaMemcpy"); code != cudaSuccess) return code;
   auto const* const first = static_cast<char const*>(from);
   if (kind == cudaMemcpyHostToDevice) {
-    leave_unfinished(
-        [to, taken = std::vector<char>(first, first + bytes)] { std::memcpy(to, taken.data(), taken.size()); });
+    leave_unfinished([to, taken = std::vector<char>(first, first + bytes)] {
+      std::memcpy(fake_cuda::on_host(to), taken.data(), taken.size());
+    });
     return cudaSuccess;
   }
   finish_default_stream();
-  std::memmove(to, from, bytes);
+  std::memmove(fake_cuda::on_host(to), fake_cuda::on_host(from), bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
   if (auto const code = enter_outside_of_capture("cudaMemset"); code != cudaSuccess) return code;
-  leave_unfinished([=] { std::memset(to, value, bytes); });
+  leave_unfinished([=] { std::memset(fake_cuda::on_host(to), value, bytes); });
   return cudaSuccess;
 }
 

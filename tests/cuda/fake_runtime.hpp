@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -8,7 +9,7 @@
 #include <cuda_runtime_api.h>
 
 /// A stand-in for the CUDA runtime, linked into tests in its place: the few functions that the library calls, on the host.
-/// Device memory is host memory that is known as such; a stream is a thread; a graph is the list of what was captured.
+/// Device memory is at addresses that the host may not touch; a stream is a thread; a graph is the list of what was captured.
 /// It shows what is enqueued, in which order, and what an error does, and nothing about a GPU.
 namespace fake_cuda {
 
@@ -26,6 +27,20 @@ void reset();
 
 /// Bytes of device and pinned memory that are allocated.
 std::size_t allocated();
+
+/// Where device addresses from `begin` to `end` are found by what stands for the device: `shift` bytes further.
+struct device_addresses {
+  std::uintptr_t begin, end, shift;
+};
+device_addresses addresses();
+
+/// What the host has at the place of `pointer`, if that is of device memory.
+template <class T>
+T* on_host(T* pointer) {
+  auto const address = reinterpret_cast<std::uintptr_t>(pointer);
+  auto const device = addresses();
+  return address >= device.begin && address < device.end ? reinterpret_cast<T*>(address + device.shift) : pointer;
+}
 
 /// f(data, bytes) for each allocation.
 void for_each_allocation(std::function<void(void*, std::size_t)> const& f);

@@ -48,6 +48,8 @@ struct simt_kernels {
     return fake_cuda::enqueue(stream, [shape, a] {
       thread_local simt::machine machine; // whose fibers have stacks by now
       machine.memory.clear();
+      auto const device = fake_cuda::addresses();
+      machine.memory.find_at(device.begin, device.end, device.shift);
       fake_cuda::for_each_allocation([&](void* data, std::size_t bytes) {
         if (bytes < 4096) // which may be a mask
           machine.memory.add("device memory", static_cast<std::uint8_t*>(data), bytes);

@@ -15,7 +15,7 @@
 
 void test::double_values(double const* from, double* to, std::size_t n, cudaStream_t stream) {
   fake_cuda::enqueue(stream, [=] {
-    for (std::size_t i = 0; i < n; ++i) to[i] = 2 * from[i];
+    for (std::size_t i = 0; i < n; ++i) fake_cuda::on_host(to)[i] = 2 * fake_cuda::on_host(from)[i];
   });
 }
 

@@ -14,6 +14,7 @@
 #include <random>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <simt/fiber.hpp>
@@ -371,7 +372,7 @@ template <class T>
 T hardware::load(T const* at) const {
   touch(at, sizeof(T), access::read);
   T value;
-  std::memcpy(static_cast<void*>(&value), at, sizeof(T));
+  std::memcpy(static_cast<void*>(&value), machine_->memory.place(at), sizeof(T));
   return value;
 }
 template <class T>
@@ -389,13 +390,13 @@ T hardware::load_from(int block, T const* at) const {
 template <class T>
 void hardware::store(T* at, std::type_identity_t<T> value) const {
   touch(at, sizeof(T), access::write);
-  std::memcpy(static_cast<void*>(at), &value, sizeof(T));
+  std::memcpy(static_cast<void*>(machine_->memory.place(at)), &value, sizeof(T));
 }
 template <class T>
 syncnorm::cuda::detail::pack<T> hardware::load_pack(T const* at, syncnorm::cuda::detail::cached) const {
   touch(at, 16, access::read);
   syncnorm::cuda::detail::pack<T> some;
-  std::memcpy(static_cast<void*>(&some), at, 16);
+  std::memcpy(static_cast<void*>(&some), machine_->memory.place(at), 16);
   return some;
 }
 template <class T>
@@ -410,23 +411,20 @@ syncnorm::cuda::detail::pack<T> hardware::load_part(T const* at, syncnorm::cuda:
 template <class T>
 void hardware::store_pack(T* at, syncnorm::cuda::detail::pack<T> const& some, syncnorm::cuda::detail::cached) const {
   touch(at, 16, access::write);
-  std::memcpy(static_cast<void*>(at), &some, 16);
+  std::memcpy(static_cast<void*>(machine_->memory.place(at)), &some, 16);
 }
 template <class T>
 T hardware::atomic_add(T* at, T value) const {
   touch(at, sizeof(T), access::atomic);
   machine_->synchronize(thread_, at);
-  T const before = *at;
-  *at = before + value;
-  return before;
+  auto* const there = machine_->memory.place(at);
+  return std::exchange(*there, *there + value);
 }
 template <class T>
 T hardware::atomic_exchange(T* at, T value) const {
   touch(at, sizeof(T), access::atomic);
   machine_->synchronize(thread_, at);
-  T const before = *at;
-  *at = value;
-  return before;
+  return std::exchange(*machine_->memory.place(at), value);
 }
 inline void hardware::fence() const { machine_->fence(thread_); }
 

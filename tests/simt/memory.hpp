@@ -120,6 +120,15 @@ public:
                      buffer{std::move(name), data, count * sizeof(T), sizeof(T) > 8 ? 8 : sizeof(T),
                             !std::is_const_v<T>, initialized});
   }
+  /// What is at addresses from `begin` to `end` is found `shift` bytes further.
+  void find_at(std::uintptr_t begin, std::uintptr_t end, std::uintptr_t shift) {
+    begin_ = begin, end_ = end, shift_ = shift;
+  }
+  template <class T>
+  [[nodiscard]] T* place(T* data) const {
+    auto const at = reinterpret_cast<std::uintptr_t>(data);
+    return at >= begin_ && at < end_ ? reinterpret_cast<T*>(at + shift_) : data;
+  }
   void clear() {
     buffers_.clear();
     latest_ = nullptr;
@@ -154,6 +163,7 @@ private:
 
   std::map<std::uintptr_t, buffer> buffers_;
   buffer* latest_ = nullptr;
+  std::uintptr_t begin_ = 0, end_ = 0, shift_ = 0;
 };
 
 } // namespace simt

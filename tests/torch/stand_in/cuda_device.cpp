@@ -213,7 +213,7 @@ int index_of(at::Tensor const& tensor) { return tensor.device().index(); }
 at::Tensor on_host(at::Tensor const& of) {
   if (!of.is_cuda()) return of;
   auto const type = at::TensorOptions{}.dtype(of.scalar_type());
-  return at::from_blob(of.data_ptr(), of.sizes(), of.strides(), type);
+  return at::from_blob(fake_cuda::on_host(of.data_ptr()), of.sizes(), of.strides(), type);
 }
 
 at::Tensor& copy_(at::Tensor& self, at::Tensor const& from, bool) {
