@@ -24,7 +24,7 @@ namespace test {
 /// memory that the stand-in for the CUDA runtime has allocated.
 struct simt_kernels {
   static constexpr int block = 64;
-  static constexpr bool has_clusters = true;
+  static constexpr bool has_clusters(int architecture) { return architecture >= 900; }
   static constexpr int threads(int) { return block; }
 
   /// Unloads all kernels: a launch of one that has not been loaded since is counted as a call of "first launch".

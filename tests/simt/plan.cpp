@@ -193,3 +193,22 @@ TEST_CASE(
         }
   CHECK((aligned > 50 && unaligned > 50));
 }
+
+TEST_CASE("Clusters are for devices which have them, and code which knows of them") {
+  CHECK(gpu::runs_clusters<900>(900));
+  CHECK(gpu::runs_clusters<800, 900>(900));
+  CHECK(gpu::runs_clusters<900>(1000)); // by its intermediate code
+  CHECK(!gpu::runs_clusters<800>(900));
+  CHECK(!gpu::runs_clusters<800, 1000>(900));
+  CHECK(!gpu::runs_clusters<800, 900>(860));
+}
+
+TEST_CASE("Reductions along rows fill a device once, and more where pieces are long") {
+  constexpr std::int64_t wave = 396;
+  CHECK(gpu::pieces_of_rows(64 * 784, 256, 256, wave) == 1);
+  CHECK(gpu::pieces_of_rows(256 * 3136, 64, 256, wave) == 24);
+  CHECK(gpu::pieces_of_rows(32 * 196, 512, 256, wave) == 1);
+  CHECK(gpu::pieces_of_rows(64 * 196, 16, 256, wave) == 4);  // of no less than 16 packs a thread
+  CHECK(gpu::pieces_of_rows(64 * 784, 400, 256, wave) == 4); // a fifth wave is hardly filled, and short
+  CHECK(gpu::pieces_of_rows(0, 5, 64, wave) == 1);
+}

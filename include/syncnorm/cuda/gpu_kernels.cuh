@@ -25,11 +25,10 @@ template <int...>
 struct architecture_list;
 using architectures = architecture_list<__CUDA_ARCH_LIST__>;
 
-/// Whether a device that can launch clusters runs kernels that know of them.
-template <class Architectures>
-inline constexpr bool knows_clusters = false;
-template <int... Architectures>
-inline constexpr bool knows_clusters<architecture_list<Architectures...>> = ((Architectures >= 900) || ...);
+template <int... Compiled>
+[[nodiscard]] constexpr bool runs_clusters(architecture_list<Compiled...> const*, int architecture) {
+  return runs_clusters<Compiled...>(architecture);
+}
 
 template <class Entry, class Architectures>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(Entry::threads, Entry::resident)
@@ -47,7 +46,9 @@ __attribute__((visibility("hidden"))) __global__ void unbounded(__grid_constant_
 /// The kernels of cuda/, compiled for the architectures of `Architectures`, on GPUs.
 template <class Architectures = detail::architectures>
 struct gpu_kernels {
-  static constexpr bool has_clusters = detail::knows_clusters<Architectures>;
+  static constexpr bool has_clusters(int architecture) {
+    return detail::runs_clusters(static_cast<Architectures const*>(nullptr), architecture);
+  }
   static constexpr int threads(int on_gpu) { return on_gpu; }
 
   template <class Entry>

@@ -184,6 +184,7 @@ struct device_limits {
   int multiprocessors = 132;
   int shared_per_block = 48 * 1024; ///< bytes of shared memory that a block may have
   int cluster_blocks = 1;           ///< blocks of a cluster at most
+  int architecture = 0;             ///< 900 of compute capability 9.0
 };
 
 } // namespace syncnorm::cuda

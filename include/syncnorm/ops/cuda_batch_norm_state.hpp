@@ -72,9 +72,12 @@ private:
   };
   get(limits.multiprocessors, cudaDevAttrMultiProcessorCount);
   get(limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  int has_clusters = 0;
+  int has_clusters = 0, major = 0, minor = 0;
   get(has_clusters, cudaDevAttrClusterLaunch);
+  get(major, cudaDevAttrComputeCapabilityMajor);
+  get(minor, cudaDevAttrComputeCapabilityMinor);
   limits.cluster_blocks = has_clusters != 0 ? 8 : 1; // as many as any such device allows
+  limits.architecture = 100 * major + 10 * minor;
   return limits;
 }
 

@@ -16,7 +16,7 @@
 
 // Launches of the kernels of entries.hpp by `Kernels`, which has
 //
-//     bool has_clusters                                   whether kernels may be launched by clusters
+//     bool has_clusters(int architecture)                 whether what such a device runs of them knows of clusters
 //     int threads(int on_gpu)                             the threads of a block that has so many on a GPU
 //     cudaError_t launch<Entry>(shape, arguments, stream)
 //     cudaError_t load<Entry>()                           on the current device
@@ -60,10 +60,10 @@ void launch_map(char const* call, Op const& op, device_limits const& limits, cud
   launch_along<Kernels, map_entry, Op>(call, make_map(op, limits, Kernels::threads(op.threads)), stream);
 }
 
-/// The limits of what `Kernels` was compiled for.
+/// The limits of the device by what it runs of `Kernels`.
 template <class Kernels>
 [[nodiscard]] device_limits limits_of(device_limits limits) {
-  if (!Kernels::has_clusters) limits.cluster_blocks = 1;
+  if (!Kernels::has_clusters(limits.architecture)) limits.cluster_blocks = 1;
   return limits;
 }
 

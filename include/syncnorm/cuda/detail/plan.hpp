@@ -173,6 +173,13 @@ template <class Op>
   return cut;
 }
 
+/// Whether a device of `architecture` runs code that knows of clusters, where there is code for those that are `Compiled`: of these it
+/// takes the latest one not after its own.
+template <int... Compiled>
+[[nodiscard]] constexpr bool runs_clusters(int architecture) {
+  return ((Compiled >= 900 && Compiled <= architecture) || ...);
+}
+
 /// Blocks of `accept_kernel`: one for the header, and, of moments, one for each `threads` channels.
 [[nodiscard]] constexpr std::uint32_t accept_blocks(reduced_packets const& of, int threads) {
   return 1 + (of.weighted == nullptr ? 0 : static_cast<std::uint32_t>(up_to(of.channels, threads)));
