@@ -22,3 +22,10 @@
 /// Lets a template that is SYNCNORM_HOST_DEVICE call what its argument's type has for one of the two alone.
 #define SYNCNORM_CALLS_EITHER
 #endif
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define SYNCNORM_HAS_CLUSTERS 1
+#else
+/// Whether what is compiled is for devices on which blocks may be a cluster.
+#define SYNCNORM_HAS_CLUSTERS 0
+#endif

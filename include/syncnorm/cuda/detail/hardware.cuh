@@ -24,13 +24,13 @@ struct hardware {
   [[nodiscard]] static __device__ bool barrier_or(bool value) { return __syncthreads_or(value ? 1 : 0) != 0; }
   /// Of all threads of the blocks of a cluster, which there is from architecture 9.0 on.
   static __device__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
+#if SYNCNORM_HAS_CLUSTERS
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
   }
   /// What is at the same place in the shared memory of block number `block` of the cluster.
   [[nodiscard]] static __device__ double load_from([[maybe_unused]] int block, double const* at) {
-#if __CUDA_ARCH__ >= 900
+#if SYNCNORM_HAS_CLUSTERS
     unsigned there = 0;
     double value = 0;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
