@@ -14,13 +14,10 @@ inline constexpr bool sums_all = requires {
   requires Op::sums_all;
 };
 
-/// Where the packs of a batch come from: memory.
-struct from_memory {
-  template <axis Axis, known K, class Hw, class Op, class T>
-  SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T> const&, spot const& at,
-                            pack<typename Op::element_type> (&in)[Op::inputs]) const {
-    op.template load<Axis, K>(hw, at, in);
-  }
+/// What becomes of packs, other than that they are summed: nothing.
+struct kept_nowhere {
+  template <axis Axis, class Hw, class Batch, class T>
+  SYNCNORM_DEVICE void put(Hw const&, walk<Axis, T> const&, Batch const&) const {}
 };
 
 /// Packs of a thread that are in flight at a time, and which of their elements count.
@@ -34,8 +31,8 @@ struct batch {
   unsigned bits[Unroll];    ///< of the elements that count
   unsigned present[Unroll]; ///< of those that exist, where `sums_all<Op>`
 
-  template <known K, axis Axis, class Hw, class Source>
-  SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T>& items, Source const& source) {
+  template <known K, axis Axis, class Hw>
+  SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T>& items) {
     bool const masked = op.mask.data != nullptr;
     mask_word_t<Axis, T> words[Unroll]{};
     if (masked) { // so that no load waits for a mask
@@ -51,7 +48,7 @@ struct batch {
       spot const at = items.template here<K>();
       bits[u] = existing<T, K>(at);
       if constexpr (sums_all<Op>) present[u] = bits[u];
-      source.template load<Axis, K>(hw, op, items, at, in[u]);
+      op.template load<Axis, K>(hw, at, in[u]);
       items.template advance<K>();
     }
     if (!masked) return;
@@ -81,33 +78,40 @@ SYNCNORM_DEVICE void add_element(Op const& op, typename Op::fine& to, typename O
 }
 
 /// Takes the next items of a thread as a batch: f(batch) after it has been loaded. Batches of one size share their f.
-template <axis Axis, class Op, class T, class Hw, class Source, class F>
-SYNCNORM_DEVICE void take_batch(Hw const& hw, Op const& op, walk<Axis, T>& items, Source const& source, F const& f) {
+template <axis Axis, class Op, class T, class Hw, class F>
+SYNCNORM_DEVICE void take_batch(Hw const& hw, Op const& op, walk<Axis, T>& items, F const& f) {
   known const next = items.next(Op::unroll, Op::unroll_aligned);
   if (Op::unroll > 1 && next == known::nothing) {
     batch<Op, 1> one;
-    one.template load<known::nothing>(hw, op, items, source);
+    one.template load<known::nothing>(hw, op, items);
     return f(one);
   }
   if (Op::unroll_aligned < Op::unroll && next == known::aligned) {
     batch<Op, Op::unroll_aligned> some;
-    some.template load<known::aligned>(hw, op, items, source);
+    some.template load<known::aligned>(hw, op, items);
     return f(some);
   }
   batch<Op, Op::unroll> some;
   if (next == known::whole)
-    some.template load<known::whole>(hw, op, items, source);
+    some.template load<known::whole>(hw, op, items);
   else if (Op::unroll_aligned == Op::unroll && next == known::aligned)
-    some.template load<known::aligned>(hw, op, items, source);
+    some.template load<known::aligned>(hw, op, items);
   else if constexpr (Op::unroll == 1)
-    some.template load<known::nothing>(hw, op, items, source);
+    some.template load<known::nothing>(hw, op, items);
   f(some);
 }
 
-/// Adds all items of a thread to `sums`.
-template <axis Axis, class Op, class Sums, class T, class Hw, class Source>
-SYNCNORM_DEVICE void add_items(Hw const& hw, Op const& op, walk<Axis, T>& items, Source const& source, Sums& sums) {
-  while (items.inside()) take_batch(hw, op, items, source, [&](auto const& some) { sums.add(hw, some); });
+/// Adds all items of a thread to `sums`, and puts them where they are kept, if anywhere: after all loads of a batch, which else would wait
+/// for each other.
+template <axis Axis, class Op, class Sums, class T, class Hw, class Kept>
+SYNCNORM_DEVICE void add_items(Hw const& hw, Op const& op, walk<Axis, T>& items, Kept const& kept, Sums& sums) {
+  while (items.inside()) {
+    auto const first = items;
+    take_batch(hw, op, items, [&](auto const& some) {
+      kept.put(hw, first, some);
+      sums.add(hw, some);
+    });
+  }
 }
 
 /// 1/n, or 0 of nothing.

@@ -45,14 +45,15 @@ public:
   SYNCNORM_DEVICE kept_packs(std::byte* room, geometry const& cut, part_of_group const& part)
       : room_{reinterpret_cast<T*>(room)}, first_{part.begin * cut.lanes}, packs_{cut.per_piece * cut.lanes} {}
 
-  /// Loads a pack as a batch does, and keeps it.
-  template <axis Axis, known K, class Hw>
-  SYNCNORM_DEVICE void load(Hw const& hw, Sums const& op, walk<Axis, T> const& items, spot const& at,
-                            pack<T> (&in)[Sums::inputs]) const {
-    op.template load<Axis, K>(hw, at, in);
-    if (K != known::whole && !items.inside()) return;
+  /// The packs of a batch, of which `items` is the first.
+  template <axis Axis, int Unroll, class Hw>
+  SYNCNORM_DEVICE void put(Hw const& hw, walk<Axis, T> items, batch<Sums, Unroll> const& some) const {
     SYNCNORM_UNROLL
-    for (int i = 0; i < Sums::inputs; ++i) hw.store_pack(place(items.number(), i), in[i], cached::normally);
+    for (int u = 0; u < Unroll; ++u, items.advance()) {
+      if (!items.inside()) return;
+      SYNCNORM_UNROLL
+      for (int i = 0; i < Sums::inputs; ++i) hw.store_pack(place(items.number(), i), some.in[u][i], cached::normally);
+    }
   }
   template <axis Axis, int Inputs, class Hw>
   SYNCNORM_DEVICE void get(Hw const& hw, walk<Axis, T> const& items, pack<T> (&in)[Inputs]) const {

@@ -45,18 +45,18 @@ public:
   static constexpr int length = pack_length<T>;
 
   /// The parts of a group's channels over some of its items: of channel number i in thread i.
-  template <class Hw, class Source>
+  template <class Hw, class Kept>
   static SYNCNORM_DEVICE void sum_part(Hw const& hw, Op const& op, geometry const& cut, part_of_group const& of,
-                                       Source const& source, storage& shared, double (&all)[Op::parts]) {
+                                       Kept const& kept, storage& shared, double (&all)[Op::parts]) {
     walk<Axis, T> items{cut, op.lead(), of, hw.thread(), hw.threads()};
     if constexpr (Axis == axis::positions) {
       channel_accumulator<Op> sums{hw, op, items.channel()};
-      add_items(hw, op, items, source, sums);
+      add_items(hw, op, items, kept, sums);
       sums.finish(all);
       combine_block(hw, shared, all);
     } else {
       pack_accumulator<Op, Threads> sums{hw, op, shared.cells, items.channel(), cut.channels};
-      add_items(hw, op, items, source, sums);
+      add_items(hw, op, items, kept, sums);
       sums.finish(hw);
       hw.barrier();
       int const channels = cut.lanes * length, channel = hw.thread() % channels;
@@ -133,7 +133,7 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
   auto& shared = hw.template shared<typename reducer::storage>();
   auto const of = part_of_group::of_block(a.cut, hw.block());
   double all[Op::parts]{};
-  reducer::sum_part(hw, a.op, a.cut, of, from_memory{}, shared, all);
+  reducer::sum_part(hw, a.op, a.cut, of, kept_nowhere{}, shared, all);
 
   constexpr int width = most_channels<Op, Axis>;
   int const lane = hw.thread(), channels = Axis == axis::positions ? 1 : a.cut.lanes * reducer::length;
