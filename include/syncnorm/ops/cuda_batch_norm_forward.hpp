@@ -102,11 +102,8 @@ public:
     if (in_.running.num_batches_tracked != nullptr)
       check_.memory(in_.running.num_batches_tracked, "num_batches_tracked");
     if (alone && !constant())
-      check_.require(count != 1 || masked, [&] {
-        return in_.scope == statistics_scope::all_ranks
-                   ? "training needs more than 1 value per channel over all ranks, got 1"
-                   : "statistics of one rank need more than 1 value per channel, got 1";
-      });
+      check_.require(count != 1 || masked,
+                     [&] { return syncnorm::detail::one_value_fault(in_.scope == statistics_scope::all_ranks); });
     if (!in_.kept.empty() && !check_.failed()) {
       auto const fault = syncnorm::detail::find_shared_in_place(in_.y, in_.epilogues);
       check_.require(fault.empty(), [&] { return fault; });

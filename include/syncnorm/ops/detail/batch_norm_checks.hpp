@@ -17,6 +17,12 @@
 
 namespace syncnorm::detail {
 
+/// What is wrong with statistics of one value.
+[[nodiscard]] inline std::string one_value_fault(bool of_all_ranks) {
+  return of_all_ranks ? "training needs more than 1 value per channel over all ranks, got 1"
+                      : "statistics of one rank need more than 1 value per channel, got 1";
+}
+
 /// Collects the first thing that is wrong with a call. It throws nothing, because the other ranks have to be told first;
 /// and it builds no text unless something is wrong.
 class call_check {

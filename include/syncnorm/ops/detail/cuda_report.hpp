@@ -11,6 +11,7 @@
 
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
@@ -59,8 +60,7 @@ public:
     auto const pass = syncnorm::detail::get_text(headers.front().pass);
     forward_was_told_ = pass == "batch_norm forward" || pass == "batch_norm inference";
     if (fault == pass_fault::one_value)
-      throw invalid_argument_error{"batch_norm forward: training needs more than 1 value per channel over all ranks, "
-                                   "got 1"};
+      throw invalid_argument_error{"batch_norm forward: " + syncnorm::detail::one_value_fault(true)};
     for (std::size_t l = 0; l < layers_; ++l) {
       std::vector<packet_header> of_layer;
       for (std::size_t i = l; i < headers.size(); i += layers_) of_layer.push_back(headers[i]);

@@ -87,8 +87,7 @@ public:
     check_.options(options, in_.running, channels);
     check_.batches_tracked(options, in_.running.num_batches_tracked);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
-    if (!collective())
-      check_.require(count() != 1, [] { return "statistics of one rank need more than 1 value per channel, got 1"; });
+    if (!collective()) check_.require(count() != 1, [] { return one_value_fault(false); });
   }
 
   [[nodiscard]] call_check& check() noexcept { return check_; }
@@ -188,9 +187,7 @@ public:
 
 private:
   static void require_several(std::int64_t count) {
-    if (count == 1)
-      throw invalid_argument_error{"batch_norm forward: training needs more than 1 value per channel over all ranks, "
-                                   "got 1"};
+    if (count == 1) throw invalid_argument_error{"batch_norm forward: " + one_value_fault(true)};
   }
 
   /// Elements of a channel of micro-batch k that count.
