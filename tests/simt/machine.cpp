@@ -79,6 +79,43 @@ TEST_CASE("A barrier that not all threads reach is reported") {
                "shuffle that lanes do not reach"));
 }
 
+TEST_CASE("Blocks of a cluster run beside each other, and read what the others have") {
+  simt::machine on;
+  std::vector<double> out(6);
+  on.memory.add("out", out.data(), out.size());
+  simt::launch_shape const shape{6, 32, 0, 5, 3};
+  auto const pass_on = [&](bool first, bool second) {
+    return report(on, shape, [&](simt::hardware const& hw) {
+      auto& shared = hw.shared<cells>();
+      if (hw.thread() == 0) hw.store(&shared.of[1], 10.0 + hw.block());
+      if (first) hw.cluster_barrier();
+      if (hw.thread() == 0)
+        hw.store(&out[hw.block()], hw.load_from(static_cast<int>((hw.block() + 1) % 3), &shared.of[1]));
+      if (second) hw.cluster_barrier();
+      if (hw.thread() == 0) hw.store(&shared.of[1], 0.0);
+    });
+  };
+  CHECK(pass_on(true, true).empty());
+  CHECK(out == std::vector<double>{11, 12, 10, 14, 15, 13});
+  CHECK(!pass_on(false, true).empty()); // of what was never written, or in a race
+  CHECK(begins(pass_on(true, false), "race with a read"));
+}
+
+TEST_CASE("A barrier of a cluster that not all threads reach is reported") {
+  simt::machine on;
+  auto const without = [&](auto const& leaves) {
+    return report(on, {4, 32, 0, 0, 2}, [&](simt::hardware const& hw) {
+      if (!leaves(hw)) hw.cluster_barrier();
+    });
+  };
+  CHECK(without([](auto const&) { return false; }).empty());
+  CHECK(begins(without([](auto const& hw) { return hw.block() == 3; }),
+               "barrier of a cluster that threads do not reach"));
+  CHECK(begins(without([](auto const& hw) { return hw.thread() == 7; }),
+               "barrier of a cluster that threads do not reach"));
+  CHECK(begins(report(on, {3, 32, 0, 0, 2}, [](simt::hardware const&) {}), "blocks are no multiple"));
+}
+
 TEST_CASE("A shuffle or ballot whose lanes do not all arrive is reported") {
   simt::machine on;
   CHECK(begins(report(on, {1, 32},

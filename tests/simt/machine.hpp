@@ -37,7 +37,6 @@ public:
   [[nodiscard]] int threads() const;
   [[nodiscard]] std::uint32_t block() const;
   [[nodiscard]] std::uint32_t blocks() const;
-  [[nodiscard]] int cluster_blocks() const;
 
   void forget() const {} // nothing here is held in registers
   void barrier() const;
@@ -327,7 +326,6 @@ private:
 
 inline int hardware::thread() const { return thread_ % machine_->shape_.threads; }
 inline int hardware::threads() const { return machine_->shape_.threads; }
-inline int hardware::cluster_blocks() const { return machine_->shape_.cluster; }
 inline std::uint32_t hardware::block() const { return machine_->running(thread_).number; }
 inline std::uint32_t hardware::blocks() const { return machine_->shape_.blocks; }
 inline void hardware::barrier() const { machine_->wait(thread_, machine::state::at_barrier); }
