@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -257,38 +256,37 @@ void check_equal_elements(C const& comm, bool captured,
   struct extents {
     std::int64_t n, c, s;
   };
-  std::size_t turn = 0;
   for (auto const& of : {extents{2, 3, 5}, {8, 3, 49}, {7, 17, 13}, {9, 2, 300}})
-    for (auto const order : {test::layout::nchw, test::layout::nhwc, test::layout::strided}) {
-      double const number = std::array{0.1, 0.7, 1.0 / 3}[turn++ % 4 % 3];
-      auto const kind =
-          number == 0.7 ? syncnorm::running_variance::standard_deviation : syncnorm::running_variance::unbiased;
-      auto const n = of.n + syncnorm::rank(comm);
-      INFO("N ", n, ", C ", of.c, ", S ", of.s, ", layout ", static_cast<int>(order), ", all ", number);
-      auto const value = syncnorm::as_double(syncnorm::from_double<T>(number));
-      auto const elements = static_cast<std::size_t>(n * of.c * of.s), channels = static_cast<std::size_t>(of.c);
-      device_tensor<T> x{order, n, of.c, of.s}, y{order, n, of.c, of.s}, dy{order, n, of.c, of.s};
-      x.put(std::vector<long double>(elements, value), 0), dy.put(std::vector<long double>(elements, 2), 0);
-      Layer layer{comm, of.c, {.norm = {.eps = 0, .momentum = 1, .variance = kind, .exchange = policy}}};
-      put(layer.beta(), std::vector<long double>(channels, 0.5L));
-      test::stream const on;
-      for (bool const training : {true, false}) {
-        CAPTURE(training);
-        layer.train(training);
-        layer.prepare(on);
-        test::run_on(on, captured, [&](cudaStream_t stream) { layer.forward(x.view, y.view, stream); });
-        layer.synchronize(on);
-        auto const saved = layer.saved().statistics();
-        auto const mean = get(std::span{saved.mean, channels});
-        if (policy == syncnorm::exchange_policy::gather) CHECK(mean == std::vector<double>(channels, value));
-        CHECK(error_of(mean, std::vector<double>(channels, value)) < 1e-15);
-        CHECK(get(std::span{saved.inv_std, channels}) == std::vector<double>(channels, 0));
-        CHECK(y.get() == std::vector<long double>(elements, 0.5));
-        test::run_on(on, captured, [&](cudaStream_t stream) { layer.backward(x.view, dy.view, y.view, stream); });
-        layer.synchronize(on);
-        CHECK(y.get() == std::vector<long double>(elements, 0));
+    for (auto const order : {test::layout::nchw, test::layout::nhwc, test::layout::strided})
+      for (double const number : {0.1, 0.7, 1.0 / 3}) {
+        auto const kind =
+            number == 0.7 ? syncnorm::running_variance::standard_deviation : syncnorm::running_variance::unbiased;
+        auto const n = of.n + syncnorm::rank(comm);
+        INFO("N ", n, ", C ", of.c, ", S ", of.s, ", layout ", static_cast<int>(order), ", all ", number);
+        auto const value = syncnorm::as_double(syncnorm::from_double<T>(number));
+        auto const elements = static_cast<std::size_t>(n * of.c * of.s), channels = static_cast<std::size_t>(of.c);
+        device_tensor<T> x{order, n, of.c, of.s}, y{order, n, of.c, of.s}, dy{order, n, of.c, of.s};
+        x.put(std::vector<long double>(elements, value), 0), dy.put(std::vector<long double>(elements, 2), 0);
+        Layer layer{comm, of.c, {.norm = {.eps = 0, .momentum = 1, .variance = kind, .exchange = policy}}};
+        put(layer.beta(), std::vector<long double>(channels, 0.5L));
+        test::stream const on;
+        for (bool const training : {true, false}) {
+          CAPTURE(training);
+          layer.train(training);
+          layer.prepare(on);
+          test::run_on(on, captured, [&](cudaStream_t stream) { layer.forward(x.view, y.view, stream); });
+          layer.synchronize(on);
+          auto const saved = layer.saved().statistics();
+          auto const mean = get(std::span{saved.mean, channels});
+          if (policy == syncnorm::exchange_policy::gather) CHECK(mean == std::vector<double>(channels, value));
+          CHECK(error_of(mean, std::vector<double>(channels, value)) < 1e-15);
+          CHECK(get(std::span{saved.inv_std, channels}) == std::vector<double>(channels, 0));
+          CHECK(y.get() == std::vector<long double>(elements, 0.5));
+          test::run_on(on, captured, [&](cudaStream_t stream) { layer.backward(x.view, dy.view, y.view, stream); });
+          layer.synchronize(on);
+          CHECK(y.get() == std::vector<long double>(elements, 0));
+        }
       }
-    }
 }
 
 } // namespace layer_cases

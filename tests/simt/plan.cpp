@@ -194,6 +194,20 @@ TEST_CASE(
   CHECK((aligned > 50 && unaligned > 50));
 }
 
+TEST_CASE("Packs of tensors whose extents or strides are not narrow are not whole") {
+  auto const is_whole = [](std::int64_t n, std::int64_t spatial, std::int64_t stride_n) {
+    auto x = nchw(far, n, 2, spatial);
+    x.stride_n = stride_n;
+    return gpu::cut_for_reduction(gpu::moments_op<float>{x}, 256, limits).whole;
+  };
+  std::int64_t const narrow = std::int64_t{1} << 30;
+  CHECK(is_whole(2, narrow - 4, narrow - 4));
+  CHECK(is_whole(2, 64, -narrow));
+  CHECK(!is_whole(1, narrow, 0));
+  CHECK(!is_whole(narrow, 64, 128));
+  CHECK(!is_whole(2, 64, narrow));
+}
+
 TEST_CASE("Clusters are for devices which have them, and code which knows of them") {
   CHECK(gpu::runs_clusters<900>(900));
   CHECK(gpu::runs_clusters<800, 900>(900));

@@ -65,10 +65,9 @@ void kernels_of<T, Kernels>::backward_alone(in dy, in x, out dx, out dresidual, 
   auto const epilogue_view = detail::device_epilogue(done);
   bool const launched = detail::with_epilogue(done, [&](auto has_epilogue) {
     using D = detail::device_element_t<T>;
-    using sums_type = detail::backward_sums_op<D, has_epilogue()>;
-    sums_type const sums = detail::make_backward_sums<D, has_epilogue()>(dy_view, x_view, affine, epilogue_view, saved);
-    if (!detail::is_one_launch<Kernels, sums_type, detail::gradient_op<D, has_epilogue()>>(sums, own, limits))
-      return false;
+    using map_type = detail::gradient_op<D, has_epilogue()>;
+    auto const sums = detail::make_backward_sums<D, has_epilogue()>(dy_view, x_view, affine, epilogue_view, saved);
+    if (!detail::is_one_launch<Kernels, map_type>(sums, own, limits)) return false;
     detail::require_backward_operands(call, dy, x, dx, dresidual, done, saved);
     detail::operand_check{call}.packet(packet);
     detail::backward_statistics const statistics{own_packet(packet), packet, saved, affine, gradients, report};

@@ -104,7 +104,7 @@ void kernels_of<T, Kernels>::forward_alone(in x, out y, affine_values const& aff
     using D = detail::device_element_t<T>;
     using map_type = detail::normalize_op<D, has_epilogue()>;
     detail::moments_op<D> const sums{detail::device_view(x), done.mask};
-    if (!detail::is_one_launch<Kernels, detail::moments_op<D>, map_type>(sums, own, limits)) return false;
+    if (!detail::is_one_launch<Kernels, map_type>(sums, own, limits)) return false;
     auto const op = detail::make_normalize<D, has_epilogue()>(detail::device_view(x), detail::device_view(y),
                                                               detail::device_epilogue(done), statistics);
     detail::launch_fused<Kernels>(call, sums, op, own, packet, limits, stream);

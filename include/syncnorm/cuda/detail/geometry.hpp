@@ -66,7 +66,7 @@ template <class T>
   return t.data + (at.sample * t.stride_n + at.channel * t.stride_c + at.position * t.stride_s);
 }
 
-/// The same of a pack of which `K` is known. Of whole ones extents and strides have 31 bits, and a product is one instruction.
+/// The same of a pack of which `K` is known. Of whole ones extents and strides are narrow, and a product is one instruction.
 template <axis Axis, known K, class T>
 [[nodiscard]] SYNCNORM_DEVICE T* address(tensor_view<T> const& t, spot const& at) {
   if constexpr (K != known::whole) return address(t, at);

@@ -68,7 +68,7 @@ template <class Kernels>
 }
 
 /// Whether `fits_on_chip`; of a header with a fault the header alone is to be written, which one launch does not.
-template <class Kernels, class Sums, class Map>
+template <class Kernels, class Map, class Sums>
 [[nodiscard]] bool is_one_launch(Sums const& sums, packet_header const& header, device_limits const& limits) {
   bool const rows = axis_of(sums.lead()) == axis::positions;
   int const static_shared = rows ? fused_entry<Sums, Map, axis::positions>::static_shared

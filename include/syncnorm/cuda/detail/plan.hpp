@@ -79,10 +79,11 @@ template <class Op>
          is_one(0, (rows ? lead.channels : lead.spatial) > 1 ? 1 : 0);
 }
 
-/// Whether 31 bits hold the extents and strides of a tensor, and a sign.
+/// Whether 30 bits hold the extents and strides of a tensor, and a sign, so that 31 hold sums of two.
 template <class T>
 [[nodiscard]] bool is_narrow(tensor_view<T> const& t) {
-  auto const fits = [](std::int64_t value) { return std::int64_t{static_cast<std::int32_t>(value)} == value; };
+  constexpr std::int64_t limit = std::int64_t{1} << 30;
+  auto const fits = [](std::int64_t value) { return -limit <= value && value < limit; };
   return fits(t.samples) && fits(t.channels) && fits(t.spatial) && fits(t.stride_n) && fits(t.stride_c) &&
          fits(t.stride_s);
 }
