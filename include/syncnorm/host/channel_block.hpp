@@ -34,7 +34,7 @@ template <class T>
 }
 
 /// The block of channels after the one at hand. Reading it into the cache while the one at hand is written is faster than one after the
-/// other, if both have room there, and where a core foresees no rows also of one tensor that has not: the next level still holds it.
+/// other, if both have room there, or in the next level.
 struct next_block {
   std::int64_t channels_ahead = 0; ///< 0: none
 
@@ -42,9 +42,8 @@ struct next_block {
   template <class T>
   [[nodiscard]] static next_block of(tensor_view<T> const& x, std::int64_t inputs, std::int64_t channels_ahead,
                                      detail::processor const& on = detail::processor::here()) {
-    bool const fits = 2 * x.size() * inputs * static_cast<std::int64_t>(sizeof(T)) <= on.room_for_blocks();
-    bool const gains = fits || (inputs == 1 && !on.foresees);
-    return {gains && detail::has_rows(x) ? channels_ahead : 0};
+    bool const fits = 2 * x.size() * inputs * static_cast<std::int64_t>(sizeof(T)) <= on.room_for_next();
+    return {fits && detail::has_rows(x) ? channels_ahead : 0};
   }
 };
 

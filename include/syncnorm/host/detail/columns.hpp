@@ -10,7 +10,6 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
-#include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/vector.hpp>
@@ -66,9 +65,9 @@ template <int L, class F>
   if (i < width) f(i, width - L);
 }
 
-/// Σ a and Σ a·b of the columns of `run`; `Op` is one of `short_row_sums`, whose coefficient j of column c is values[j][c]. Fetches
-/// for a level of cache; 0: nothing.
-template <int L, int Level, class T, class Op, class A = accumulate_t<T>>
+/// Σ a and Σ a·b of the columns of `run`; `Op` is one of `short_row_sums`, whose coefficient j of column c is values[j][c]. Of
+/// vectors, fetches what is read later.
+template <int L, class T, class Op, class A = accumulate_t<T>>
 [[gnu::noinline]] void sum_columns(Op const& given, column_run<T, Op::inputs> const& run,
                                    std::array<column_values<A>, Op::coefficients> const& values,
                                    column_values<A>& firsts, column_values<A>& seconds) {
@@ -109,10 +108,10 @@ template <int L, int Level, class T, class Op, class A = accumulate_t<T>>
         store<L>(second + at, multiply_add<vector>(a, b, load<L>(second + at)));
       };
       std::int64_t i = 0;
-      if constexpr (Level != 0) {
+      if constexpr (L > 1) {
         for (; i + line <= width; i += line) {
 #pragma GCC unroll 8
-          for (std::size_t j = 0; j < inputs; ++j) prefetch<line, Level>(from[j], i + ahead[j]);
+          for (std::size_t j = 0; j < inputs; ++j) prefetch<line, 2>(from[j], i + ahead[j]);
 #pragma GCC unroll 8
           for (std::int64_t c = i; c < i + line; c += L) sum(c, c);
         }
@@ -126,19 +125,16 @@ template <int L, int Level, class T, class Op, class A = accumulate_t<T>>
   if (run.count > at_once) add_later();
 }
 
-/// The same in vectors as wide as fit. A processor that begins anew with each loop had better have what is fetched in its first
-/// cache.
+/// The same in vectors as wide as fit.
 template <class T, class Op, class A = accumulate_t<T>>
 void sum_columns(Op const& op, column_run<T, Op::inputs> const& run,
                  std::array<column_values<A>, Op::coefficients> const& values, column_values<A>& firsts,
                  column_values<A>& seconds) {
   constexpr int lanes = native_lanes<A>;
   if (run.width < lanes)
-    sum_columns<1, 0>(op, run, values, firsts, seconds);
-  else if (processor::here().foresees)
-    sum_columns<lanes, 2>(op, run, values, firsts, seconds);
+    sum_columns<1>(op, run, values, firsts, seconds);
   else
-    sum_columns<lanes, 1>(op, run, values, firsts, seconds);
+    sum_columns<lanes>(op, run, values, firsts, seconds);
 }
 
 /// The positions of tensors with contiguous channels, as runs of rows. What is summed with what depends on strides and not on how many

@@ -21,6 +21,10 @@ struct processor {
   /// and where pages lie takes some.
   [[nodiscard]] std::int64_t room_for_blocks() const { return second_level / 8 * 5; }
 
+  /// The same of a block that is mapped and the next one, which is fetched meanwhile. What AMD's second level has no room for, the third
+  /// takes, of which a core's part is 2 to 4 MB, and more while others rest.
+  [[nodiscard]] std::int64_t room_for_next() const { return foresees ? room_for_blocks() : std::int64_t{8} << 20; }
+
   /// The one at hand.
   [[nodiscard]] static processor const& here() {
     static processor const found = [] {

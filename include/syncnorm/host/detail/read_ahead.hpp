@@ -40,7 +40,7 @@ struct fetching {
                                    processor const& on = processor::here()) {
     if (on.foresees) return {1, level_to_fetch(x)};
     constexpr std::int64_t far = 12'288, bytes = sizeof(T);
-    return {ceil_div(far, std::max<std::int64_t>(1, parts.cut.length) * inputs * bytes), 1};
+    return {ceil_div(far, std::max<std::int64_t>(1, parts.cut.length) * inputs * bytes), 2};
   }
 };
 

@@ -69,7 +69,7 @@ private:
     std::array<vector, inputs> v;
 #pragma GCC unroll 8
     for (std::size_t j = 0; j < inputs; ++j) {
-      if constexpr (Ahead != 0) prefetch<lanes>(from[j], i + Ahead / static_cast<std::int64_t>(sizeof(T)));
+      if constexpr (Ahead != 0) prefetch<lanes, 2>(from[j], i + Ahead / static_cast<std::int64_t>(sizeof(T)));
       v[j] = load<lanes>(from[j] + i);
     }
     return op_.apply(v, k);
