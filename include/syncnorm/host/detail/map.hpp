@@ -88,6 +88,7 @@ public:
     }
     run_ = run_type{op, streamed};
     bool const streams = std::ranges::find(streamed, true) != streamed.end(), foreseen = processor::here().foresees;
+    finds_pages_ = streams;
     dense_ = mask == nullptr && layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
     reads_ahead_ = streams && (layout_ == layout::channels
@@ -221,6 +222,9 @@ private:
       pointers in = from(n, first, box.position);
       targets out = to(n, first, box.position);
       for (std::int64_t c = first; c <= last; ++c) {
+        if (finds_pages_ && (c != last || n + 1 < box.sample + box.samples))
+          find_row(in, out, end - box.position, c != last ? row_distance{1, 0, 0} : row_distance{first - last, 1, 0},
+                   ahead, fetch);
         row<Masked>({n, c, box.position, end, whole && c != first, whole && c != last}, in, out, ahead, fetch);
 #pragma GCC unroll 8
         for (std::size_t j = 0; j < inputs; ++j) in[j] += in_[j].stride_c;
@@ -229,6 +233,21 @@ private:
           if (outputs == 1 || out[j] != nullptr) out[j] += out_[j].stride_c;
       }
     }
+  }
+
+  /// Has the pages of the row `by` further found: of what is written there, and of what is fetched `further`.
+  [[gnu::always_inline]] void find_row(pointers const& in, targets const& out, std::int64_t length,
+                                       row_distance const& by, distances const& further, bool fetch) const {
+    auto const find = [&](auto const& x, T const* from, std::int64_t first) __attribute__((always_inline)) {
+      std::int64_t const there = by.channels * x.stride_c + by.samples * x.stride_n;
+      find_pages(from, first + there, length, by.samples == 0 && x.stride_c == length);
+    };
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < outputs; ++j)
+      if (outputs == 1 || out[j] != nullptr) find(out_[j], out[j], 0);
+    if (!fetch) return;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < inputs; ++j) find(in_[j], in[j], further[j]);
   }
 
   /// A piece of a row. Streams the lines of the cache that end in it: what is before the piece in the first of them is computed once
@@ -264,6 +283,7 @@ private:
   /// No mask, and the rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
   bool reads_ahead_ = false; ///< whether what follows is fetched
+  bool finds_pages_ = false; ///< whether the pages of a row are found while the one before is mapped
 };
 
 /// Maps all of `in` to `out`, with the coefficients `terms(channel)`. `fetch`: the block of channels that is mapped next.

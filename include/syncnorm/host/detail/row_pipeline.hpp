@@ -66,8 +66,7 @@ public:
 
   /// Maps a block of so many channels by itself, and fetches the next.
   void map_block(Map const& map, std::int64_t channels, next_block const& fetch) const {
-    for (std::int64_t sample = samples_; sample-- > 0;)
-      map(boxes::box{0, channels, sample, 1, 0, parts_.cut.spatial}, fetch.channels_ahead);
+    map(boxes::box{0, channels, 0, samples_, 0, parts_.cut.spatial}, fetch.channels_ahead);
   }
 
   /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps the `mapped` channels before these by `map`, no more.

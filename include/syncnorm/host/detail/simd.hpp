@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -182,6 +183,20 @@ template <std::int64_t Elements, class T>
     prefetch<Elements, 1>(base, first);
   else if (level == 2)
     prefetch<Elements, 2>(base, first);
+}
+
+/// Has the processor find the pages that begin among `n` elements from base[first] on, which may be outside of all memory, 128 at
+/// most; and, if these do not follow what was found before, that of base[first]. It fetches for the first-level cache, since other
+/// fetches are given up where a page is not found at once. Always inlined: a call stores registers, and where stores that stream wait
+/// for memory, all others do.
+template <class T>
+[[gnu::always_inline]] inline void find_pages(T const* base, std::int64_t first, std::int64_t n, bool follows) {
+  constexpr std::uintptr_t page = 4096;
+  auto const begin = reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first) * sizeof(T);
+  auto const end = begin + std::min(static_cast<std::uintptr_t>(n) * sizeof(T), 128 * page);
+  if (!follows) __builtin_prefetch(reinterpret_cast<void const*>(begin), 0, 3);
+  for (auto at = (begin + page - 1) / page * page; at < end; at += page)
+    __builtin_prefetch(reinterpret_cast<void const*>(at), 0, 3);
 }
 
 template <int First, class Vector, std::size_t... Lane>
