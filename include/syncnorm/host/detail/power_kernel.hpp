@@ -95,7 +95,7 @@ template <class T>
 }
 template <int Lanes, class T>
 [[gnu::always_inline]] inline void fetch(T const* from, std::int64_t first) {
-  if constexpr (Lanes > 1) prefetch<Lanes>(from, first);
+  if constexpr (Lanes > 1) prefetch<Lanes, 2>(from, first);
 }
 
 /// The elements of a run of channel `c`: where they are if possible, else copied to `buffer`.

@@ -168,7 +168,7 @@ template <int Lanes, class T>
 /// Asks for the cache lines of `Elements` elements from base[first] on, which may be outside of all memory; for the
 /// second-level cache if `Level` is 2. A loop that does some arithmetic per line needs it: the processor itself looks
 /// ahead only as far as it can keep instructions waiting.
-template <std::int64_t Elements, int Level = 1, class T>
+template <std::int64_t Elements, int Level, class T>
 [[gnu::always_inline]] inline void prefetch(T const* base, std::int64_t first) {
   auto const address = reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(first) * sizeof(T);
 #pragma GCC unroll 8
