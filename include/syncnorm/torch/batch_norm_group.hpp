@@ -54,7 +54,6 @@ public:
   [[nodiscard]] static std::vector<std::unique_ptr<forward_pass>> passes(std::vector<group_batches> const& members) {
     if (members.empty()) throw invalid_argument_error{"a group of modules is empty"};
     bool needs = false;
-    std::size_t outputs = 0;
     std::vector<forward_inputs> inputs;
     std::vector<std::string> faults;
     for (auto const& member : members) {
@@ -62,7 +61,6 @@ public:
       faults.push_back(complete_epilogues(epilogues, member.inputs.size()));
       inputs.push_back(member.norm->inputs_of(member.inputs, std::move(epilogues)));
       needs = needs || inputs.back().requires_grad();
-      outputs += member.inputs.size();
       if (faults.back().empty() && inputs.back().scope == statistics_scope::this_rank && member.inputs.size() > 1)
         faults.back() = "micro-batches in evaluation without running statistics, which have no statistic in common";
     }
@@ -71,10 +69,8 @@ public:
     std::vector<std::unique_ptr<forward_pass>> passes;
     for (std::size_t i = 0; i < inputs.size(); ++i)
       if (faults[i].empty())
-        faults[i] = fault_or_thrown([&] {
-          auto text = find_shared_in_place(inputs[i], inputs, "another pass of the group");
-          return text.empty() && outputs > 1 ? find_view_in_place(inputs[i], backward) : text;
-        });
+        faults[i] =
+            fault_or_thrown([&] { return find_shared_in_place(inputs[i], inputs, "another pass of the group"); });
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       auto& each = inputs[i];
       auto const home = home_of(each);

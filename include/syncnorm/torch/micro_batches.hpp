@@ -30,27 +30,21 @@ public:
   /// Whether they share one statistic.
   [[nodiscard]] static bool are_together(SyncBatchNormImpl const& norm) { return norm.is_training() && !norm.frozen_; }
 
-  /// One pass over all, or, where they share no statistic, one over each. `as_one`: these are recorded as one function, too.
-  [[nodiscard]] static std::vector<std::unique_ptr<forward_pass>> passes(SyncBatchNormImpl& norm,
-                                                                         std::vector<at::Tensor> const& batches,
-                                                                         std::vector<norm_epilogue> epilogues,
-                                                                         bool as_one) {
+  /// One pass over all, or, where they share no statistic, one over each.
+  [[nodiscard]] static std::vector<std::unique_ptr<forward_pass>>
+  passes(SyncBatchNormImpl& norm, std::vector<at::Tensor> const& batches, std::vector<norm_epilogue> epilogues) {
     auto const fault = complete_epilogues(epilogues, batches.size());
     std::vector<forward_inputs> inputs;
     if (are_together(norm) || batches.empty())
       inputs.push_back(norm.inputs_of(batches, std::move(epilogues)));
     else
       for (std::size_t k = 0; k < batches.size(); ++k) inputs.push_back(norm.inputs_of({batches[k]}, {epilogues[k]}));
-    bool const several = batches.size() > 1 && (as_one || are_together(norm));
     std::vector<backward_pass> backward;
     std::vector<std::string> faults;
     for (auto const& each : inputs) {
       backward.push_back(backward_of(at::GradMode::is_enabled(), each.requires_grad()));
-      faults.push_back(fault_or_thrown([&] {
-        auto text = fault.empty() ? find_shared_in_place(each, inputs, "another micro-batch") : fault;
-        if (!text.empty()) return text;
-        return several ? find_view_in_place(each, backward.back()) : find_alias_in_place(each, inputs, backward.back());
-      }));
+      faults.push_back(fault_or_thrown(
+          [&] { return fault.empty() ? find_shared_in_place(each, inputs, "another micro-batch") : fault; }));
     }
     std::vector<std::unique_ptr<forward_pass>> passes;
     for (std::size_t i = 0; i < inputs.size(); ++i)
@@ -60,7 +54,7 @@ public:
 
   [[nodiscard]] static std::vector<at::Tensor> forward(SyncBatchNormImpl& norm, std::vector<at::Tensor> const& batches,
                                                        std::vector<norm_epilogue> const& epilogues) {
-    auto const all = passes(norm, batches, epilogues, false);
+    auto const all = passes(norm, batches, epilogues);
     if (are_together(norm)) {
       all.front()->run();
       if (batches.size() > 1) return record_group(all, false, needs_anchor(*all.front()));
@@ -94,7 +88,7 @@ inline std::vector<::torch::Tensor> forward_batches(SyncBatchNorm& norm, std::ve
                                                             std::vector<::torch::Tensor> const& inputs,
                                                             std::vector<norm_epilogue> const& epilogues = {}) {
   return pending_forwards{
-      {detail::batches_of::passes(*norm, inputs, epilogues, true), !detail::batches_of::are_together(*norm)}};
+      {detail::batches_of::passes(*norm, inputs, epilogues), !detail::batches_of::are_together(*norm)}};
 }
 
 } // namespace syncnorm::torch

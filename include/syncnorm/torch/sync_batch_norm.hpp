@@ -156,10 +156,9 @@ public:
   /// the input from the output, up to rounding, where weight, bias and activation allow it, and `batch_norm_kept` keeps the
   /// other channels. So sizeof(element) bytes per element are kept instead of twice that. The input must not be a leaf that
   /// requires a gradient, nor a result that its own backward pass needs; and nothing may write to the output until the
-  /// backward pass, whose gradients cannot be differentiated. In a group, and as one of several micro-batches in training, it must
-  /// not be a view, either, where gradients are recorded: libtorch records no function of several outputs that writes to one. Nor
-  /// may micro-batches in evaluation be views of one tensor then. Where a communicator fails midway, `forward` leaves the input partly
-  /// written over, of which autograd is told. The same on every rank.
+  /// backward pass, whose gradients cannot be differentiated. Views are inputs like others, but that a pass by itself over one part of a
+  /// tensor counts as a change of what passes before it have made of other parts. Where a communicator fails midway, `forward` leaves the
+  /// input partly written over, of which autograd is told. The same on every rank.
   void set_in_place(bool on = true) noexcept { in_place_ = on; }
   [[nodiscard]] bool is_in_place() const noexcept { return in_place_; }
 

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/types.h>
 
 #include <syncnorm/core/epilogue.hpp>
@@ -23,6 +22,7 @@
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
+#include <syncnorm/torch/detail/in_place_history.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/refuse_differentiation.hpp>
 #include <syncnorm/torch/detail/views.hpp>
@@ -30,15 +30,6 @@
 #include <syncnorm/torch/executor.hpp>
 
 namespace syncnorm::torch::detail {
-
-/// y, which a pass has written over x, with the history that x had before: that which y comes to have leads to the node that saves it,
-/// which libtorch does not see where x is a view.
-[[nodiscard]] inline at::Tensor output_to_save(at::Tensor const& y, at::Tensor const& x) {
-  auto saved = y.detach(); // whose version is that of y
-  if (x.grad_fn() != nullptr)
-    ::torch::autograd::impl::set_gradient_edge(saved, ::torch::autograd::impl::gradient_edge(x));
-  return saved;
-}
 
 /// What a forward pass read, as far as its backward pass needs it: x of each micro-batch, or y where x is recovered from it.
 struct forward_tensors {

@@ -84,6 +84,7 @@ public:
   }
   void after() override {
     if (outputs_.empty()) throw_own_fault();
+    base::after();
     if (in_.scope != statistics_scope::all_ranks || !this->mean_.defined()) return;
     bump_versions({in_.running_mean, in_.running_var});
     if (!is_converted()) return bump_versions({counter_});

@@ -136,24 +136,4 @@ struct forward_inputs {
   return {};
 }
 
-/// Says what keeps libtorch from recording passes in place over `of` and others of `all` one after the other.
-[[nodiscard]] inline std::string find_alias_in_place(forward_inputs const& of, std::vector<forward_inputs> const& all,
-                                                     backward_pass backward) {
-  if (!of.in_place || backward == backward_pass::impossible) return {};
-  for (auto const& other : all)
-    if (&other != &of && share_storage(of.first(), other.first()))
-      return "the input is in the storage of another micro-batch, so that libtorch would take it for changed when that "
-             "is written to; take a clone";
-  return {};
-}
-
-/// Says what keeps libtorch from recording a pass in place over `of` as one of several outputs of a function.
-[[nodiscard]] inline std::string find_view_in_place(forward_inputs const& of, backward_pass backward) {
-  if (!of.in_place || backward == backward_pass::impossible) return {};
-  for (auto const& x : of.batches)
-    if (x.defined() && x.is_view())
-      return "the input is a view, of which libtorch records no pass in place together with others; take a clone";
-  return {};
-}
-
 } // namespace syncnorm::torch::detail

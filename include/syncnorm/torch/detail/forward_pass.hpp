@@ -19,6 +19,7 @@
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
+#include <syncnorm/torch/detail/in_place_history.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/epilogue.hpp>
@@ -40,8 +41,7 @@ public:
       compute();
     } catch (...) {
       // Once all ranks had been heard of, parts of the input may have been written.
-      if (in_.in_place && pass_->saved.count > 0)
-        for (auto const& x : in_.batches) bump_versions({x});
+      if (pass_->saved.count > 0) tell_of_writing();
       throw;
     }
     after();
@@ -55,7 +55,7 @@ public:
     if (residual_versions_ != versions_of(residuals()))
       throw invalid_argument_error{"batch_norm forward: the residual was written to before the pass was finished"};
   }
-  virtual void after() = 0;
+  virtual void after() { tell_of_writing(); }
 
   [[nodiscard]] forward_inputs const& inputs() const noexcept { return in_; }
   [[nodiscard]] c10::intrusive_ptr<recorded_pass> const& pass() const noexcept { return pass_; }
@@ -63,6 +63,17 @@ public:
   [[nodiscard]] at::Tensor const& saved_memory() const noexcept { return saved_memory_; }
   /// One of each micro-batch; none where a fault of this rank leaves nothing to record.
   [[nodiscard]] std::vector<at::Tensor> const& outputs() const noexcept { return outputs_; }
+  /// What autograd is to record as outputs: in place not the inputs themselves.
+  [[nodiscard]] std::vector<at::Tensor> recorded_outputs() const {
+    auto recorded = outputs_;
+    for (std::size_t k = 0; k < recorded.size(); ++k)
+      if (is_input(k)) recorded[k] = recorded[k].detach();
+    return recorded;
+  }
+  /// The output of micro-batch k, given it as autograd has recorded it, if it has.
+  [[nodiscard]] at::Tensor returned(at::Tensor const& recorded, std::size_t k) const {
+    return is_input(k) ? with_history_of(recorded, in_.batches[k]) : recorded;
+  }
   /// Whether gradients are recorded.
   [[nodiscard]] bool records() const noexcept { return backward_ != backward_pass::impossible; }
 
@@ -98,6 +109,12 @@ protected:
   std::vector<at::Tensor> outputs_;
 
 private:
+  [[nodiscard]] bool is_input(std::size_t k) const { return outputs_[k].is_same(in_.batches[k]); }
+  /// Tells autograd that a pass in place has written to its inputs.
+  void tell_of_writing() const {
+    for (std::size_t k = 0; k < outputs_.size(); ++k)
+      if (is_input(k)) bump_versions({in_.batches[k]});
+  }
   [[nodiscard]] std::vector<at::Tensor> residuals() const {
     std::vector<at::Tensor> residuals;
     for (auto const& with : in_.epilogues) residuals.push_back(with.residual);
@@ -154,7 +171,9 @@ private:
       auto const& input = in_.batches[k];
       if (in_.in_place) {
         at::AutoGradMode const recording{records()};
-        ::torch::autograd::check_inplace(input, backward_ == backward_pass::needed);
+        // Where other ranks need gradients, this one records, too.
+        ::torch::autograd::check_inplace(input, backward_ == backward_pass::needed ||
+                                                    in_.scope == statistics_scope::all_ranks);
       }
       auto const& of = of_.emplace_back(in_.in_place ? make_operands_in_place<T>(input) : make_operands<T>(input));
       x_views_.push_back(of.x_view);

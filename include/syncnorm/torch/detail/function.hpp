@@ -19,7 +19,7 @@ public:
   using context = ::torch::autograd::AutogradContext;
   using tensors = ::torch::autograd::variable_list;
 
-  /// Returns y of a pass, recorded as a function of x, which it may be, weight, bias and residual, of which all but x may be absent.
+  /// Returns y of a pass, recorded as a function of x, weight, bias and residual, of which all but x may be absent.
   /// `anchor` requires a gradient, so that this rank joins a backward pass that others need, when it needs none itself.
   static at::Tensor forward(context* recorded, at::Tensor const& x, c10::optional<at::Tensor> const& weight,
                             c10::optional<at::Tensor> const& bias, c10::optional<at::Tensor> const& residual,
@@ -28,12 +28,11 @@ public:
     tensors saved;
     forward_tensors::of(*pass, {x}, of(weight), of(bias), {of(residual)}).append_to(saved);
     recorded->save_for_backward(std::move(saved));
-    if (pass->pass()->in_place) recorded->mark_dirty({x});
     recorded->saved_data["pass"] = c10::IValue::make_capsule(pass->pass());
     recorded->saved_data["weight"] = weight.has_value();
     recorded->saved_data["bias"] = bias.has_value();
     recorded->saved_data["residual"] = residual.has_value();
-    return pass->outputs().front();
+    return pass->recorded_outputs().front();
   }
 
   static tensors backward(context* recorded, tensors const& dy) {
@@ -70,8 +69,7 @@ public:
   if (anchored) anchor = at::zeros({0}).requires_grad_();
   auto const output = batch_norm_function::apply(in.first(), optional(in.weight), optional(in.bias),
                                                  optional(in.epilogues.front().residual), anchor, &pass);
-  // In place, it is the input even where nothing is recorded.
-  return pass.outputs().front().is_same(in.first()) ? in.first() : output;
+  return pass.returned(output, 0);
 }
 
 /// Whether a pass that has run needs an anchor: where other ranks alone need gradients.

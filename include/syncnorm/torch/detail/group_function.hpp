@@ -40,7 +40,7 @@ public:
   /// are there, and perhaps an anchor as in `batch_norm_function`.
   static tensors forward(context* recorded, at::TensorList inputs, c10::intrusive_ptr<recorded_group> const& group,
                          std::vector<std::unique_ptr<forward_pass>> const* passes) {
-    tensors saved, written, outputs;
+    tensors saved, outputs;
     auto next = inputs.begin();
     for (std::size_t l = 0; l < passes->size(); ++l) {
       auto const& pass = *(*passes)[l];
@@ -51,12 +51,11 @@ public:
       auto const weight = take(has_weight), bias = take(has_bias);
       tensors residuals;
       for (bool const there : has_residuals) residuals.push_back(take(there));
-      if (of_pass->in_place) written.insert(written.end(), x.begin(), x.end());
       forward_tensors::of(pass, std::move(x), weight, bias, std::move(residuals)).append_to(saved);
-      outputs.insert(outputs.end(), pass.outputs().begin(), pass.outputs().end());
+      auto const of_these = pass.recorded_outputs();
+      outputs.insert(outputs.end(), of_these.begin(), of_these.end());
     }
     recorded->save_for_backward(std::move(saved));
-    recorded->mark_dirty(written);
     recorded->saved_data["group"] = c10::IValue::make_capsule(group);
     recorded->saved_data["inputs"] = static_cast<std::int64_t>(inputs.size());
     return outputs;
@@ -114,13 +113,12 @@ public:
                                                           bool together, bool anchored) {
   auto const group = c10::make_intrusive<recorded_group>();
   group->together = together;
-  std::vector<at::Tensor> inputs, outputs, of;
+  std::vector<at::Tensor> inputs;
   for (auto const& pass : passes) {
     auto const& in = pass->inputs();
     auto& member = group->members.emplace_back(
         recorded_group::member{pass->pass(), in.batches.size(), in.weight.defined(), in.bias.defined(), {}});
     inputs.insert(inputs.end(), in.batches.begin(), in.batches.end());
-    of.insert(of.end(), in.batches.begin(), in.batches.end());
     auto const add = [&](at::Tensor const& tensor) {
       if (tensor.defined()) inputs.push_back(tensor);
     };
@@ -129,13 +127,12 @@ public:
       member.residuals.push_back(with.residual.defined());
       add(with.residual);
     }
-    outputs.insert(outputs.end(), pass->outputs().begin(), pass->outputs().end());
   }
   if (anchored) inputs.push_back(at::zeros({0}).requires_grad_());
   auto recorded = group_function::apply(at::TensorList{inputs}, group, &passes);
-  // In place, they are the inputs even where nothing is recorded.
-  for (std::size_t i = 0; i < outputs.size(); ++i)
-    if (outputs[i].is_same(of[i])) recorded[i] = of[i];
+  auto next = recorded.begin();
+  for (auto const& pass : passes)
+    for (std::size_t k = 0; k < pass->inputs().batches.size(); ++k, ++next) *next = pass->returned(*next, k);
   return recorded;
 }
 

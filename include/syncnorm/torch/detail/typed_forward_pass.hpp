@@ -55,6 +55,7 @@ public:
     if (tracked_.defined()) in_.state->batches_tracked = tracks_ = tracked_.item<std::int64_t>();
   }
   void after() override {
+    base::after();
     if (in_.scope != statistics_scope::all_ranks) return;
     if (pass_->saved.count > 0) bump_versions({in_.running_mean, in_.running_var});
     if (tracked_.defined() && in_.state->batches_tracked != tracks_)
