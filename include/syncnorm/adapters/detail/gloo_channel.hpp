@@ -257,13 +257,20 @@ private:
     transfers.erase(transfers.begin(), transfers.begin() + static_cast<std::ptrdiff_t>(count));
   }
 
+  /// Goes on where it has failed before: what was announced cannot be taken back.
   void announce() {
-    auto slot = reusable_slot();
-    if (!slot) slot = make_slot();
-    slot->sequence = next_sequence_;
-    for_each_peer([&](int r) { receive_from(*slot->peers[index(r)], r, slot_tag(*slot, 0), stride()); });
+    if (!next_) {
+      next_ = reusable_slot();
+      if (!next_) next_ = make_slot();
+      next_->sequence = next_sequence_;
+      next_peer_ = 1;
+    }
+    for (; next_peer_ < size(); ++next_peer_) {
+      int const from = (rank() + next_peer_) % size();
+      receive_from(*next_->peers[index(from)], from, slot_tag(*next_, 0), stride());
+    }
+    announced_.push_back(std::move(next_));
     ++next_sequence_;
-    announced_.push_back(std::move(slot));
   }
 
   /// A peer may have left after the collective that is under way, its last. That fails the next one, not this one.
@@ -376,6 +383,8 @@ private:
   std::uint32_t tag_;
   bool connected_ = false;
   std::uint32_t next_sequence_ = 0;
+  std::unique_ptr<gloo_slot> next_;  // which is being announced
+  int next_peer_ = 1;                // to this one next, so many ranks after this
   std::uint32_t received_below_ = 0; // every peer has all packets of the collectives before this one
   std::vector<std::uint32_t> open_;  // collectives in flight, in order
   signature opened_;                 // the latest of them
