@@ -71,7 +71,7 @@ private:
 };
 
 /// The ranks of a c10d process group, by its backend for CPU tensors (Gloo, MPI). It shares the ownership of the group,
-/// like any other user of one.
+/// like any other user of one. It has no `split`: make a process group of the ranks instead.
 ///
 /// Data crosses in tensors of the adapter's own, which the backend keeps alive: an operation that has timed out here may
 /// still be running there, when the caller's buffers are gone. `timeout` bounds the wait for each operation; a shorter

@@ -39,8 +39,10 @@ using gloo_work = detail::channel_work<detail::gloo_channel, detail::gloo_slot>;
 /// same mismatch_error, and the communicator works on.
 ///
 /// The context may be shared with other users of Gloo; the tags are disjoint from theirs. A failure or a timeout closes
-/// its connections, as Gloo's own timeouts do, so that every rank fails at once; `split` gives a communicator with
-/// connections of its own. A process whose SIGPIPE has the default action ignores it from here on, because writing to a
+/// its connections, as Gloo's own timeouts do, so that every rank that waits for this one fails at once; one that has all from it
+/// already, and waits for a third rank, does not take that for a failure, as a rank may also have ended after its last collective.
+/// `split` gives a communicator with connections of its own. What a communicator has announced stays in the context, some KB for each
+/// that is made. A process whose SIGPIPE has the default action ignores it from here on, because writing to a
 /// dead peer would otherwise end the process.
 class gloo_communicator {
 public:
@@ -109,8 +111,8 @@ public:
   /// connections of its own. Collective.
   [[nodiscard]] gloo_communicator split(int color, int key) const;
 
-  /// Closes the connections of the context, so that every rank that waits in it, this one included, fails at once. The
-  /// one member that another thread may call.
+  /// Closes the connections of the context, so that this rank, and every rank that waits for it, fails at once. The one member that
+  /// another thread may call.
   void abort() const { channel_->fail("aborted on rank " + std::to_string(rank())); }
 
 private:

@@ -19,7 +19,7 @@ namespace syncnorm {
 /// disagree on the operation, its type, extent, reduction or root, every rank gets a mismatch_error that says
 /// who asked for what, rather than a hang or garbage, and may go on with the next operation. It costs one
 /// more allgather, of 24 bytes, each time, and starts asynchronous operations only when all ranks have come:
-/// it is for finding mistakes.
+/// it is for finding mistakes. Collectives of a stream it does not have.
 template <communicator C>
 requires allgathers<C, std::byte>
 class checked_communicator {

@@ -21,7 +21,7 @@ concept splits = communicator<C> && requires(C const& c) {
   { c.split(0, 0) } -> communicator;
 };
 
-/// A communicator that can be made unusable at once, waking every rank that waits in it with a communicator_error.
+/// A communicator that can be made unusable at once, waking every rank that waits for this one with a communicator_error.
 template <class C>
 concept aborts = communicator<C> && requires(C const& c) {
   c.abort();
@@ -46,13 +46,14 @@ template <communicator C>
     return std::numeric_limits<double>::infinity();
 }
 
-/// The sub-communicator of the ranks that give the same `color`, ordered by (key, rank). Collective over `comm`.
+/// The sub-communicator of the ranks that give the same `color`, ordered by (key, rank). `color`: any int; over NCCL not negative.
+/// Collective over `comm`.
 template <splits C>
 [[nodiscard]] auto split(C const& comm, int color, int key = 0) {
   return comm.split(color, key);
 }
 
-/// f(), whose collectives, asynchronous or of a stream, a communicator that can issues as one.
+/// Calls f(). A communicator with `batch` issues the asynchronous or stream collectives that f starts as one.
 template <communicator C, class F>
 void batch(C const& comm, F const& f) {
   if constexpr (requires { comm.batch(f); })
@@ -95,7 +96,8 @@ void require_root_extents(C const& comm, std::string const& operation, std::size
 } // namespace detail
 
 /// Copies `data` of rank `root` to every rank. Collective. Without a broadcast of the communicator's own it is an
-/// allgather, whose memory is size·data.size().
+/// allgather, whose memory is size·data.size(). Throws invalid_argument_error at once, on this rank alone, where `root` is none of the
+/// ranks; mismatch_error, communicator_error.
 template <wire_type T, communicator C>
 void broadcast(C const& comm, std::span<T> data, int root) {
   detail::require_rank(root, size(comm));
@@ -111,7 +113,7 @@ void broadcast(C const& comm, std::span<T> data, int root) {
 
 /// Block r of `in` on rank `root`, of out.size() elements, goes to `out` on rank r; `in` is read on the root alone.
 /// Collective. Without a scatter of the communicator's own it is an exchange of extents, which throws on every rank
-/// where they do not fit, and a broadcast.
+/// where they do not fit, and a broadcast. Throws as `broadcast`, and invalid_argument_error on every rank where `in` does not fit.
 template <wire_type T, communicator C>
 void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root) {
   detail::require_rank(root, size(comm));
@@ -128,7 +130,8 @@ void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::sp
 }
 
 /// Reduces `in` of every rank elementwise into `out` on rank `root`; other ranks' `out` may be empty. Collective.
-/// Without a reduce of the communicator's own it is an exchange of extents, as for `scatter`, and an allreduce.
+/// Without a reduce of the communicator's own it is an exchange of extents, as for `scatter`, and an allreduce. Throws as
+/// `scatter`.
 template <reducible_type T, communicator C>
 void reduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root,
             reduce_op op = reduce_op::sum) {

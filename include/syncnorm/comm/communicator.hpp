@@ -186,7 +186,7 @@ template <communicator C>
 }
 
 /// Gathers `in` of every rank into `out` on every rank, in rank order. Collective, blocking. `in` may be block rank()
-/// of `out`. Throws invalid_argument_error where out.size() ≠ size·in.size(), communicator_error.
+/// of `out`. Throws invalid_argument_error where out.size() ≠ size·in.size(), on this rank alone; communicator_error.
 template <wire_type T, allgathers<T> C>
 void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out) {
   detail::require_allgather_extents(in.size(), out.size(), size(comm));
@@ -194,7 +194,7 @@ void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::
 }
 
 /// Reduces `in` of every rank elementwise into `out` on every rank, the same bits on each. Collective, blocking. `in`
-/// may be `out`. Throws invalid_argument_error where the sizes differ, communicator_error.
+/// may be `out`. Throws invalid_argument_error where the sizes differ, on this rank alone; communicator_error.
 template <reducible_type T, allreduces<T> C>
 void allreduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out,
                reduce_op op = reduce_op::sum) {
