@@ -73,7 +73,7 @@ command read_command_line(int argc, char** argv) {
   app.add_option("--test-images", opts.shapes.test_images, "how many shapes are drawn to test with")
       ->capture_default_str()
       ->check(whole_number(1));
-  app.add_option("--ranks", opts.ranks, "ranks to start; mpirun, or WORLD_SIZE, has precedence")
+  app.add_option("--ranks", opts.ranks, "ranks to start; mpirun, or WORLD_SIZE with --rendezvous, has precedence")
       ->capture_default_str()
       ->check(whole_number(1, 1024));
   auto const* backend = add_choice(

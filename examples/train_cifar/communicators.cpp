@@ -37,11 +37,16 @@ void run_over_gloo(membership const&, options const&, member_body const&) {
 #endif
 
 #if TRAIN_CIFAR_HAVE_MPI
-void run_over_mpi(options const& opts, member_body const& body) {
+void run_over_mpi(membership const& member, options const& opts, member_body const& body) {
   int provided = 0;
   MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
   try {
-    body(syncnorm::mpi_communicator{MPI_COMM_WORLD, opts.timeout});
+    syncnorm::mpi_communicator const comm{MPI_COMM_WORLD, opts.timeout};
+    if (comm.rank() != member.rank || comm.size() != member.ranks)
+      throw syncnorm::error{"this is rank " + std::to_string(comm.rank()) + " of " + std::to_string(comm.size()) +
+                            " over MPI, but the environment says " + std::to_string(member.rank) + " of " +
+                            std::to_string(member.ranks) + ": was it started by another MPI's mpirun?"};
+    body(comm);
   } catch (std::exception const& failure) {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -51,7 +56,7 @@ void run_over_mpi(options const& opts, member_body const& body) {
   MPI_Finalize();
 }
 #else
-void run_over_mpi(options const&, member_body const&) {
+void run_over_mpi(membership const&, options const&, member_body const&) {
   throw syncnorm::error{"this train_cifar was built without MPI"};
 }
 #endif
@@ -66,7 +71,7 @@ void run_as_member(membership const& member, options const& opts, member_body co
   case membership_kind::gloo:
     return run_over_gloo(member, opts, body);
   case membership_kind::mpi:
-    return run_over_mpi(opts, body);
+    return run_over_mpi(member, opts, body);
   case membership_kind::alone:
   case membership_kind::starter:
     break;

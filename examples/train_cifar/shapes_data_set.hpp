@@ -1,5 +1,6 @@
 #pragma once
 
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -39,6 +40,30 @@ inline void write_shapes(std::filesystem::path const& path, std::uint64_t seed, 
   if (!file.flush()) throw syncnorm::error{path.string() + ": cannot be written"};
 }
 
+/// Keeps the signals that end this program until it goes, so that what is unfinished can be removed before.
+class held_end {
+public:
+  held_end() {
+    sigemptyset(&held_);
+    for (int const signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&held_, signal);
+    pthread_sigmask(SIG_BLOCK, &held_, &before_);
+  }
+  ~held_end() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  held_end(held_end const&) = delete;
+  held_end& operator=(held_end const&) = delete;
+
+  /// Whether one of them has come.
+  [[nodiscard]] bool is_asked_for() const {
+    sigset_t pending;
+    sigpending(&pending);
+    return sigismember(&pending, SIGINT) == 1 || sigismember(&pending, SIGTERM) == 1 ||
+           sigismember(&pending, SIGHUP) == 1;
+  }
+
+private:
+  sigset_t held_, before_;
+};
+
 /// Makes the drawn data set at `directory`, as the six files of CIFAR-10, unless it is there already. It appears under
 /// its name at once and whole, whoever else makes it at the same time.
 inline void make_shapes(std::filesystem::path const& directory, shapes_options const& options = {}) {
@@ -50,6 +75,7 @@ inline void make_shapes(std::filesystem::path const& directory, shapes_options c
                                            std::to_string(options.test_images)};
   if (fs::exists(directory)) return;
   if (directory.has_parent_path()) fs::create_directories(directory.parent_path());
+  held_end const end;
   std::string unfinished = directory.string() + ".XXXXXX";
   if (::mkdtemp(unfinished.data()) == nullptr)
     throw syncnorm::error{directory.string() + ": cannot be made: " + std::generic_category().message(errno)};
@@ -63,13 +89,14 @@ inline void make_shapes(std::filesystem::path const& directory, shapes_options c
   } const unless_renamed{unfinished};
 
   std::size_t done = 0;
-  for (std::size_t batch = 1; batch <= train_files; ++batch) {
-    std::size_t const end = options.train_images * batch / train_files;
-    write_shapes(fs::path{unfinished} / ("data_batch_" + std::to_string(batch) + ".bin"), options.seed, done,
-                 end - done);
-    done = end;
-  }
-  write_shapes(fs::path{unfinished} / "test_batch.bin", options.seed, done, options.test_images);
+  auto const write = [&](std::string const& name, std::size_t count) {
+    if (!end.is_asked_for()) write_shapes(fs::path{unfinished} / name, options.seed, done, count);
+    done += count;
+  };
+  for (std::size_t batch = 1; batch <= train_files; ++batch)
+    write("data_batch_" + std::to_string(batch) + ".bin", options.train_images * batch / train_files - done);
+  write("test_batch.bin", options.test_images);
+  if (end.is_asked_for()) throw syncnorm::error{directory.string() + ": interrupted"};
 
   std::error_code status;
   fs::rename(unfinished, directory, status);
