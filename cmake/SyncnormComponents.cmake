@@ -1,6 +1,6 @@
 # The library's targets: syncnorm::syncnorm, and one target per component that this machine has the backend of.
 #
-# A new component is one more name here, one more function in syncnorm-backends.cmake and one more row in layers.cmake.
+# A new component is one more name and one more macro in syncnorm-backends.cmake, and one more row in layers.cmake.
 
 include("${CMAKE_CURRENT_LIST_DIR}/syncnorm-backends.cmake")
 set(SYNCNORM_COMPONENTS ${syncnorm_backend_components})
