@@ -87,7 +87,7 @@ void add_double_backward(std::vector<bench::row>& rows, std::string const& with,
         if (!with.empty()) epilogue.activation = syncnorm::activation::relu();
         if (!*has_run) layer->forward(x, to_x, epilogue);
         *has_run = true;
-        layer->double_backward({.dx = bench::view_of(key, (*more)[0])}, x, dy, to_dy, to_x, {}, epilogue);
+        layer->double_backward({.dx = bench::view_of(key, (*more)[0])}, x, dy, to_dy, to_x, epilogue);
       };
     };
     std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps}};

@@ -99,14 +99,14 @@ void check_double_backward(C const& comm, micro_batch_share const& shares, test:
   }
   auto const step = [&](cudaStream_t stream) {
     layer.forward(x, y, epilogues, stream);
-    layer.backward(x, dy, dx, {}, epilogues, dresidual, stream);
+    layer.backward(x, dy, dx, epilogues, dresidual, {}, stream);
     layer.zero_grad(stream);
     for (int time = 0; time < 2; ++time) // to gamma it adds
       if (single)
         layer.double_backward({u[0], a.span(), b.span(), with_epilogue ? v[0] : syncnorm::tensor_view<float const>{}},
-                              x[0], dy[0], to_dy[0], to_x[0], {}, epilogues[0], stream);
+                              x[0], dy[0], to_dy[0], to_x[0], epilogues[0], {}, stream);
       else
-        layer.double_backward({u, a.span(), b.span(), v}, x, dy, to_dy, to_x, {}, epilogues, stream);
+        layer.double_backward({u, a.span(), b.span(), v}, x, dy, to_dy, to_x, epilogues, {}, stream);
   };
   test::run_on(on, captured, step);
   layer.synchronize(on);

@@ -87,7 +87,7 @@ void check_echo(step_kind kind, syncnorm::exchange_policy policy, bool captured)
       auto first = a.begin_forward(of_a.x.view, of_a.y.view, {}, on),
            second = b.begin_forward(of_b.x.view, of_b.y.view, {}, on);
       second.finish(on), first.finish(on);
-      auto back = a.begin_backward(of_a.x.view, of_a.dy.view, of_a.dx.view, {}, {}, {}, on);
+      auto back = a.begin_backward(of_a.x.view, of_a.dy.view, of_a.dx.view, on);
       b.backward(of_b.x.view, of_b.dy.view, of_b.dx.view, on);
       back.finish(on);
     } else {

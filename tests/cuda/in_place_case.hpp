@@ -218,7 +218,7 @@ void check_micro_batches_in_place(C const& comm, std::vector<std::vector<std::in
   apart.prepare(on), layer.prepare(on);
   for (int i = 0; i < steps; ++i) {
     apart.forward(x, y, of.epilogues, on);
-    apart.backward(x, dy, dx, {}, of.epilogues, dresidual, on);
+    apart.backward(x, dy, dx, of.epilogues, dresidual, {}, on);
   }
   apart.synchronize(on);
 
@@ -232,7 +232,7 @@ void check_micro_batches_in_place(C const& comm, std::vector<std::vector<std::in
           on.wait();
           for (auto const& batch : of.all) CHECK(batch->over.get() == batch->y.get());
         }
-        layer.backward_in_place(over, dy, into, {}, of.epilogues, other, stream);
+        layer.backward_in_place(over, dy, into, of.epilogues, other, {}, stream);
       },
       steps);
   layer.synchronize(on);

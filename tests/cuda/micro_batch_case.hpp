@@ -83,7 +83,7 @@ void check_micro_batches(C const& comm, micro_batch_share const& shares, layer_c
       on, captured,
       [&](cudaStream_t stream) {
         layer.forward(x, y, epilogues, stream);
-        layer.backward(x, dy, dx, {}, epilogues, dresidual, stream);
+        layer.backward(x, dy, dx, epilogues, dresidual, {}, stream);
       },
       2);
   layer.synchronize(on);

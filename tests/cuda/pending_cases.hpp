@@ -42,9 +42,7 @@ struct pending_data {
     layer.backward(x.view, dy.view, dx.view, on);
   }
   cuda::pending_passes begin_forward(cudaStream_t on) { return layer.begin_forward(x.view, y.view, {}, on); }
-  cuda::pending_passes begin_backward(cudaStream_t on) {
-    return layer.begin_backward(x.view, dy.view, dx.view, {}, {}, {}, on);
-  }
+  cuda::pending_passes begin_backward(cudaStream_t on) { return layer.begin_backward(x.view, dy.view, dx.view, on); }
   cuda::batch_norm_pass plan_forward() { return layer.plan_forward(x.view, y.view); }
   cuda::batch_norm_pass plan_backward() { return layer.plan_backward(x.view, dy.view, dx.view); }
   /// All that a failed pass must leave as it was; not while the stream has work.

@@ -148,8 +148,8 @@ TEST_CASE_TEMPLATE("the sums of a double backward pass are of numbers that nothi
       second_order_tensors<T> tensors{order, p};
       std::array<std::vector<double>, 5> sums;
       for (auto& each : sums) each.assign(static_cast<std::size_t>(p.c), -1);
-      host::second_order_reduce<T>(host::serial_executor{}, tensors.operands(p),
-                                   {sums[0], sums[1], sums[2], sums[3], sums[4]});
+      host::double_backward_reduce<T>(host::serial_executor{}, tensors.operands(p),
+                                      {sums[0], sums[1], sums[2], sums[3], sums[4]});
       constexpr double tolerance = sizeof(T) == 8 ? 1e-12 : 1e-5; // of 16 bits, too: sums are of floats
       for (std::size_t j = 0; j < 5; ++j)
         for (std::size_t of = 0; of < sums[j].size(); ++of) {
@@ -157,8 +157,8 @@ TEST_CASE_TEMPLATE("the sums of a double backward pass are of numbers that nothi
           CHECK(std::abs(static_cast<long double>(sums[j][of]) - expected[j][of]) <= tolerance * scale[j][of]);
         }
       auto const once = sums;
-      host::second_order_reduce<T>(test::shuffling_executor{}, tensors.operands(p),
-                                   {sums[0], sums[1], sums[2], sums[3], sums[4]});
+      host::double_backward_reduce<T>(test::shuffling_executor{}, tensors.operands(p),
+                                      {sums[0], sums[1], sums[2], sums[3], sums[4]});
       CHECK(sums == once);
       CHECK(tensors.to_dy.intact());
     }
@@ -204,17 +204,17 @@ TEST_CASE_TEMPLATE("what a double backward pass gives is rounded once", T, float
         CHECK(got.intact());
       };
       auto of = tensors.operands(p);
-      host::second_order_elemt<T>(host::serial_executor{}, of, p.for_dy, p.for_x);
+      host::double_backward_elemt<T>(host::serial_executor{}, of, p.for_dy, p.for_x);
       check(tensors.to_dy, to_dy, scale_of_dy);
       check(tensors.to_x, to_x, scale_of_x);
       // Over what it reads, and one without the other.
       of.to_x = {}, of.to_dy = tensors.dy.view();
-      host::second_order_elemt<T>(host::serial_executor{}, of, p.for_dy, p.for_x);
+      host::double_backward_elemt<T>(host::serial_executor{}, of, p.for_dy, p.for_x);
       check(tensors.dy, to_dy, scale_of_dy);
       tensors.dy = {order, p.n, p.c, p.s, p.dy};
       of = tensors.operands(p);
       of.to_dy = {}, of.to_x = tensors.x.view();
-      host::second_order_elemt<T>(host::serial_executor{}, of, p.for_dy, p.for_x);
+      host::double_backward_elemt<T>(host::serial_executor{}, of, p.for_dy, p.for_x);
       check(tensors.x, to_x, scale_of_x);
     }
   });
@@ -230,7 +230,7 @@ TEST_CASE("what a scale of 0 meets in a double backward pass may be anything") {
   for (auto const order : test::arrangements) {
     CAPTURE(test::name_of(order));
     second_order_tensors<float> tensors{order, p};
-    host::second_order_elemt<float>(host::serial_executor{}, tensors.operands(p), p.for_dy, p.for_x);
+    host::double_backward_elemt<float>(host::serial_executor{}, tensors.operands(p), p.for_dy, p.for_x);
     CHECK(tensors.to_dy.values() == std::vector<float>(p.x.size(), 2));
     CHECK(tensors.to_x.values() == std::vector<float>(p.x.size(), 2));
   }

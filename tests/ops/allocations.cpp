@@ -113,9 +113,9 @@ int of_double_backward(int ranks, extents const& of, bool masked,
       layer.forward(t.view(t.x), t.view(t.y), epilogue);
       layer.backward(t.view(t.x), t.view(t.dy), t.view(t.dx), epilogue, {});
       layer.double_backward({.dx = t.view(t.dy), .gamma_gradient = a}, t.view(t.x), t.view(t.dy), t.view(t.y),
-                            t.view(t.more), {}, epilogue);
+                            t.view(t.more), epilogue);
       // The gradient to x alone, so that what was activated has no place of its own.
-      layer.double_backward({.dx = t.view(t.dy)}, t.view(t.x), t.view(t.dy), {}, t.view(t.more), {}, epilogue);
+      layer.double_backward({.dx = t.view(t.dy)}, t.view(t.x), t.view(t.dy), {}, t.view(t.more), epilogue);
     };
   });
 }
@@ -144,10 +144,10 @@ int of_other_modes(int ranks, extents const& of) {
       std::array<syncnorm::batch_norm_epilogue<float>, 2> const epilogues{
           {{.activation = relu, .mask = mask(0, 1)}, {.activation = relu, .mask = mask(1, of.samples - 1)}}};
       batches.forward(x, y, epilogues);
-      batches.backward(x, dy, dx, {}, epilogues);
+      batches.backward(x, dy, dx, epilogues);
       t.y = t.x;
       in_place.forward_in_place(y, epilogues);
-      in_place.backward_in_place(y, dy, dx, {}, epilogues);
+      in_place.backward_in_place(y, dy, dx, epilogues);
     };
   });
 }
@@ -169,8 +169,8 @@ int of_two_phases(int ranks, extents const& of, bool masked,
       auto second = b.begin_forward(t.view(t.dy), t.view(t.more), epilogue);
       second.finish();
       first.finish();
-      first = a.begin_backward(t.view(t.x), t.view(t.dy), t.view(t.dx), {}, epilogue);
-      second = b.begin_backward(t.view(t.dy), t.view(t.x), t.view(t.more), {}, epilogue);
+      first = a.begin_backward(t.view(t.x), t.view(t.dy), t.view(t.dx), epilogue);
+      second = b.begin_backward(t.view(t.dy), t.view(t.x), t.view(t.more), epilogue);
       first.finish();
       second.finish();
     };
@@ -190,9 +190,9 @@ int of_groups(int ranks, extents const& of, bool masked,
       group.run(syncnorm::passes(a.plan_forward(t.view(t.x), t.view(t.y), epilogue),
                                  b.plan_forward(t.view(t.dy), t.view(t.more), epilogue),
                                  frozen.plan_forward(t.view(t.x), t.view(out), epilogue)));
-      group.run(syncnorm::passes(a.plan_backward(t.view(t.x), t.view(t.dy), t.view(t.dx), {}, epilogue),
-                                 b.plan_backward(t.view(t.dy), t.view(t.x), t.view(t.more), {}, epilogue),
-                                 frozen.plan_backward(t.view(t.x), t.view(t.dy), t.view(out), {}, epilogue)));
+      group.run(syncnorm::passes(a.plan_backward(t.view(t.x), t.view(t.dy), t.view(t.dx), epilogue),
+                                 b.plan_backward(t.view(t.dy), t.view(t.x), t.view(t.more), epilogue),
+                                 frozen.plan_backward(t.view(t.x), t.view(t.dy), t.view(out), epilogue)));
     };
   });
 }

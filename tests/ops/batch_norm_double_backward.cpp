@@ -90,13 +90,13 @@ TEST_CASE("double backward needs nothing of positions whose outputs are 0, nor m
                                                          .mask = syncnorm::mask_of(mask.data(), 2, 2),
                                                          .masked = syncnorm::masked_outputs::zero};
     layer.forward(view(x), view(y), epilogue);
-    layer.double_backward({.dx = view(u)}, view(x), view(dy), view(to_dy), view(to_x), {}, epilogue);
+    layer.double_backward({.dx = view(u)}, view(x), view(dy), view(to_dy), view(to_x), epilogue);
     auto const both = to_x;
     // The gradient to x alone, and x back in place.
     layer.forward_in_place(view(x), epilogue);
     std::vector<double> dx(4);
     layer.backward_in_place(view(x), view(dy), view(dx), epilogue);
-    layer.double_backward({.dx = view(u)}, view(x), view(dy), {}, view(to_x), {}, epilogue);
+    layer.double_backward({.dx = view(u)}, view(x), view(dy), {}, view(to_x), epilogue);
     for (std::size_t i = 0; i < 4; ++i) CHECK(std::abs(to_x[i] - both[i]) < 1e-12);
     CHECK(to_dy[1] == 0);
     CHECK(both[1] == 0);
@@ -122,7 +122,7 @@ TEST_CASE("what is not given to double backward is not another times 0, so infin
       syncnorm::batch_norm<double, thread_communicator> layer{comm, 1};
       layer.forward(view(x), view(y), epilogue);
       // Of the gradient of beta alone, which is linear in dy.
-      layer.double_backward({.beta_gradient = b}, view(x), view(dy), view(to_dy), view(to_x), {}, epilogue);
+      layer.double_backward({.beta_gradient = b}, view(x), view(dy), view(to_dy), view(to_x), epilogue);
       CHECK(bits(to_dy, 0.75));
       CHECK(bits(to_x, 0));
       CHECK(layer.gamma_grad()[0] == 0);
@@ -133,7 +133,7 @@ TEST_CASE("what is not given to double backward is not another times 0, so infin
       layer.gamma()[0] = 2;
       x[1] = infinity;
       layer.forward(view(x), view(y), epilogue);
-      layer.double_backward({.dx = view(u)}, view(x), view(dy), view(to_dy), view(to_x), {}, epilogue);
+      layer.double_backward({.dx = view(u)}, view(x), view(dy), view(to_dy), view(to_x), epilogue);
       for (std::size_t i = 0; i < 4; ++i) CHECK(std::abs(to_dy[i] - 2 * u[i]) < 1e-12);
       CHECK(bits(to_x, 0));
     });
@@ -167,8 +167,7 @@ TEST_CASE("double backward in blocks of channels gives the bits of that of all a
       std::vector<float> const a(static_cast<std::size_t>(channels), 0.5F);
       syncnorm::batch_norm<float, syncnorm::self_communicator, E> layer{{}, channels, {}, exec};
       layer.forward(view(x), view(to_x), epilogue);
-      layer.double_backward({.dx = view(u), .gamma_gradient = a}, view(x), view(dy), view(to_dy), view(to_x), {},
-                            epilogue);
+      layer.double_backward({.dx = view(u), .gamma_gradient = a}, view(x), view(dy), view(to_dy), view(to_x), epilogue);
       to_dy.insert(to_dy.end(), to_x.begin(), to_x.end());
       to_dy.insert(to_dy.end(), layer.gamma_grad().begin(), layer.gamma_grad().end());
       return to_dy;
@@ -297,7 +296,7 @@ TEST_CASE("what is wrong with a double backward pass on one rank is an error on 
         try {
           bool const bad = comm.rank() == 1;
           data.layer.double_backward({.dx = data.dx()}, data.x(), of(dy), bad ? to_dy : of(more), bad ? to_other : out,
-                                     {}, {.residual = of(residual)});
+                                     {.residual = of(residual)});
         } catch (syncnorm::invalid_argument_error const& e) {
           return std::string{e.what()};
         }

@@ -266,10 +266,10 @@ TEST_CASE("micro-batches, passes in two phases and the reduce policy take epilog
           if (phases) {
             syncnorm::batch_norm_group group{comm};
             group.run(syncnorm::passes(layer.plan_forward(xs, ys, epilogues)));
-            group.run(syncnorm::passes(layer.plan_backward(xs, dys, dxs, {}, epilogues, wanted)));
+            group.run(syncnorm::passes(layer.plan_backward(xs, dys, dxs, epilogues, wanted)));
           } else {
             layer.forward(xs, ys, epilogues);
-            layer.backward(xs, dys, dxs, {}, epilogues, wanted);
+            layer.backward(xs, dys, dxs, epilogues, wanted);
           }
           auto const check = [&](std::vector<double> const& got, std::vector<long double> const& expected) {
             test::comparison all{1};

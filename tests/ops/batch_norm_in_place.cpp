@@ -190,7 +190,7 @@ TEST_CASE_TEMPLATE("micro-batches in place are their concatenation, whatever is 
         for (std::size_t k = 0; k < share.size(); ++k)
           CHECK(layer.kept(k).bytes() == kept * static_cast<std::size_t>(share[k] * g.spatial) * sizeof(T));
 
-        layer.backward_in_place(views(over), dys, views(over), {}, epilogues,
+        layer.backward_in_place(views(over), dys, views(over), epilogues,
                                 choice.residual ? views(dresidual) : std::vector<syncnorm::tensor_view<T>>{});
         auto const gradients = data.oracle.backward(data.wide(data.dy), first, last);
         test::comparison dx{1}, dr{1}, gamma{static_cast<long double>(g.samples() * g.spatial)}, beta = gamma;
@@ -237,7 +237,7 @@ TEST_CASE("micro-batches in place may differ in their activations, and be of any
       auto twin = layer;
       std::vector<double> const &cx = x, &cdy = dy;
       twin.forward(parts(cx), parts(y), epilogues);
-      twin.backward(parts(cx), parts(cdy), parts(dx), {}, epilogues);
+      twin.backward(parts(cx), parts(cdy), parts(dx), epilogues);
       layer.forward_in_place(parts(over), epilogues);
       CHECK(over == y);
       CHECK(layer.kept(0).channels().size() == 1);
@@ -245,7 +245,7 @@ TEST_CASE("micro-batches in place may differ in their activations, and be of any
       CHECK(layer.kept(2).channels().size() == 1);
       CHECK_THROWS_AS((void)layer.kept(3), syncnorm::invalid_argument_error);
       for (int i = 0; i < 2; ++i) { // the second time from x, which is back
-        layer.backward_in_place(parts(over), parts(cdy), parts(over_dx), {}, epilogues);
+        layer.backward_in_place(parts(over), parts(cdy), parts(over_dx), epilogues);
         double worst = 0;
         for (std::size_t k = 0; k < x.size(); ++k) worst = test::worse_of(worst, std::abs(over_dx[k] - dx[k]));
         CHECK(worst <= 1e-12);
@@ -315,13 +315,13 @@ TEST_CASE("micro-batches in place: what is wrong on one rank is an error on ever
              [&] { layer.backward_in_place(some(ys, 1), some(dys, 1), some(dxs, 1)); });
     CHECK((x == y || !here)); // here, nothing was recovered
     backward("there are 1 epilogues, expected 2 as micro-batches of y",
-             [&] { layer.backward_in_place(ys, dys, dxs, {}, some(two, 1)); });
+             [&] { layer.backward_in_place(ys, dys, dxs, some(two, 1)); });
     auto bad = ys;
     if (here) bad[1].spatial = 3;
     backward("micro-batch 1: y is [1, 2, 3], expected [1, 2, 4] as x",
-             [&] { layer.backward_in_place(bad, dys, dxs, {}, two); });
-    backward("there are 1 micro-batches of dy", [&] { layer.backward_in_place(ys, some(dys, 1), dxs, {}, two); });
-    layer.backward_in_place(ys, dys, dxs, {}, two);
+             [&] { layer.backward_in_place(bad, dys, dxs, two); });
+    backward("there are 1 micro-batches of dy", [&] { layer.backward_in_place(ys, some(dys, 1), dxs, two); });
+    layer.backward_in_place(ys, dys, dxs, two);
     float worst = 0;
     for (std::size_t i = 0; i < x.size(); ++i) worst = test::worse_of(worst, std::abs(x[i] - given[i]));
     CHECK(worst <= 2e-6F); // x is back, once

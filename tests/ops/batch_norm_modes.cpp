@@ -50,6 +50,21 @@ double loss_of_two_ranks(std::vector<double> const& x, std::vector<double> const
 
 } // namespace
 
+TEST_CASE("a layer that may not be changed shows its state, and running statistics start anew") {
+  syncnorm::batch_norm<float> layer{{}, 2};
+  std::vector<float> x{1, 2, 3, 5}, y(4);
+  layer.forward(syncnorm::nc(x.data(), 2, 2), syncnorm::nc(y.data(), 2, 2));
+  auto const& same = layer;
+  auto const is = [](std::span<float const> values, float first, float second) {
+    return values.size() == 2 && values[0] == first && values[1] == second;
+  };
+  CHECK((is(same.gamma(), 1, 1) && is(same.beta(), 0, 0) && is(same.gamma_grad(), 0, 0) && is(same.beta_grad(), 0, 0)));
+  CHECK((same.running_mean()[0] == doctest::Approx(0.2) && same.running_mean()[1] == doctest::Approx(0.35)));
+  CHECK((same.running_var()[0] == doctest::Approx(0.9 + 0.1 * 2) && same.num_batches_tracked() == 1));
+  layer.reset_running_stats();
+  CHECK((is(same.running_mean(), 0, 0) && is(same.running_var(), 1, 1) && same.num_batches_tracked() == 0));
+}
+
 TEST_CASE("gradients agree with finite differences over two ranks") {
   constexpr std::int64_t samples = 5, channels = 3, spatial = 4, cut = 2;
   auto x = deviates(1, samples * channels * spatial), gamma = deviates(2, channels, 1, 0.2);

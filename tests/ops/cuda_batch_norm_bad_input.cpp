@@ -341,7 +341,7 @@ TEST_CASE("what is prepared and reserved is for the device of the layer, whichev
       CHECK(found.device == 0);
     }
     step.forward(layer, on), step.backward(layer, on);
-    layer.double_backward({}, step.x.view, step.dy.view, step.dx.view, {}, {}, step.epilogue, on);
+    layer.double_backward({}, step.x.view, step.dy.view, step.dx.view, {}, step.epilogue, {}, on);
     layer.synchronize(on);
   });
   test::check_no_first_launches();

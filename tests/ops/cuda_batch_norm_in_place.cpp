@@ -289,7 +289,7 @@ void check_passes_in_place(C const& comm, std::vector<std::int64_t> const& share
   std::vector<syncnorm::tensor_view<float const>> const read(over.begin(), over.end());
   test::stream const on;
   apart.forward(x, y, of.epilogues, on);
-  apart.backward(x, dy, dx, {}, of.epilogues, dresidual, on);
+  apart.backward(x, dy, dx, of.epilogues, dresidual, {}, on);
 
   syncnorm::batch_norm_options const options;
   auto const limits = cuda::current_limits();
@@ -316,8 +316,8 @@ void check_passes_in_place(C const& comm, std::vector<std::int64_t> const& share
       [&] { return beside.plan_forward(x, dx, of.epilogues); });
   for (int i = 0; i < 2; ++i) // the second time from x, which is back
     run(std::make_unique<backward>(back, true, saved, workspace),
-        [&] { return beside.plan_backward(x, dy, y, {}, of.epilogues, dresidual); });
-  if (how == way::grouped) apart.backward(x, dy, dx, {}, of.epilogues, dresidual, on); // which the group has written to
+        [&] { return beside.plan_backward(x, dy, y, of.epilogues, dresidual); });
+  if (how == way::grouped) apart.backward(x, dy, dx, of.epilogues, dresidual, {}, on); // which the group has written to
   apart.synchronize(on);
   group.synchronize(on);
   of.check(true, &one::into, 3e-5);
@@ -372,7 +372,7 @@ TEST_CASE("micro-batches in place on a device all stay where there is too little
               layer.synchronize(m.on);
             }) == "batch_norm forward: rank " + std::to_string(spoiled) + ": " + message);
       CHECK(m.stay());
-      layer.backward_in_place(m.over, m.dy, m.dx, {}, m.with, {}, m.on);
+      layer.backward_in_place(m.over, m.dy, m.dx, m.with, {}, {}, m.on);
       layer.synchronize(m.on);
       CHECK(m.stay());
       CHECK(layer_cases::get(std::span{layer.num_batches_tracked(), 1})[0] == 0);
@@ -389,7 +389,7 @@ TEST_CASE("micro-batches in place on a device all stay where there is too little
     layer.train();
     layer.reserve_in_place(m.over, m.with, 0, m.on);
     layer.forward_in_place(m.over, m.with, m.on);
-    layer.backward_in_place(m.over, m.dy, m.dx, {}, m.with, {}, m.on);
+    layer.backward_in_place(m.over, m.dy, m.dx, m.with, {}, {}, m.on);
     layer.synchronize(m.on);
     for (auto* const each : {&m.first, &m.second}) CHECK(layer_cases::error_of(each->x.get(), each->values) < 1e-6);
   };
@@ -456,14 +456,14 @@ TEST_CASE("what is wrong with micro-batches in place on a device on one rank is 
     backward("there are 1 micro-batches of y, expected 2 as of the forward pass in place",
              [&] { layer.backward_in_place(some(m.over), some(m.dy), some(m.dx), {}, {}, {}, m.on); });
     backward("there are 1 epilogues, expected 2 as micro-batches of x",
-             [&] { layer.backward_in_place(m.over, m.dy, m.dx, {}, some(m.with), {}, m.on); });
+             [&] { layer.backward_in_place(m.over, m.dy, m.dx, some(m.with), {}, {}, m.on); });
     over = m.over;
     if (here) over[1].spatial = 4;
     backward("y[1] is [2, 3, 4], expected [2, 3, 5] as x",
-             [&] { layer.backward_in_place(over, m.dy, m.dx, {}, m.with, {}, m.on); });
+             [&] { layer.backward_in_place(over, m.dy, m.dx, m.with, {}, {}, m.on); });
     backward("there are 1 micro-batches of dy",
-             [&] { layer.backward_in_place(m.over, some(m.dy), m.dx, {}, m.with, {}, m.on); });
-    layer.backward_in_place(m.over, m.dy, m.dx, {}, m.with, {}, m.on);
+             [&] { layer.backward_in_place(m.over, some(m.dy), m.dx, m.with, {}, {}, m.on); });
+    layer.backward_in_place(m.over, m.dy, m.dx, m.with, {}, {}, m.on);
     layer.synchronize(m.on);
     for (auto* const each : {&m.first, &m.second})
       CHECK(layer_cases::error_of(each->x.get(), each->values) < 1e-6); // back, once
@@ -483,7 +483,7 @@ TEST_CASE("micro-batches in place on a device wait for nothing and allocate noth
   m.with[1].activation.negative_slope = 0;
   auto const step = [&] {
     layer.forward_in_place(m.over, m.with, m.on);
-    layer.backward_in_place(m.over, m.dy, m.dx, {}, m.with, {}, m.on);
+    layer.backward_in_place(m.over, m.dy, m.dx, m.with, {}, {}, m.on);
   };
   step(); // makes room
   m.on.wait();

@@ -239,7 +239,7 @@ TEST_CASE(
       bool const alone = comm.rank() == 1;
       auto text = test::thrown<syncnorm::mismatch_error>([&] {
         run(cuda::passes(a.plan_backward(),
-                         b.layer.plan_backward(b.x.view, b.dy.view, b.dx.view, {.exchange = !alone})));
+                         b.layer.plan_backward(b.x.view, b.dy.view, b.dx.view, {}, {}, {.exchange = !alone})));
       });
       CHECK_MESSAGE(text.find("of this rank alone (2): rank 0 has 1, rank 1 has 2") != std::string::npos, text);
       CHECK(a.results() == before);

@@ -61,7 +61,7 @@ std::vector<std::string> check_double_backward(C const& comm, second_order_case 
     if (problem.has_residual) second.dresidual = v.view;
     // Twice, as gradients add up.
     for (int step = 0; step < 2; ++step)
-      layer.double_backward(second, x.view, dy.view, to_dy.view, to_x.view, {}, epilogue);
+      layer.double_backward(second, x.view, dy.view, to_dy.view, to_x.view, epilogue);
   } else {
     auto const cut = [&](auto const& view) {
       std::vector<std::remove_cvref_t<decltype(view)>> parts;
@@ -85,12 +85,12 @@ std::vector<std::string> check_double_backward(C const& comm, second_order_case 
       begin += xs[k].samples;
     }
     layer.forward(xs, dxs, epilogues);
-    layer.backward(xs, dys, dxs, {}, epilogues);
+    layer.backward(xs, dys, dxs, epilogues);
     layer.zero_grad();
     syncnorm::batch_norm_second_order_batches<double, double> second{.gamma_gradient = a, .beta_gradient = b};
     if (problem.has_u) second.dx = us;
     if (problem.has_residual) second.dresidual = vs;
-    for (int step = 0; step < 2; ++step) layer.double_backward(second, xs, dys, to_dys, to_xs, {}, epilogues);
+    for (int step = 0; step < 2; ++step) layer.double_backward(second, xs, dys, to_dys, to_xs, epilogues);
   }
 
   auto const compare = [&](double got, double expected, char const* what) {

@@ -278,7 +278,7 @@ TEST_CASE("ranks that disagree on whether a layer of a group is of one rank alon
             group.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), by_batch.plan_forward(b.x(), b.y())));
           else
             group.run(syncnorm::passes(a.layer.plan_backward(a.x(), a.dy(), a.dx()),
-                                       b.layer.plan_backward(b.x(), b.dy(), b.dx(), {.exchange = !alone})));
+                                       b.layer.plan_backward(b.x(), b.dy(), b.dx(), {}, {}, {.exchange = !alone})));
         });
         CHECK_MESSAGE(contains(text, "of this rank alone (2): rank 0 has 1, rank 1 has 2"), text);
         CHECK(a.state() == before);

@@ -14,7 +14,8 @@ enum class running_variance : std::uint8_t {
   standard_deviation, ///< √(biased variance + eps), by which inference then divides as it is
 };
 
-/// How ranks put their statistics together.
+/// How ranks put their statistics together. With a communicator that has no allreduce they gather; on a GPU, ranks that reduce gather
+/// their headers besides.
 enum class exchange_policy : std::uint8_t {
   automatic, ///< whichever the cost model of `comm/exchange_cost.hpp` says is faster
   gather,    ///< each rank gets every rank's: one allgather a pass

@@ -24,7 +24,7 @@
 #include <syncnorm/host/power_backward.hpp>
 #include <syncnorm/host/power_forward.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
-#include <syncnorm/host/recover_input.hpp>
+#include <syncnorm/host/recover.hpp>
 #include <syncnorm/host/second_moments.hpp>
 #include <syncnorm/host/stores.hpp>
 
@@ -93,15 +93,15 @@ using finish_channels = function_ref<void(std::int64_t, std::int64_t)>;
                                                     std::int64_t, stores, tensor_view<T const>, tensor_view<T const>,  \
                                                     detail::in_channels, detail::out_channels, detail::out_channels,   \
                                                     detail::processor const&);                                         \
-  EXTERN template void recover_input<T>(executor_ref, tensor_view<T const>, tensor_view<T>, detail::in_channels,       \
-                                        detail::in_channels, affine_values const&, prepared_epilogue<T> const&);       \
-  EXTERN template void second_order_reduce<T>(executor_ref, second_order_operands<T> const&,                           \
-                                              second_order_sums const&);                                               \
-  EXTERN template void second_order_elemt<T>(executor_ref, second_order_operands<T> const&, detail::in_combinations,   \
-                                             detail::in_combinations);                                                 \
-  EXTERN template void second_order_in_blocks<T>(executor_ref, second_order_operands<T> const&,                        \
-                                                 second_order_sums const&, detail::in_combinations,                    \
-                                                 detail::in_combinations, detail::finish_channels);                    \
+  EXTERN template void recover<T>(executor_ref, tensor_view<T const>, tensor_view<T>, detail::in_channels,             \
+                                  detail::in_channels, affine_values const&, prepared_epilogue<T> const&);             \
+  EXTERN template void double_backward_reduce<T>(executor_ref, second_order_operands<T> const&,                        \
+                                                 double_backward_sums const&);                                         \
+  EXTERN template void double_backward_elemt<T>(executor_ref, second_order_operands<T> const&,                         \
+                                                detail::in_combinations, detail::in_combinations);                     \
+  EXTERN template void double_backward_in_blocks<T>(executor_ref, second_order_operands<T> const&,                     \
+                                                    double_backward_sums const&, detail::in_combinations,              \
+                                                    detail::in_combinations, detail::finish_channels);                 \
   EXTERN template void second_moments<T const>(executor_ref, tensor_view<T const>, mask_view const&,                   \
                                                channel_scaling const&, detail::out_channels, detail::out_channels);    \
   EXTERN template void power_normalize<T>(executor_ref, tensor_view<T const>, tensor_view<T>, channel_scaling const&,  \

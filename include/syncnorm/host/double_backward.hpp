@@ -46,10 +46,10 @@ struct second_order_operands {
 };
 
 /// Sums of a batch's channels, `[C]` each: Σ g, Σ g·(x − mean), Σ m·u, Σ m·u·(x − mean) and Σ u·g.
-struct second_order_sums {
+struct double_backward_sums {
   std::span<double> g, g_xmu, u, u_xmu, u_g;
 
-  [[nodiscard]] second_order_sums channel_range(std::int64_t first, std::int64_t length) const {
+  [[nodiscard]] double_backward_sums channel_range(std::int64_t first, std::int64_t length) const {
     auto part = *this;
     for (auto* const sums : {&part.g, &part.g_xmu, &part.u, &part.u_xmu, &part.u_g})
       *sums = detail::channels_of(*sums, first, length);
@@ -65,7 +65,7 @@ template <class T>
 }
 
 template <class T>
-void reduce_block(executor_ref exec, second_order_operands<T> const& of, second_order_sums const& sums) {
+void reduce_block(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums) {
   using A = accumulate_t<T>;
   auto const& by = of.epilogue;
   backward_reduce(exec, of.dy, of.x, of.mean, of.inv_std, of.affine, by, sums.g, sums.g_xmu);
@@ -122,7 +122,7 @@ void for_blocks(executor_ref exec, second_order_operands<T> const& of, F const& 
 /// The sums of a double backward pass. Local. Every tensor is read once from memory where blocks of channels fit the cache. The same
 /// bits whatever the executor.
 template <class T>
-void second_order_reduce(executor_ref exec, second_order_operands<T> const& of, second_order_sums const& sums) {
+void double_backward_reduce(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums) {
   detail::for_blocks(exec, of,
                      [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first,
                          std::int64_t length) { detail::reduce_block(by, part, sums.channel_range(first, length)); });
@@ -132,8 +132,8 @@ void second_order_reduce(executor_ref exec, second_order_operands<T> const& of, 
 /// the latter g·scale_b alone where positions do not count. What a scale of 0 meets may be anything. Local. Each may be one of the
 /// inputs.
 template <class T>
-void second_order_elemt(executor_ref exec, second_order_operands<T> const& of, std::span<combination const> for_dy,
-                        std::span<combination const> for_x) {
+void double_backward_elemt(executor_ref exec, second_order_operands<T> const& of, std::span<combination const> for_dy,
+                           std::span<combination const> for_x) {
   auto const how = stores_for(of.x);
   detail::for_blocks(
       exec, of, [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first, std::int64_t length) {
@@ -145,9 +145,9 @@ void second_order_elemt(executor_ref exec, second_order_operands<T> const& of, s
 /// Both, with the sums of this rank, of which `finish(first, length)` makes the combinations of a span of channels. Every
 /// tensor is read once from memory where blocks of channels fit the cache.
 template <class T>
-void second_order_in_blocks(executor_ref exec, second_order_operands<T> const& of, second_order_sums const& sums,
-                            std::span<combination const> for_dy, std::span<combination const> for_x,
-                            function_ref<void(std::int64_t, std::int64_t)> finish) {
+void double_backward_in_blocks(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums,
+                               std::span<combination const> for_dy, std::span<combination const> for_x,
+                               function_ref<void(std::int64_t, std::int64_t)> finish) {
   auto const how = stores_for(of.x);
   detail::for_blocks(
       exec, of, [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first, std::int64_t length) {

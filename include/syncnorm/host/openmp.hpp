@@ -9,7 +9,7 @@
 
 namespace syncnorm::host {
 
-/// Runs work on a team of OpenMP threads. OpenMP keeps the team between calls.
+/// Runs work on a team of so many OpenMP threads, one unless it is set. OpenMP keeps the team between calls.
 struct openmp_executor {
   int threads = 1;
 

@@ -112,14 +112,14 @@ public:
                          batch_norm_epilogue<T> const& epilogue = {}, tensor_view<T> dresidual = {},
                          batch_norm_backward_options const& options = {}) {
     bool const wants_dx = dx.is_given();
-    backward_in_place(std::span{&y, 1}, std::span{&dy, 1}, std::span{&dx, wants_dx ? 1U : 0U}, options,
-                      std::span{&epilogue, 1}, std::span{&dresidual, 1});
+    backward_in_place(std::span{&y, 1}, std::span{&dy, 1}, std::span{&dx, wants_dx ? 1U : 0U}, std::span{&epilogue, 1},
+                      std::span{&dresidual, 1}, options);
   }
   /// The same of the K micro-batches of the latest `forward_in_place`. No dx: not needed.
   void backward_in_place(std::span<tensor_view<T> const> y, std::span<tensor_view<T const> const> dy,
-                         std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {},
-                         std::span<batch_norm_epilogue<T> const> epilogues = {},
-                         std::span<tensor_view<T> const> dresidual = {}) {
+                         std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues = {},
+                         std::span<tensor_view<T> const> dresidual = {},
+                         batch_norm_backward_options const& options = {}) {
     auto const fault = detail::fault_or_thrown([&] { return restore(y, epilogues); });
     read_only const x{y};
     batch_norm_backward_batches<T, P>(exec_, comm_, dy, x.views(), dx, {gamma_, beta_}, saved_,
@@ -135,9 +135,8 @@ public:
 
   /// `backward` of the K micro-batches of the latest forward pass. No dx: not needed.
   void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
-                std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options = {},
-                std::span<batch_norm_epilogue<T> const> epilogues = {},
-                std::span<tensor_view<T> const> dresidual = {}) {
+                std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues = {},
+                std::span<tensor_view<T> const> dresidual = {}, batch_norm_backward_options const& options = {}) {
     batch_norm_backward_batches<T, P>(exec_, comm_, dy, x, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_},
                                       options, workspace_, {}, epilogues, dresidual);
   }
@@ -145,16 +144,16 @@ public:
   /// The gradients of the latest backward pass, whose x, dy and epilogue these have to be; adds to the gradient of gamma.
   /// As `batch_norm_double_backward`.
   void double_backward(batch_norm_second_order<T, P> const& second, tensor_view<T const> x, tensor_view<T const> dy,
-                       tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_backward_options const& options = {},
-                       batch_norm_epilogue<T> const& epilogue = {}) {
+                       tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_epilogue<T> const& epilogue = {},
+                       batch_norm_backward_options const& options = {}) {
     batch_norm_double_backward<T, P>(exec_, comm_, second, dy, x, {gamma_, beta_}, saved_, to_dy, to_x, gamma_grad_,
                                      options, workspace_, {}, epilogue);
   }
   /// `double_backward` of K micro-batches.
   void double_backward(batch_norm_second_order_batches<T, P> const& second, std::span<tensor_view<T const> const> x,
                        std::span<tensor_view<T const> const> dy, std::span<tensor_view<T> const> to_dy,
-                       std::span<tensor_view<T> const> to_x, batch_norm_backward_options const& options = {},
-                       std::span<batch_norm_epilogue<T> const> epilogues = {}) {
+                       std::span<tensor_view<T> const> to_x, std::span<batch_norm_epilogue<T> const> epilogues = {},
+                       batch_norm_backward_options const& options = {}) {
     batch_norm_double_backward_batches<T, P>(exec_, comm_, second, dy, x, {gamma_, beta_}, saved_, to_dy, to_x,
                                              gamma_grad_, options, workspace_, {}, epilogues);
   }
@@ -167,10 +166,10 @@ public:
   }
   /// `backward` in two phases.
   [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
-                                              batch_norm_backward_options const& options = {},
                                               batch_norm_epilogue<T> const& epilogue = {},
-                                              tensor_view<T> dresidual = {}) {
-    return begin_pass(comm_, plan_backward(x, dy, dx, options, epilogue, dresidual), workspace_);
+                                              tensor_view<T> dresidual = {},
+                                              batch_norm_backward_options const& options = {}) {
+    return begin_pass(comm_, plan_backward(x, dy, dx, epilogue, dresidual, options), workspace_);
   }
 
   /// `forward`, described for a `batch_norm_group`. The layer must stay where it is until the pass is finished.
@@ -190,19 +189,17 @@ public:
   }
   /// `backward`, described for a `batch_norm_group`.
   [[nodiscard]] batch_norm_pass plan_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
-                                              batch_norm_backward_options const& options = {},
                                               batch_norm_epilogue<T> const& epilogue = {},
-                                              tensor_view<T> dresidual = {}) {
+                                              tensor_view<T> dresidual = {},
+                                              batch_norm_backward_options const& options = {}) {
     bool const wants_dx = dx.is_given();
-    return plan_backward(std::span{&x, 1}, std::span{&dy, 1}, std::span{&dx, wants_dx ? 1U : 0U}, options,
-                         std::span{&epilogue, 1}, std::span{&dresidual, 1});
+    return plan_backward(std::span{&x, 1}, std::span{&dy, 1}, std::span{&dx, wants_dx ? 1U : 0U},
+                         std::span{&epilogue, 1}, std::span{&dresidual, 1}, options);
   }
-  [[nodiscard]] batch_norm_pass plan_backward(std::span<tensor_view<T const> const> x,
-                                              std::span<tensor_view<T const> const> dy,
-                                              std::span<tensor_view<T> const> dx,
-                                              batch_norm_backward_options const& options = {},
-                                              std::span<batch_norm_epilogue<T> const> epilogues = {},
-                                              std::span<tensor_view<T> const> dresidual = {}) {
+  [[nodiscard]] batch_norm_pass
+  plan_backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
+                std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues = {},
+                std::span<tensor_view<T> const> dresidual = {}, batch_norm_backward_options const& options = {}) {
     return plan_batch_norm_backward<T, P>(exec_, channels_, dy, x, dx, {gamma_, beta_}, saved_,
                                           {gamma_grad_, beta_grad_}, options, {}, epilogues, dresidual);
   }
@@ -217,6 +214,13 @@ public:
   void freeze_statistics(bool on = true) noexcept { frozen_ = on; }
   [[nodiscard]] bool has_frozen_statistics() const noexcept { return frozen_; }
 
+  /// The running statistics as they were at first: mean 0, var 1, no batches tracked. Local; the same on every rank.
+  void reset_running_stats() {
+    std::ranges::fill(running_mean_, from_double<P>(0));
+    std::ranges::fill(running_var_, from_double<P>(1));
+    num_batches_tracked_ = 0;
+  }
+
   void zero_grad() {
     std::ranges::fill(gamma_grad_, from_double<P>(0));
     std::ranges::fill(beta_grad_, from_double<P>(0));
@@ -230,14 +234,21 @@ public:
 
   /// `[C]` each; empty where the layer has no such parameters.
   [[nodiscard]] std::span<P> gamma() noexcept { return gamma_; }
+  [[nodiscard]] std::span<P const> gamma() const noexcept { return gamma_; }
   [[nodiscard]] std::span<P> beta() noexcept { return beta_; }
+  [[nodiscard]] std::span<P const> beta() const noexcept { return beta_; }
   [[nodiscard]] std::span<P> gamma_grad() noexcept { return gamma_grad_; }
+  [[nodiscard]] std::span<P const> gamma_grad() const noexcept { return gamma_grad_; }
   [[nodiscard]] std::span<P> beta_grad() noexcept { return beta_grad_; }
+  [[nodiscard]] std::span<P const> beta_grad() const noexcept { return beta_grad_; }
   /// `[C]` each; empty without running statistics.
   [[nodiscard]] std::span<P> running_mean() noexcept { return running_mean_; }
+  [[nodiscard]] std::span<P const> running_mean() const noexcept { return running_mean_; }
   [[nodiscard]] std::span<P> running_var() noexcept { return running_var_; }
+  [[nodiscard]] std::span<P const> running_var() const noexcept { return running_var_; }
   /// Training batches that the running statistics have seen.
   [[nodiscard]] std::int64_t& num_batches_tracked() noexcept { return num_batches_tracked_; }
+  [[nodiscard]] std::int64_t num_batches_tracked() const noexcept { return num_batches_tracked_; }
 
 private:
   [[nodiscard]] bool by_batch() const noexcept { return training_ && !frozen_; }

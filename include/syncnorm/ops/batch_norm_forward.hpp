@@ -27,8 +27,9 @@ namespace syncnorm {
 ///     mean = Σ x / n,  var = Σ (x − mean)² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  over all ranks' N and S
 ///     running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))    or as `options.variance` says
 ///
-/// x, y `[N, C, S]`, y may be x; N and S may differ between ranks and be zero. Collective: one allgather once the
-/// workspace has been used, none with one rank. Every rank gets the same bits of mean, inv_std and running statistics.
+/// x, y `[N, C, S]`, y may be x; N and S may differ between ranks and be zero. Collective: one allgather, several for a large tensor
+/// that is exchanged in parts, or two allreduces, as `options.exchange` says; none with one rank. The first pass of a workspace gathers,
+/// once more where there are over 128 channels. Every rank gets the same bits of mean, inv_std and running statistics.
 /// Statistics are merged in double; where no position of any rank counts, mean and inv_std are 0, so that outputs are beta and the
 /// residual, activated, unless they are masked to 0, and nothing else changes. On an error, which every rank throws, running
 /// statistics are unchanged, and `saved` leaves nothing for a backward pass.

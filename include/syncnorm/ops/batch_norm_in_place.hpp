@@ -16,7 +16,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
-#include <syncnorm/host/recover_input.hpp>
+#include <syncnorm/host/recover.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 
@@ -90,7 +90,7 @@ public:
       std::int64_t const length = end - first;
       if (length <= 0) return;
       using host::detail::channels_of;
-      host::recover_input(
+      host::recover(
           exec, y.channel_range(first, length), x.channel_range(first, length),
           channels_of(std::span<double const>{saved.mean}, first, length),
           channels_of(std::span<double const>{saved.inv_std}, first, length),

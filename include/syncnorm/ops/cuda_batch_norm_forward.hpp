@@ -26,21 +26,6 @@
 
 namespace syncnorm::cuda::detail {
 
-/// What a forward pass says of itself.
-template <class T, class P>
-[[nodiscard]] syncnorm::detail::packet_header
-forward_header(std::int64_t channels, std::int64_t count, affine_parameters<P> const& affine,
-               running_statistics<P> const& running, batch_norm_options const& options,
-               syncnorm::detail::call_check const& check) {
-  auto own = syncnorm::detail::make_header<T>("batch_norm forward", channels, count, check);
-  own.eps = options.eps;
-  own.momentum = options.momentum.value_or(-1);
-  own.running_variance = static_cast<std::int32_t>(options.variance);
-  own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
-  own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
-  return own;
-}
-
 /// What a forward pass reads and writes: K micro-batches that share one statistic, and the state of the layer.
 template <class T, class P>
 struct forward_operands {
@@ -109,7 +94,7 @@ public:
       check_.require(fault.empty(), [&] { return fault; });
       reserve(stream);
     }
-    header_ = forward_header<T>(channels, count, in_.affine, in_.running, options_, check_);
+    header_ = syncnorm::detail::make_forward_header<T>(channels, count, in_.affine, in_.running, options_, check_);
     header_.backward = callers_backward();
 
     // Kernels get nothing of a call that is wrong.

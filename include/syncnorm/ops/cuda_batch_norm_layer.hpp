@@ -25,6 +25,7 @@
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 
+#include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
 
@@ -64,7 +65,7 @@ public:
     detail::require_capturable(comm_, "batch_norm preparation", false, stream);
     detail::device_check check{workspace_.device()};
     check.options(options_.norm, running(), channels_);
-    auto own = detail::forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
+    auto own = syncnorm::detail::make_forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
     own.policy = static_cast<std::int32_t>(resolved(detail::merge_rule::moments));
     workspace_.agree(comm_, own, stream);
     using detail::merge_rule;
@@ -94,7 +95,7 @@ public:
   void backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
                 batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
                 batch_norm_backward_options const& options, cudaStream_t stream) {
-    backward({&x, 1}, {&dy, 1}, {&dx, 1}, options, {&epilogue, 1}, {&dresidual, 1}, stream);
+    backward({&x, 1}, {&dy, 1}, {&dx, 1}, {&epilogue, 1}, {&dresidual, 1}, options, stream);
   }
 
   /// `forward` over x itself, of which `backward_in_place` needs no copy: it recovers x from y, up to rounding, where gamma,
@@ -119,15 +120,15 @@ public:
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
                          batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
                          batch_norm_backward_options const& options, cudaStream_t stream) {
-    backward_in_place({&y, 1}, {&dy, 1}, {&dx, 1}, options, {&epilogue, 1}, {&dresidual, 1}, stream);
+    backward_in_place({&y, 1}, {&dy, 1}, {&dx, 1}, {&epilogue, 1}, {&dresidual, 1}, options, stream);
   }
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx, cudaStream_t stream) {
     backward_in_place(y, dy, dx, {}, {}, {}, stream);
   }
   /// The same of the K micro-batches of the latest `forward_in_place`. No dx or dresidual: not needed.
   void backward_in_place(std::span<tensor_view<T> const> y, std::span<tensor_view<T const> const> dy,
-                         std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options,
-                         std::span<batch_norm_epilogue<T> const> epilogues, std::span<tensor_view<T> const> dresidual,
+                         std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues,
+                         std::span<tensor_view<T> const> dresidual, batch_norm_backward_options const& options,
                          cudaStream_t stream) {
     run_backward(
         {dy, read_only(y), dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual, kept_of(in_place_), y},
@@ -165,8 +166,8 @@ public:
     run_forward(x, y, epilogues, {}, stream);
   }
   void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
-                std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options,
-                std::span<batch_norm_epilogue<T> const> epilogues, std::span<tensor_view<T> const> dresidual,
+                std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues,
+                std::span<tensor_view<T> const> dresidual, batch_norm_backward_options const& options,
                 cudaStream_t stream) {
     run_backward({dy, x, dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual}, options, stream);
   }
@@ -174,15 +175,22 @@ public:
   /// `forward` up to the exchange, which goes on beside what the caller enqueues meanwhile; `finish` of what is returned completes
   /// it. Collective where `forward` is. The first one of as many that are pending at a time allocates, and again after a capture, since
   /// a graph keeps what its passes exchange.
+  [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y, cudaStream_t stream) {
+    return begin_forward(x, y, {}, stream);
+  }
   [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y,
                                              batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
     return begin(plan_forward(x, y, epilogue), stream);
   }
   /// `backward` in two phases.
   [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
+                                              cudaStream_t stream) {
+    return begin_backward(x, dy, dx, {}, {}, {}, stream);
+  }
+  [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
                                               batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
                                               batch_norm_backward_options const& options, cudaStream_t stream) {
-    return begin(plan_backward(x, dy, dx, options, epilogue, dresidual), stream);
+    return begin(plan_backward(x, dy, dx, epilogue, dresidual, options), stream);
   }
 
   /// `forward`, described for a `batch_norm_group`. The layer must stay where it is until the pass is finished.
@@ -197,15 +205,15 @@ public:
   }
   /// `backward`, described for a `batch_norm_group`.
   [[nodiscard]] batch_norm_pass plan_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
-                                              batch_norm_backward_options const& options = {},
                                               batch_norm_epilogue<T> const& epilogue = {},
-                                              tensor_view<T> dresidual = {}) {
-    return plan_backward({&x, 1}, {&dy, 1}, {&dx, 1}, options, {&epilogue, 1}, {&dresidual, 1});
+                                              tensor_view<T> dresidual = {},
+                                              batch_norm_backward_options const& options = {}) {
+    return plan_backward({&x, 1}, {&dy, 1}, {&dx, 1}, {&epilogue, 1}, {&dresidual, 1}, options);
   }
   [[nodiscard]] batch_norm_pass
   plan_backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
-                std::span<tensor_view<T> const> dx, batch_norm_backward_options const& options,
-                std::span<batch_norm_epilogue<T> const> epilogues, std::span<tensor_view<T> const> dresidual) {
+                std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues,
+                std::span<tensor_view<T> const> dresidual, batch_norm_backward_options const& options = {}) {
     return batch_norm_pass{std::make_unique<detail::planned_backward<Kernels, T, P>>(
         detail::backward_operands<T, P>{dy, x, dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual},
         options.exchange, saved_, workspace_)};
@@ -214,8 +222,8 @@ public:
   /// The gradients of the latest backward pass, whose x, dy and epilogue these have to be; adds to the gradient of gamma. As
   /// `batch_norm_double_backward` on the host. The first one allocates, unless `reserve_double_backward` has.
   void double_backward(batch_norm_second_order<T, P> const& second, tensor_view<T const> x, tensor_view<T const> dy,
-                       tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_backward_options const& options,
-                       batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
+                       tensor_view<T> to_dy, tensor_view<T> to_x, batch_norm_epilogue<T> const& epilogue,
+                       batch_norm_backward_options const& options, cudaStream_t stream) {
     run_double_backward({{&dy, 1},
                          {&x, 1},
                          {&second.dx, 1},
@@ -232,8 +240,8 @@ public:
   /// `double_backward` of K micro-batches. No to_dy or to_x: not needed.
   void double_backward(batch_norm_second_order_batches<T, P> const& second, std::span<tensor_view<T const> const> x,
                        std::span<tensor_view<T const> const> dy, std::span<tensor_view<T> const> to_dy,
-                       std::span<tensor_view<T> const> to_x, batch_norm_backward_options const& options,
-                       std::span<batch_norm_epilogue<T> const> epilogues, cudaStream_t stream) {
+                       std::span<tensor_view<T> const> to_x, std::span<batch_norm_epilogue<T> const> epilogues,
+                       batch_norm_backward_options const& options, cudaStream_t stream) {
     run_double_backward({dy, x, second.dx, second.dresidual, second.gamma_gradient, second.beta_gradient, affine(),
                          to_dy, to_x, gamma_grad_, epilogues},
                         options, stream);
@@ -280,14 +288,21 @@ public:
 
   /// `[C]` each, in device memory; empty where the layer has no such parameters.
   [[nodiscard]] std::span<P> gamma() noexcept { return gamma_; }
+  [[nodiscard]] std::span<P const> gamma() const noexcept { return gamma_; }
   [[nodiscard]] std::span<P> beta() noexcept { return beta_; }
+  [[nodiscard]] std::span<P const> beta() const noexcept { return beta_; }
   [[nodiscard]] std::span<P> gamma_grad() noexcept { return gamma_grad_; }
+  [[nodiscard]] std::span<P const> gamma_grad() const noexcept { return gamma_grad_; }
   [[nodiscard]] std::span<P> beta_grad() noexcept { return beta_grad_; }
+  [[nodiscard]] std::span<P const> beta_grad() const noexcept { return beta_grad_; }
   /// `[C]` each, in device memory; empty without running statistics.
   [[nodiscard]] std::span<P> running_mean() noexcept { return running_mean_; }
+  [[nodiscard]] std::span<P const> running_mean() const noexcept { return running_mean_; }
   [[nodiscard]] std::span<P> running_var() noexcept { return running_var_; }
+  [[nodiscard]] std::span<P const> running_var() const noexcept { return running_var_; }
   /// Training batches that the running statistics have seen, in device memory.
   [[nodiscard]] std::int64_t* num_batches_tracked() noexcept { return num_batches_tracked_; }
+  [[nodiscard]] std::int64_t const* num_batches_tracked() const noexcept { return num_batches_tracked_; }
 
 private:
   basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options, device_limits const& limits)

@@ -92,9 +92,13 @@ public:
 
   /// `[C]` each; empty without affine parameters.
   [[nodiscard]] std::span<P> gamma() noexcept { return gamma_; }
+  [[nodiscard]] std::span<P const> gamma() const noexcept { return gamma_; }
   [[nodiscard]] std::span<P> beta() noexcept { return beta_; }
+  [[nodiscard]] std::span<P const> beta() const noexcept { return beta_; }
   [[nodiscard]] std::span<P> gamma_grad() noexcept { return gamma_grad_; }
+  [[nodiscard]] std::span<P const> gamma_grad() const noexcept { return gamma_grad_; }
   [[nodiscard]] std::span<P> beta_grad() noexcept { return beta_grad_; }
+  [[nodiscard]] std::span<P const> beta_grad() const noexcept { return beta_grad_; }
 
   /// The state, `[C]` each, and the number of steps it has seen. As `synchronize` first; what an
   /// earlier call returned shows the state of that moment only until the next pass.

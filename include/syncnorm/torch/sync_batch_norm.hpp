@@ -164,6 +164,7 @@ public:
 
   /// How ranks put their statistics together: by the cost model unless set. The same on every rank.
   void set_exchange_policy(exchange_policy policy) noexcept { policy_ = policy; }
+  [[nodiscard]] exchange_policy policy() const noexcept { return policy_; }
 
   /// Waits for the passes of CUDA tensors so far, and throws what has failed in them, the same on every rank; see `use_cuda`. Of
   /// CPU tensors everything is known, and done, when a pass returns.

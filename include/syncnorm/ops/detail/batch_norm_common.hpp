@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
@@ -45,6 +46,20 @@ template <class T>
   set_text(own.fault, check.fault());
   own.channels = channels;
   own.count = check.failed() ? 0 : count;
+  return own;
+}
+
+/// That of a forward pass.
+template <class T, class P>
+[[nodiscard]] packet_header
+make_forward_header(std::int64_t channels, std::int64_t count, affine_parameters<P> const& affine,
+                    running_statistics<P> const& running, batch_norm_options const& options, call_check const& check) {
+  auto own = make_header<T>("batch_norm forward", channels, count, check);
+  own.eps = options.eps;
+  own.momentum = options.momentum.value_or(-1);
+  own.running_variance = static_cast<std::int32_t>(options.variance);
+  own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
+  own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
   return own;
 }
 

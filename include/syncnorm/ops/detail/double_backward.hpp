@@ -99,8 +99,8 @@ public:
     packets.total(0, totals);
     finish(0, channels_);
     for (std::size_t k = 0; k < in_.x.size(); ++k)
-      host::second_order_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
-                               std::span<combination const>{buffers_->for_x});
+      host::double_backward_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
+                                  std::span<combination const>{buffers_->for_x});
     commit();
   }
 
@@ -141,7 +141,7 @@ private:
     return {in_.dy[k],       in_.x[k],     of(in_.u, k),    of(in_.v, k), of(in_.to_dy, k),
             of(in_.to_x, k), saved_->mean, saved_->inv_std, in_.affine,   (*epilogues_)[k]};
   }
-  [[nodiscard]] static host::second_order_sums sums_in(std::vector<double>& sums) {
+  [[nodiscard]] static host::double_backward_sums sums_in(std::vector<double>& sums) {
     auto const of = [&](row which) { return buffers_type::of(sums, which); };
     return {of(row::g), of(row::g_xmu), of(row::u), of(row::u_xmu), of(row::u_g)};
   }
@@ -150,7 +150,7 @@ private:
   void local() {
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
       bool const first = k == 0;
-      host::second_order_reduce(exec_, operands(k), sums_in(first ? buffers_->own : buffers_->more));
+      host::double_backward_reduce(exec_, operands(k), sums_in(first ? buffers_->own : buffers_->more));
       for (std::size_t i = 0; !first && i < buffers_->own.size(); ++i) buffers_->own[i] += buffers_->more[i];
     }
     weigh(0, channels_);
@@ -162,11 +162,11 @@ private:
       buffers_->all = buffers_->own;
       finish(0, channels_);
       for (std::size_t k = 0; k < in_.x.size(); ++k)
-        host::second_order_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
-                                 std::span<combination const>{buffers_->for_x});
+        host::double_backward_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
+                                    std::span<combination const>{buffers_->for_x});
       return commit();
     }
-    host::second_order_in_blocks(
+    host::double_backward_in_blocks(
         exec_, operands(0), sums_in(buffers_->own), std::span<combination const>{buffers_->for_dy},
         std::span<combination const>{buffers_->for_x}, [&](std::int64_t first, std::int64_t length) {
           weigh(first, length);

@@ -104,12 +104,7 @@ public:
   [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
 
   [[nodiscard]] packet_header header() const override {
-    auto own = make_header<T>(name, channels_, count(), check_);
-    own.eps = options_.eps;
-    own.momentum = options_.momentum.value_or(-1);
-    own.running_variance = static_cast<std::int32_t>(options_.variance);
-    own.tracks_running_statistics = in_.running.mean.empty() ? 0 : 1;
-    own.affine = (in_.affine.gamma.empty() ? 0 : 1) + (in_.affine.beta.empty() ? 0 : 2);
+    auto own = make_forward_header<T>(channels_, count(), in_.affine, in_.running, options_, check_);
     own.backward = static_cast<std::int32_t>(backward_);
     return own;
   }

@@ -60,9 +60,9 @@ struct recover_op {
 /// Local.
 template <class T>
 requires element<T>
-void recover_input(executor_ref exec, std::type_identity_t<tensor_view<T const>> y, tensor_view<T> x,
-                   std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
-                   std::type_identity_t<prepared_epilogue<T>> const& epilogue) {
+void recover(executor_ref exec, std::type_identity_t<tensor_view<T const>> y, tensor_view<T> x,
+             std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
+             std::type_identity_t<prepared_epilogue<T>> const& epilogue) {
   using A = accumulate_t<T>;
   A const inverse = A{1} / epilogue.slope();
   detail::recover_terms<A> const terms{mean, inv_std, params.gamma, params.beta};
