@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -21,6 +22,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/require_rank.hpp>
 #include <syncnorm/comm/timeout.hpp>
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm {
 

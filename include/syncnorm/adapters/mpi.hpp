@@ -22,6 +22,7 @@
 #include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/comm/wire.hpp>
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm {
 

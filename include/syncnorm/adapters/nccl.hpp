@@ -13,6 +13,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/comm/wire.hpp>
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm {
 

@@ -15,6 +15,7 @@
 #include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/wire.hpp>
 #include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm {
 

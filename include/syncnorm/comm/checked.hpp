@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -12,6 +11,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/signature.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm {
 

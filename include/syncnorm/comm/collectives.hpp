@@ -7,11 +7,13 @@
 #include <limits>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/require_rank.hpp>
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm {
 

@@ -4,6 +4,7 @@
 #include <span>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm {
 

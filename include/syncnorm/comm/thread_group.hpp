@@ -17,6 +17,7 @@
 #include <syncnorm/comm/detail/thread_state.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/comm/timeout.hpp>
+#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/function_ref.hpp>
 
 namespace syncnorm {

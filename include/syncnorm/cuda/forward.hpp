@@ -1,9 +1,12 @@
 #pragma once
 
+#include <cstdint>
+
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/check.hpp>
 #include <syncnorm/cuda/detail/device_element.hpp>

@@ -10,6 +10,7 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>

@@ -10,6 +10,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/any_model.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
+#include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/packet.hpp>

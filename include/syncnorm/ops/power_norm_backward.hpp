@@ -2,13 +2,13 @@
 
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/power_backward.hpp>

@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/views.hpp>

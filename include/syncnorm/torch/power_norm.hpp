@@ -5,6 +5,7 @@
 #include <memory>
 #include <ostream>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,8 @@
 
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/self.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/ops/power_norm_forward.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/power_norm_check.hpp>

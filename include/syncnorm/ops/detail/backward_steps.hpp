@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/epilogue_in_blocks.hpp>

@@ -10,6 +10,7 @@
 #include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
 namespace syncnorm::detail {

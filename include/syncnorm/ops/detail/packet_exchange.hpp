@@ -18,6 +18,7 @@
 #include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/core/moments.hpp>
+#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/ops/detail/digest.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/packet.hpp>

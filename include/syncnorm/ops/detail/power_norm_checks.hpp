@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <span>
 
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
