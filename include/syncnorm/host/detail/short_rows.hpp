@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -36,6 +37,8 @@ class short_row_sums {
   using pair = std::array<vector, 2>;
   using vectors = std::array<vector, coefficients>;
   using pointers = std::array<T const*, inputs>;
+  /// Vectors that are taken at once: two, where a line of the cache, which may be gone before it is read again, has elements for so many.
+  static constexpr std::int64_t most_columns = line_elements<T> > lanes ? 2 : 1;
 
 public:
   short_row_sums(Op const& op, std::array<tensor_view<T const>, inputs> const& in)
@@ -139,21 +142,32 @@ private:
     std::int64_t const width = channels * spatial_, at_once = ceil_div(end - begin, ceil_div(end - begin, most_rows));
     for (std::int64_t row = begin; row < end; row += at_once) {
       std::int64_t const last = std::min(end, row + at_once);
-      auto const sum_column = [&](std::int64_t i) __attribute__((always_inline)) {
-        auto const lane = static_cast<std::size_t>(i);
-        vectors k;
-        for (std::size_t j = 0; j < coefficients; ++j) k[j] = load<lanes>(&table[j][lane]);
+      auto const sum_columns = [&]<std::int64_t Columns>(std::int64_t i, std::integral_constant<std::int64_t, Columns>)
+          __attribute__((always_inline)) {
+        std::array<vectors, Columns> k;
+        std::array<pair, Columns> sum{};
+        for (std::int64_t v = 0; v < Columns; ++v)
+          for (std::size_t j = 0; j < coefficients; ++j)
+            k[v][j] = load<lanes>(&table[j][static_cast<std::size_t>(i + v * lanes)]);
         pointers from = at(row, c);
-        pair sum{};
         for (std::int64_t r = row; r < last; ++r) {
-          add_terms(sum, terms<256>(from, i, k));
+#pragma GCC unroll 8
+          for (std::size_t j = 0; j < inputs; ++j)
+            prefetch<Columns * lanes, 2>(from[j], i + 256 / static_cast<std::int64_t>(sizeof(T)));
+#pragma GCC unroll 8
+          for (std::int64_t v = 0; v < Columns; ++v) add_terms(sum[v], terms<0>(from, i + v * lanes, k[v]));
+#pragma GCC unroll 8
           for (std::size_t j = 0; j < inputs; ++j) from[j] += in_[j].stride_n;
         }
-        store<lanes>(&sums[0][lane], sum[0]);
-        store<lanes>(&sums[1][lane], sum[1]);
+        for (std::int64_t v = 0; v < Columns; ++v)
+          for (std::size_t j = 0; j < 2; ++j)
+            store<lanes>(&sums[j][static_cast<std::size_t>(i + v * lanes)], sum[v][j]);
       };
-      for (std::int64_t i = 0; i + lanes <= width; i += lanes) sum_column(i);
-      if (width % lanes != 0) sum_column(width - lanes);
+      std::int64_t lane = 0;
+      for (; lane + most_columns * lanes <= width; lane += most_columns * lanes)
+        sum_columns(lane, std::integral_constant<std::int64_t, most_columns>{});
+      for (; lane + lanes <= width; lane += lanes) sum_columns(lane, std::integral_constant<std::int64_t, 1>{});
+      if (width % lanes != 0) sum_columns(width - lanes, std::integral_constant<std::int64_t, 1>{});
       for (std::int64_t i = 0; i < channels; ++i) {
         first[i] += static_cast<double>(sum_positions(&sums[0][static_cast<std::size_t>(i * spatial_)]));
         second[i] += static_cast<double>(sum_positions(&sums[1][static_cast<std::size_t>(i * spatial_)]));
