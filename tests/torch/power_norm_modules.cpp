@@ -81,6 +81,25 @@ TEST_CASE("groups that a power norm scales are those that GroupScaling1D scales 
   }
 }
 
+TEST_CASE("options that are changed count from the next pass on, in the module as in its clone") {
+  torch::manual_seed(6);
+  for (bool const evaluates : {false, true}) {
+    auto norm = prepared(PowerNorm{PowerNormOptions{4}.warmup_iters(0)});
+    auto const x = random({5, 4}).requires_grad_();
+    train_step(norm, x);
+    norm->train(!evaluates);
+    auto const before = norm->forward(x);
+    norm->options.eps(3).group_num(2);
+    auto const same = std::dynamic_pointer_cast<PowerNormImpl>(norm->clone());
+    same->train(!evaluates);
+    auto const y = norm->forward(x), expected = same->forward(x);
+    CHECK((torch::equal(y, expected) && !torch::allclose(y, before)));
+    // A pass that was recorded before goes by what it was made with.
+    auto const gradients = torch::autograd::grad({before.sum(), y.sum()}, {x});
+    CHECK(gradients[0].defined());
+  }
+}
+
 TEST_CASE("evaluation goes by running_phi, and differentiates like any function") {
   torch::manual_seed(3);
   run_ranks(2, [](thread_communicator const& comm) {

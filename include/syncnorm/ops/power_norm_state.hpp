@@ -175,7 +175,8 @@ public:
 
   /// Completes the forward pass in flight: running_phi, the number of steps, and what the backward pass needs.
   void finish_forward() {
-    if (!std::exchange(forward_.pending, false)) return;
+    if (!forward_.pending) return; // and writes nothing, as passes by constant statistics may be in several threads
+    forward_.pending = false;
     auto const pass = std::exchange(forward_.pass, nullptr);
     try {
       sums_.resize(pass->inv_z.size());

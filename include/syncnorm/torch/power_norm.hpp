@@ -160,6 +160,8 @@ public:
     train(other.is_training());
   }
 
+  /// It is the `num_features` and `affine` with which the module was made that count; the others may be changed between steps, on every
+  /// rank.
   PowerNormOptions options;
   /// Undefined without `affine`.
   ::torch::Tensor weight, bias;
@@ -190,14 +192,15 @@ private:
   }
 
   [[nodiscard]] std::shared_ptr<detail::power_norm_shared> make_shared_part(any_communicator comm) const {
-    power_norm_options const made{.eps = options.eps(),
-                                  .alpha_forward = options.alpha_fwd(),
-                                  .alpha_backward = options.alpha_bkw(),
-                                  .warmup_iters = options.warmup_iters(),
-                                  .groups = options.group_num(),
-                                  .recursion = options.corrected() ? power_norm_recursion::corrected
-                                                                   : power_norm_recursion::reference};
-    return std::make_shared<detail::power_norm_shared>(std::move(comm), made, options.num_features());
+    return std::make_shared<detail::power_norm_shared>(std::move(comm), options.num_features());
+  }
+  [[nodiscard]] power_norm_options make_options() const {
+    return {.eps = options.eps(),
+            .alpha_forward = options.alpha_fwd(),
+            .alpha_backward = options.alpha_bkw(),
+            .warmup_iters = options.warmup_iters(),
+            .groups = options.group_num(),
+            .recursion = options.corrected() ? power_norm_recursion::corrected : power_norm_recursion::reference};
   }
 
   /// The number of steps stays a 64-bit integer, which conversions of all buffers do not know of.
@@ -222,6 +225,7 @@ private:
     bool const training = this->is_training(), records = at::GradMode::is_enabled();
     auto const pass = c10::make_intrusive<detail::recorded_power_norm>();
     pass->shared = shared_;
+    pass->options = make_options();
     pass->is_double = std::is_same_v<T, double>;
     detail::operands<T> of_input;
     ::torch::Tensor x, gamma, beta, counts;
@@ -257,11 +261,11 @@ private:
     auto& workspace = shared_->workspace<T>();
     if (this->is_training())
       return power_norm_forward<T, T>(at_executor{}, shared_->comm(), of_input.x_view, of_input.y_view, mask, affine,
-                                      shared_->state<T>(), shared_->options(), pass.saved, workspace, caller);
+                                      shared_->state<T>(), pass.options, pass.saved, workspace, caller);
     workspace.finish_forward();
     if (!caller.fault.empty()) throw invalid_argument_error{"power_norm inference: " + std::string{caller.fault}};
     power_norm_inference<T, T>(at_executor{}, of_input.x_view, of_input.y_view, affine,
-                               detail::values_of<T>(shared_->running_phi), shared_->options(), pass.saved);
+                               detail::values_of<T>(shared_->running_phi), pass.options, pass.saved);
   }
 
   /// What a pass gives whose fault the other ranks do not know of yet, and hence this one must not throw: no numbers. Where

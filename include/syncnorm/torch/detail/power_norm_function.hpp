@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -27,12 +28,10 @@ namespace syncnorm::torch::detail {
 /// recorded keeps it, whatever becomes of the module.
 class power_norm_shared {
 public:
-  power_norm_shared(any_communicator comm, power_norm_options const& options, std::int64_t channels)
-      : comm_{std::move(comm)}, options_{options}, channels_{channels} {}
+  power_norm_shared(any_communicator comm, std::int64_t channels)
+      : comm_{std::move(comm)}, of_float_{channels}, of_double_{channels} {}
 
   [[nodiscard]] any_communicator const& comm() const noexcept { return comm_; }
-  [[nodiscard]] power_norm_options const& options() const noexcept { return options_; }
-  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
 
   /// The tensors of the state, of the module's element type but for `iters`, which is one 64-bit integer.
   at::Tensor running_phi, ema_gz, iters;
@@ -49,9 +48,10 @@ public:
 
   template <class T>
   [[nodiscard]] power_norm_workspace<any_communicator, T>& workspace() {
-    auto& held = workspace_of(T{});
-    if (!held) held.emplace(channels_);
-    return *held;
+    if constexpr (std::is_same_v<T, double>)
+      return of_double_;
+    else
+      return of_float_;
   }
 
   /// Leaves the state to `next`, over which the passes to come are. The backward passes of those that are recorded stay here.
@@ -78,29 +78,25 @@ public:
   void synchronize() {
     std::exception_ptr error;
     try {
-      if (of_float_) of_float_->synchronize();
+      of_float_.synchronize();
     } catch (...) {
       error = std::current_exception();
     }
-    if (of_double_) of_double_->synchronize();
+    of_double_.synchronize();
     if (error != nullptr) std::rethrow_exception(error);
   }
 
 private:
-  auto& workspace_of(float) { return of_float_; }
-  auto& workspace_of(double) { return of_double_; }
-
   any_communicator comm_;
-  power_norm_options options_;
-  std::int64_t channels_;
-  std::optional<power_norm_workspace<any_communicator, float>> of_float_;
-  std::optional<power_norm_workspace<any_communicator, double>> of_double_;
+  power_norm_workspace<any_communicator, float> of_float_;
+  power_norm_workspace<any_communicator, double> of_double_;
   std::shared_ptr<power_norm_shared> next_; // null: the state is this one's
 };
 
 /// What a recorded forward pass leaves for its backward pass, besides tensors.
 struct recorded_power_norm : ::torch::CustomClassHolder {
   std::shared_ptr<power_norm_shared> shared;
+  power_norm_options options;
   power_norm_saved saved;
   bool is_double = false;
 };
@@ -173,7 +169,7 @@ private:
     auto& shared = *pass.shared;
     auto const compute = [&] {
       power_norm_backward<T const, T>(at_executor{}, shared.comm(), dy_view, of_x.x_view, dx_view, affine,
-                                      shared.state<T>(), shared.options(), pass.saved, gradients, shared.workspace<T>(),
+                                      shared.state<T>(), pass.options, pass.saved, gradients, shared.workspace<T>(),
                                       {.fault = fault});
     };
     pass.saved.pass->constant ? compute() : shared.step_back(compute);
