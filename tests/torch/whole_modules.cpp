@@ -2,6 +2,7 @@
 #include <span>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "support.hpp"
@@ -221,6 +222,46 @@ TEST_CASE("what cannot be replaced is named before anything has changed") {
   CHECK(kinds_of(*model) == kinds);
 }
 
+namespace {
+
+/// Has its batch norm among its elements, and registers it as a member besides.
+template <class Container>
+struct Derived : Container {
+  nn::BatchNorm2d bn{3};
+  Derived() {
+    if constexpr (std::is_same_v<Container, nn::SequentialImpl>)
+      this->push_back(bn);
+    else
+      this->push_back(bn.ptr());
+    this->register_module("bn", bn);
+  }
+};
+
+} // namespace
+
+TEST_CASE("an element of a container that is a member of a class derived from it, too, cannot be replaced") {
+  auto const check = [](std::shared_ptr<nn::Module> const& model) {
+    auto const kinds = kinds_of(*model);
+    auto const text = message_of<syncnorm::invalid_argument_error>(
+        [&] { convert_sync_batchnorm(model, syncnorm::self_communicator{}); });
+    CHECK_MESSAGE(contains(text, "cannot replace 0, bn: "), text);
+    CHECK(kinds_of(*model) == kinds);
+  };
+  check(std::make_shared<Derived<nn::SequentialImpl>>());
+  check(std::make_shared<Derived<nn::ModuleListImpl>>());
+}
+
+TEST_CASE("what a batch norm has registered stays with it") {
+  nn::BatchNorm2d const norm{3};
+  norm.ptr()->register_module("child", nn::Linear{2, 2});
+  nn::Sequential model{norm};
+  CHECK(model->parameters().size() == 4);
+  convert_sync_batchnorm(model.ptr(), syncnorm::self_communicator{});
+  CHECK((model->ptr(0)->as<SyncBatchNorm>() != nullptr && model->parameters().size() == 4));
+  revert_sync_batchnorm(model.ptr());
+  CHECK((model->ptr(0)->as<nn::BatchNorm2d>() != nullptr && model->parameters().size() == 4));
+}
+
 TEST_CASE("what a BatchNorm could not do is not reverted") {
   nn::Sequential model{SyncBatchNorm{3}, SyncBatchNorm{3}};
   auto const kinds = kinds_of(*model);
@@ -229,9 +270,11 @@ TEST_CASE("what a BatchNorm could not do is not reverted") {
   auto text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(model); });
   CHECK_MESSAGE(contains(text, "has frozen statistics"), text);
   norm.freeze_statistics(false);
-  norm.set_running_variance(syncnorm::running_variance::standard_deviation);
-  text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(model); });
-  CHECK_MESSAGE(contains(text, "keeps running standard deviations"), text);
+  for (auto const kind : {syncnorm::running_variance::standard_deviation, syncnorm::running_variance::biased}) {
+    norm.set_running_variance(kind);
+    text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(model); });
+    CHECK_MESSAGE(contains(text, "keeps biased running variances, or running standard deviations"), text);
+  }
   for (auto const parts : {syncnorm::affine_parts::gamma, syncnorm::affine_parts::beta}) {
     SyncBatchNorm const alone{BatchNormOptions{3}, syncnorm::any_communicator{}, 2, parts};
     text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(alone.ptr()); });

@@ -49,9 +49,10 @@ template <class Impl>
 }
 
 [[nodiscard]] inline replacement make_local(SyncBatchNormImpl const& norm) {
-  if (norm.running_variance_kind() == running_variance::standard_deviation)
-    throw invalid_argument_error{"revert_sync_batchnorm: a module keeps running standard deviations, which "
-                                 "torch::nn::BatchNorm would take for variances"};
+  if (norm.running_variance_kind() != running_variance::unbiased)
+    throw invalid_argument_error{
+        "revert_sync_batchnorm: a module keeps biased running variances, or running standard deviations, "
+        "which torch::nn::BatchNorm would take for unbiased variances"};
   if (norm.has_frozen_statistics())
     throw invalid_argument_error{"revert_sync_batchnorm: a module has frozen statistics, which torch::nn::BatchNorm "
                                  "would update in training; freeze_statistics(false) comes before"};

@@ -11,7 +11,7 @@ struct registry;
 
 namespace torch::nn {
 
-/// Module lets every Cloneable at its tables of parameters and buffers, and offers no other way to have one module
+/// Module lets every Cloneable at its tables of parameters, buffers and children, and offers no other way to have one module
 /// register the very tensors of another, which optimizers hold.
 template <>
 class Cloneable<::syncnorm::torch::detail::registry> {
@@ -19,6 +19,7 @@ public:
   static void copy(Module const& from, Module& to) {
     to.parameters_ = from.parameters_;
     to.buffers_ = from.buffers_;
+    to.children_ = from.children_;
   }
 };
 

@@ -107,15 +107,21 @@ private:
   static std::function<void(replacement const&)> slot_of(::torch::nn::Module& parent, std::string const& name,
                                                          module_ptr const& child) {
     using namespace ::torch::nn;
+    // Where a container is derived from, a member may be among its elements and registered by another name besides.
+    auto const registered = [&](auto const& elements, auto const& is_child) {
+      auto const children = parent.named_children();
+      auto const names = std::ranges::count_if(children, [&](auto const& each) { return each.value() == child; });
+      return names != 0 && names == std::ranges::count_if(elements, is_child);
+    };
     if (auto* sequential = parent.as<SequentialImpl>()) {
       auto const is_child = [child](AnyModule const& element) { return element.ptr() == child; };
-      if (std::ranges::any_of(*sequential, is_child))
+      if (registered(*sequential, is_child))
         return [=](replacement const& by) {
           std::ranges::replace_if(*sequential, is_child, by.any);
           sequential->replace_module(name, by.module);
         };
     } else if (auto* list = parent.as<ModuleListImpl>()) {
-      if (std::ranges::find(*list, child) != list->end())
+      if (registered(*list, [&](module_ptr const& element) { return element == child; }))
         return [=](replacement const& by) {
           std::ranges::replace(*list, child, by.module);
           list->replace_module(name, by.module);
