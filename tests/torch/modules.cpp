@@ -350,6 +350,16 @@ TEST_CASE("gradient accumulation: the backward exchange on the last step alone")
     CHECK(error_of(own.grad(), rows_of(whole.grad(), comm.rank())) <= 1e-12);
     CHECK(error_of(inner->weight.grad(), reference->weight.grad()) <= 1e-12);
 
+    // It reaches passes that were recorded before the module got another communicator.
+    syncnorm::torch::set_backward_exchange(*model, true);
+    auto const earlier = model->forward(own);
+    auto another = comm;
+    inner->set_communicator(another);
+    syncnorm::torch::set_backward_exchange(*model, false);
+    if (comm.rank() == 0) (void)torch::autograd::grad({earlier.sum()}, {own});
+    reference->forward(whole); // whose running statistics follow
+    syncnorm::barrier(comm);
+
     syncnorm::torch::set_backward_exchange(*model, true);
     model->forward(own).backward(rows_of(dy, comm.rank()));
     reference->forward(whole).backward(dy);

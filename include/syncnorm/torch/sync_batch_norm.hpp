@@ -58,6 +58,7 @@ public:
     // A clone shares nothing with its original, the buffers of the exchange least of all.
     auto const device = state_->device;
     renew_state(state_->comm, options.num_features());
+    state_->exchange_backward = std::make_shared<bool>(*state_->exchange_backward);
     if (device != nullptr) state_->device = device->renewed();
     auto const channels = options.num_features() > 0 ? options.num_features() : 0;
     auto const parameter = [&](char const* name, bool exists) {
@@ -139,9 +140,10 @@ public:
   void set_communicator(any_communicator comm) { renew_state(std::move(comm), channels()); }
 
   /// Off: backward passes are local, as if the other ranks' gradients were zero; for the steps of a gradient
-  /// accumulation but the last. It is the setting at the time of the backward pass that counts. The same on every rank.
-  void set_backward_exchange(bool on) noexcept { state_->exchange_backward = on; }
-  [[nodiscard]] bool backward_exchange() const noexcept { return state_->exchange_backward; }
+  /// accumulation but the last. It is the setting at the time of the backward pass that counts, of passes that were recorded before the
+  /// module got another communicator, too. The same on every rank.
+  void set_backward_exchange(bool on) noexcept { *state_->exchange_backward = on; }
+  [[nodiscard]] bool backward_exchange() const noexcept { return *state_->exchange_backward; }
 
   /// On: training, too, normalizes by the running statistics, as in evaluation mode: they are constants to the gradients,
   /// stay as they are, and nothing is collective. It outlasts `train` and `eval`. The same on every rank.
@@ -197,9 +199,9 @@ private:
 
   /// Leaves what is shared so far to others, but for the setting.
   void renew_state(any_communicator comm, std::int64_t channels) {
-    bool const exchange = state_->exchange_backward;
+    auto exchange = state_->exchange_backward;
     state_ = make_state(std::move(comm), channels);
-    state_->exchange_backward = exchange;
+    state_->exchange_backward = std::move(exchange);
   }
 
   [[nodiscard]] batch_norm_options make_options() const {

@@ -221,7 +221,7 @@ public:
     std::optional<batch_norm_workspace> own;
     auto& workspace = pass_->workspace_or(own);
     batch_norm_backward_batches<T, P>(at_executor{}, pass_->state->comm, dy_views_, x_views_, dx_views_, affine_,
-                                      pass_->saved, gradients_, {pass_->state->exchange_backward}, workspace,
+                                      pass_->saved, gradients_, {*pass_->state->exchange_backward}, workspace,
                                       {fault_, differentiable_}, epilogues_, dresidual_views_);
   }
 
@@ -229,7 +229,7 @@ public:
   [[nodiscard]] batch_norm_pass plan() {
     auto const channels = static_cast<std::int64_t>(pass_->saved.mean.size());
     return plan_batch_norm_backward<T, P>(at_executor{}, channels, dy_views_, x_views_, dx_views_, affine_,
-                                          pass_->saved, gradients_, {pass_->state->exchange_backward},
+                                          pass_->saved, gradients_, {*pass_->state->exchange_backward},
                                           {fault_, differentiable_}, epilogues_, dresidual_views_);
   }
 };

@@ -84,7 +84,7 @@ private:
     return f(operands{dy, x, dx, on_device(this->affine_), gradients, epilogues, dresidual, kept, y});
   }
   [[nodiscard]] cuda_record& record() const { return static_cast<cuda_record&>(*this->pass_->on_device); }
-  [[nodiscard]] bool exchanges() const { return this->pass_->state->exchange_backward; }
+  [[nodiscard]] bool exchanges() const { return *this->pass_->state->exchange_backward; }
   [[nodiscard]] batch_norm_caller caller() const { return {this->fault_, this->differentiable_}; }
 
   C const& comm_;

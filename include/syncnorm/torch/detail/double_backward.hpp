@@ -63,7 +63,7 @@ public:
     recorded->save_for_backward(std::move(saved));
     recorded->saved_data["pass"] = c10::IValue::make_capsule(results->pass);
     recorded->saved_data["weight"] = weight.has_value();
-    recorded->saved_data["exchange"] = results->pass->state->exchange_backward;
+    recorded->saved_data["exchange"] = *results->pass->state->exchange_backward;
     recorded->saved_data["present"] = results->present;
     return results->defined;
   }

@@ -28,7 +28,8 @@ namespace syncnorm::torch::detail {
 struct exchange_state {
   any_communicator comm;
   batch_norm_workspace workspace;
-  bool exchange_backward = true;
+  std::shared_ptr<bool> exchange_backward =
+      std::make_shared<bool>(true);                          ///< the module's, whatever becomes of its communicator
   std::int64_t batches_tracked = 0;                          ///< while a pass is completed, what num_batches_tracked is
   std::optional<batch_norm_group<any_communicator>> group{}; ///< of the passes with others, of which this is the first
   std::shared_ptr<device_passes> device{};                   ///< null: passes are of CPU tensors alone
