@@ -346,6 +346,7 @@ TEST_CASE("x is back after a pass in place, and stays there") {
     auto const dy = x;
     auto const view = [](auto& values) { return syncnorm::nchw(values.data(), 4, 3, 10); };
     syncnorm::batch_norm<float, thread_communicator> layer{comm, 3};
+    CHECK_THROWS_AS((void)layer.kept(), syncnorm::invalid_argument_error);
     layer.forward_in_place(view(over));
     CHECK(layer.kept().channels().empty());
     CHECK(layer.kept().bytes() == 0);

@@ -106,7 +106,7 @@ public:
   }
 
   /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards,
-  /// if a position of some rank counts. dx may be y or dy.
+  /// if a position of some rank counts, but not in channels where inv_std is 0, nor elements whose y was not finite. dx may be y or dy.
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
                          batch_norm_epilogue<T> const& epilogue = {}, tensor_view<T> dresidual = {},
                          batch_norm_backward_options const& options = {}) {
@@ -314,7 +314,7 @@ private:
   bool training_ = true, frozen_ = false;
   batch_norm_saved saved_;
   batch_norm_workspace workspace_;
-  std::vector<batch_norm_kept<T>> kept_ = std::vector<batch_norm_kept<T>>(1); // of as many micro-batches as there were
+  std::vector<batch_norm_kept<T>> kept_; // of as many micro-batches as there were
   /// Of the latest forward pass in place: `saved_.passes` after it, and how many micro-batches it had.
   struct {
     std::int64_t pass = -1;

@@ -152,8 +152,8 @@ public:
     for (std::size_t k = 0; k < x.size(); ++k)
       kept[k].reserve(x[k].count(), affine(), detail::of_batch(epilogues, k).activation, spare, stream);
   }
-  /// What the latest `forward_in_place` of more than `k` micro-batches has kept of the one of this number. Throws
-  /// invalid_argument_error where there was none.
+  /// What the latest `forward_in_place` of more than `k` micro-batches has kept of the one of this number; of the first, nothing before
+  /// any. Throws invalid_argument_error where there never was one of this number.
   [[nodiscard]] batch_norm_kept<T> const& kept(std::size_t k = 0) const {
     if (k >= kept_.size()) throw invalid_argument_error{"kept: there was no micro-batch " + std::to_string(k)};
     return kept_[k];
