@@ -37,8 +37,6 @@ class short_row_sums {
   using pair = std::array<vector, 2>;
   using vectors = std::array<vector, coefficients>;
   using pointers = std::array<T const*, inputs>;
-  /// Vectors that are taken at once: two, where a line of the cache, which may be gone before it is read again, has elements for so many.
-  static constexpr std::int64_t most_columns = line_elements<T> > lanes ? 2 : 1;
 
 public:
   short_row_sums(Op const& op, std::array<tensor_view<T const>, inputs> const& in)
@@ -142,32 +140,36 @@ private:
     std::int64_t const width = channels * spatial_, at_once = ceil_div(end - begin, ceil_div(end - begin, most_rows));
     for (std::int64_t row = begin; row < end; row += at_once) {
       std::int64_t const last = std::min(end, row + at_once);
-      auto const sum_columns = [&]<std::int64_t Columns>(std::int64_t i, std::integral_constant<std::int64_t, Columns>)
-          __attribute__((always_inline)) {
+      auto const sum_columns = [&]<std::size_t Columns>(
+          std::int64_t first_lane, std::integral_constant<std::size_t, Columns>) __attribute__((always_inline)) {
         std::array<vectors, Columns> k;
         std::array<pair, Columns> sum{};
-        for (std::int64_t v = 0; v < Columns; ++v)
+        auto const lane = [&](std::size_t v) { return first_lane + static_cast<std::int64_t>(v) * lanes; };
+        for (std::size_t v = 0; v < Columns; ++v)
           for (std::size_t j = 0; j < coefficients; ++j)
-            k[v][j] = load<lanes>(&table[j][static_cast<std::size_t>(i + v * lanes)]);
+            k[v][j] = load<lanes>(&table[j][static_cast<std::size_t>(lane(v))]);
         pointers from = at(row, c);
         for (std::int64_t r = row; r < last; ++r) {
 #pragma GCC unroll 8
           for (std::size_t j = 0; j < inputs; ++j)
-            prefetch<Columns * lanes, 2>(from[j], i + 256 / static_cast<std::int64_t>(sizeof(T)));
+            prefetch<static_cast<std::int64_t>(Columns) * lanes, 2>(
+                from[j], first_lane + 256 / static_cast<std::int64_t>(sizeof(T)));
 #pragma GCC unroll 8
-          for (std::int64_t v = 0; v < Columns; ++v) add_terms(sum[v], terms<0>(from, i + v * lanes, k[v]));
+          for (std::size_t v = 0; v < Columns; ++v) add_terms(sum[v], terms<0>(from, lane(v), k[v]));
 #pragma GCC unroll 8
           for (std::size_t j = 0; j < inputs; ++j) from[j] += in_[j].stride_n;
         }
-        for (std::int64_t v = 0; v < Columns; ++v)
-          for (std::size_t j = 0; j < 2; ++j)
-            store<lanes>(&sums[j][static_cast<std::size_t>(i + v * lanes)], sum[v][j]);
+        for (std::size_t v = 0; v < Columns; ++v)
+          for (std::size_t j = 0; j < 2; ++j) store<lanes>(&sums[j][static_cast<std::size_t>(lane(v))], sum[v][j]);
       };
+      constexpr std::integral_constant<std::size_t, 1> one{};
+      constexpr std::integral_constant<std::size_t, line_elements<T> / lanes >= 2 ? 2 : 1> some{};
+      constexpr std::int64_t some_lanes = static_cast<std::int64_t>(some.value) * lanes;
       std::int64_t lane = 0;
-      for (; lane + most_columns * lanes <= width; lane += most_columns * lanes)
-        sum_columns(lane, std::integral_constant<std::int64_t, most_columns>{});
-      for (; lane + lanes <= width; lane += lanes) sum_columns(lane, std::integral_constant<std::int64_t, 1>{});
-      if (width % lanes != 0) sum_columns(width - lanes, std::integral_constant<std::int64_t, 1>{});
+      // A line of the cache may be gone before it is read again.
+      for (; lane + some_lanes <= width; lane += some_lanes) sum_columns(lane, some);
+      for (; lane + lanes <= width; lane += lanes) sum_columns(lane, one);
+      if (width % lanes != 0) sum_columns(width - lanes, one);
       for (std::int64_t i = 0; i < channels; ++i) {
         first[i] += static_cast<double>(sum_positions(&sums[0][static_cast<std::size_t>(i * spatial_)]));
         second[i] += static_cast<double>(sum_positions(&sums[1][static_cast<std::size_t>(i * spatial_)]));
