@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -75,8 +76,8 @@ struct layer_case {
 };
 
 template <class T>
-std::vector<T> get(std::span<T> values) {
-  std::vector<T> all(values.size());
+std::vector<std::remove_const_t<T>> get(std::span<T> values) {
+  std::vector<std::remove_const_t<T>> all(values.size());
   if (!all.empty())
     syncnorm::detail::require_cuda(cudaMemcpy(all.data(), values.data(), values.size_bytes(), cudaMemcpyDeviceToHost),
                                    "get");

@@ -221,6 +221,14 @@ TEST_CASE("parameters and running statistics are optional, and what was allocate
     gamma_alone.forward(x.view, y.view, on);
     gamma_alone.backward(x.view, x.view, y.view, on);
     gamma_alone.synchronize(on);
+    auto const& state = gamma_alone;
+    CHECK((layer_cases::get(state.running_mean()) != std::vector<float>{0, 0} &&
+           layer_cases::get(std::span{state.num_batches_tracked(), 1})[0] == 1));
+    gamma_alone.reset_running_stats(on);
+    bare.reset_running_stats(on);
+    CHECK((layer_cases::get(state.running_mean()) == std::vector<float>{0, 0} &&
+           layer_cases::get(state.running_var()) == std::vector<float>{1, 1} &&
+           layer_cases::get(std::span{state.num_batches_tracked(), 1})[0] == 0));
   });
   CHECK(fake_cuda::allocated() == before);
   test::check_no_violations();

@@ -21,8 +21,8 @@ namespace syncnorm {
 ///     gradients.gamma += inv_std·sum_dy_xmu,  gradients.beta += sum_dy    over this rank, as of any other parameter
 ///
 /// dy, x, dx `[N, C, S]`; dx may be dy or x. A default `tensor_view` for dx and empty spans for the gradients of gamma
-/// and beta: not needed. Collective, one allgather, several or one allreduce as of the
-/// forward pass, whatever gradients this rank needs; unless there is one rank, the
+/// and beta: not needed. Collective, whatever gradients this rank needs: one
+/// allgather, several for a large tensor, or one allreduce, as the forward pass; unless there is one rank, the
 /// statistics are not of all ranks, or the options switch the exchange off. On an error, which every rank throws, the
 /// gradients of gamma and beta are unchanged. The epilogue, gamma and beta are those of the forward pass, and `dresidual`,
 /// `[N, C, S]` or a default view, is where the gradient of its residual goes; it may be dy, x or the residual.

@@ -273,6 +273,17 @@ public:
   void freeze_statistics(bool on = true) noexcept { frozen_ = on; }
   [[nodiscard]] bool has_frozen_statistics() const noexcept { return frozen_; }
 
+  /// The running statistics as they were at first: mean 0, var 1, no batches tracked. Local; the same on every rank. Waits for the
+  /// stream; not for one that is being captured.
+  void reset_running_stats(cudaStream_t stream) {
+    detail::device_scope const there{workspace_.device()};
+    batch_norm_workspace::wait(comm_, stream);
+    fill(running_mean_, 0);
+    fill(running_var_, 1);
+    std::int64_t const none = 0;
+    detail::copy_to_device(num_batches_tracked_, &none, sizeof none);
+  }
+
   void zero_grad(cudaStream_t stream) {
     for (auto const gradient : {gamma_grad_, beta_grad_})
       if (!gradient.empty())
@@ -314,8 +325,8 @@ private:
     detail::memory_cutter cutter{memory_.data()};
     cut(cutter);
     (void)kept_of(1);
-    fill_with_one(gamma_);
-    fill_with_one(running_var_);
+    fill(gamma_, 1);
+    fill(running_var_, 1);
     saved_.exchange = options_.norm.exchange; // lest ranks differ where one lacks a forward pass
   }
 
@@ -345,10 +356,10 @@ private:
     num_batches_tracked_ = cutter.take<std::int64_t>(1);
   }
 
-  static void fill_with_one(std::span<P> values) {
+  static void fill(std::span<P> values, double value) {
     if (values.empty()) return;
-    std::vector<P> const ones(values.size(), from_double<P>(1));
-    detail::copy_to_device(values.data(), ones.data(), values.size_bytes());
+    std::vector<P> const filled(values.size(), from_double<P>(value));
+    detail::copy_to_device(values.data(), filled.data(), values.size_bytes());
   }
 
   [[nodiscard]] detail::forward_operands<T, P> forward_operands(std::span<tensor_view<T const> const> x,

@@ -160,6 +160,13 @@ TEST_CASE("What cannot be done is said, and fails") {
   CHECK(alone.status == 1);
   CHECK(alone.output.find("mpirun -n 2 train_cifar --backend mpi") != std::string::npos);
 
+#if TRAIN_CIFAR_HAVE_MPI
+  auto const started_by_another = run("PMI_SIZE=2 PMI_RANK=1 " + tiny(folder, "--steps 1 --no-test --quiet"));
+  CHECK(started_by_another.status != 0);
+  CHECK(started_by_another.output.find("this is rank 0 of 1 over MPI, but the environment says 1 of 2") !=
+        std::string::npos);
+#endif
+
 #if !TRAIN_CIFAR_HAVE_CUDA
   auto const on_gpu =
       run(trainer + " --ranks 1 --device cuda --train-images 8 --test-images 8 --data-cache " + folder.path().string());
