@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
@@ -40,15 +42,19 @@ inline void write_shapes(std::filesystem::path const& path, std::uint64_t seed, 
   if (!file.flush()) throw syncnorm::error{path.string() + ": cannot be written"};
 }
 
-/// Keeps the signals that end this program until it goes, so that what is unfinished can be removed before.
+/// Keeps the signals that would end this program until it goes, so that what is unfinished can be removed before.
 class held_end {
 public:
   held_end() {
     sigemptyset(&held_);
-    for (int const signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&held_, signal);
-    pthread_sigmask(SIG_BLOCK, &held_, &before_);
+    for (int const signal : signals) {
+      struct sigaction now {};
+      sigaction(signal, nullptr, &now);
+      if (now.sa_handler != SIG_IGN) sigaddset(&held_, signal); // as under nohup
+    }
+    sigprocmask(SIG_BLOCK, &held_, &before_);
   }
-  ~held_end() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  ~held_end() { sigprocmask(SIG_SETMASK, &before_, nullptr); }
   held_end(held_end const&) = delete;
   held_end& operator=(held_end const&) = delete;
 
@@ -56,12 +62,14 @@ public:
   [[nodiscard]] bool is_asked_for() const {
     sigset_t pending;
     sigpending(&pending);
-    return sigismember(&pending, SIGINT) == 1 || sigismember(&pending, SIGTERM) == 1 ||
-           sigismember(&pending, SIGHUP) == 1;
+    return std::ranges::any_of(
+        signals, [&](int signal) { return sigismember(&held_, signal) == 1 && sigismember(&pending, signal) == 1; });
   }
 
 private:
-  sigset_t held_, before_;
+  static constexpr std::array signals{SIGINT, SIGTERM, SIGHUP};
+
+  sigset_t held_{}, before_{};
 };
 
 /// Makes the drawn data set at `directory`, as the six files of CIFAR-10, unless it is there already. It appears under
