@@ -26,6 +26,11 @@ std::string report(simt::machine& on, simt::launch_shape const& shape, Kernel co
   return {};
 }
 
+void wait_for_cluster(simt::hardware const& hw) {
+  hw.cluster_arrive(true);
+  hw.cluster_wait();
+}
+
 bool begins(std::string const& text, char const* with) { return text.rfind(with, 0) == 0; }
 
 } // namespace
@@ -88,10 +93,10 @@ TEST_CASE("Blocks of a cluster run beside each other, and read what the others h
     return report(on, shape, [&](simt::hardware const& hw) {
       auto& shared = hw.shared<cells>();
       if (hw.thread() == 0) hw.store(&shared.of[1], 10.0 + hw.block());
-      if (first) hw.cluster_barrier();
+      if (first) wait_for_cluster(hw);
       if (hw.thread() == 0)
         hw.store(&out[hw.block()], hw.load_from(static_cast<int>((hw.block() + 1) % 3), &shared.of[1]));
-      if (second) hw.cluster_barrier();
+      if (second) wait_for_cluster(hw);
       if (hw.thread() == 0) hw.store(&shared.of[1], 0.0);
     });
   };
@@ -101,11 +106,74 @@ TEST_CASE("Blocks of a cluster run beside each other, and read what the others h
   CHECK(begins(pass_on(true, false), "race with a read"));
 }
 
+TEST_CASE("Who has arrived at a barrier of a cluster waits for it before it reads or arrives again") {
+  simt::machine on;
+  auto const with = [&](auto const& work) {
+    return report(on, {2, 32, 0, 0, 2}, [&](simt::hardware const& hw) {
+      auto& shared = hw.shared<cells>();
+      if (hw.thread() == 0) hw.store(&shared.of[1], 1.0);
+      wait_for_cluster(hw);
+      if (hw.thread() == 0) work(hw, shared);
+      hw.cluster_arrive(false);
+      hw.cluster_wait();
+    });
+  };
+  CHECK(with([](auto const& hw, auto& shared) { (void)hw.load_from(1, &shared.of[1]); }).empty());
+  CHECK(begins(with([](auto const& hw, auto& shared) {
+                 hw.cluster_arrive(false);
+                 (void)hw.load_from(1, &shared.of[1]);
+               }),
+               "read of another block's memory after arrival"));
+  CHECK(begins(with([](auto const& hw, auto&) { hw.cluster_arrive(false); }), "arrival at a barrier of a cluster"));
+  CHECK(begins(with([](auto const& hw, auto&) { hw.cluster_wait(); }), "wait for a barrier of a cluster"));
+}
+
+TEST_CASE("A copy to shared memory is there once its thread has waited for it, and for no other before a barrier") {
+  simt::machine on;
+  alignas(16) std::array<float, 64> data{};
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<float>(i);
+  on.memory.add("data", data.data(), data.size());
+  auto const with = [&](auto const& work) {
+    return report(on, {1, 32, 128}, [&](simt::hardware const& hw) {
+      if (hw.thread() < 2) work(hw, reinterpret_cast<float*>(hw.dynamic_shared()));
+    });
+  };
+  std::array<float, 4> got{};
+  CHECK(with([&](auto const& hw, float* room) {
+          hw.template copy<16>(room + 4 * hw.thread(), &data[8]);
+          hw.wait_for_copies();
+          auto const some = hw.load_pack(static_cast<float const*>(room + 4 * hw.thread()), {});
+          std::copy_n(some.of, 4, got.begin());
+        }).empty());
+  CHECK(got == std::array<float, 4>{8, 9, 10, 11});
+  CHECK(begins(with([&](auto const& hw, float* room) {
+                 hw.template copy<16>(room + 4 * hw.thread(), &data[0]);
+                 (void)hw.load(room + 4 * hw.thread());
+               }),
+               "access to what a copy has not put there yet"));
+  CHECK(begins(with([&](auto const& hw, float* room) { hw.template copy<16>(room + 4 * hw.thread(), &data[0]); }),
+               "copies that thread 0 does not wait for"));
+  CHECK(begins(with([&](auto const& hw, float* room) {
+                 if (hw.thread() == 0) {
+                   hw.template copy<16>(room, &data[0]);
+                   hw.wait_for_copies();
+                 } else {
+                   (void)hw.load(room);
+                 }
+               }),
+               "race with a write"));
+  CHECK(begins(with([&](auto const& hw, float* room) {
+                 hw.template copy<8>(room + 4 * hw.thread(), &data[57]);
+                 hw.wait_for_copies();
+               }),
+               "misaligned access"));
+}
+
 TEST_CASE("A barrier of a cluster that not all threads reach is reported") {
   simt::machine on;
   auto const without = [&](auto const& leaves) {
     return report(on, {4, 32, 0, 0, 2}, [&](simt::hardware const& hw) {
-      if (!leaves(hw)) hw.cluster_barrier();
+      if (!leaves(hw)) wait_for_cluster(hw);
     });
   };
   CHECK(without([](auto const&) { return false; }).empty());
@@ -159,7 +227,8 @@ TEST_CASE("An access out of bounds, to read-only memory or misaligned is reporte
   std::size_t off = 4;
   while (syncnorm::cuda::detail::is_aligned(&data[off])) ++off;
   CHECK(begins(at([&](auto const& hw) { (void)hw.load_pack(&data[off], {}); }), "misaligned access"));
-  CHECK(begins(at([&](auto const& hw) { hw.store_pack(&data[off], {}, {}); }), "misaligned access"));
+  CHECK(begins(at([&](auto const& hw) { hw.store_pack(&data[off], syncnorm::cuda::detail::pack<float>{}, {}); }),
+               "misaligned access"));
   CHECK(begins(at([&](auto const& hw) { hw.store(const_cast<float*>(&input[0]), 1.0f); }),
                "write to what is read alone"));
   CHECK(begins(at([&](auto const& hw) { (void)hw.load(hw.template shared<cells>().of + 64); }), "out of bounds"));

@@ -41,8 +41,9 @@ public:
   void forget() const {} // nothing here is held in registers
   void barrier() const;
   [[nodiscard]] bool barrier_or(bool value) const;
-  /// Of all threads of the blocks of a cluster.
-  void cluster_barrier() const;
+  /// A barrier of all threads of the blocks of a cluster. Who has arrived reads nothing of other blocks before it has waited.
+  void cluster_arrive(bool) const;
+  void cluster_wait() const;
   template <class V>
   [[nodiscard]] V shuffle_xor(V value, int lanes) const {
     return shuffle(value, thread() % 32 ^ lanes);
@@ -66,14 +67,19 @@ public:
   [[nodiscard]] T load_from(int block, T const* at) const;
   template <class T>
   void store(T* at, std::type_identity_t<T> value) const;
-  template <class T>
-  [[nodiscard]] syncnorm::cuda::detail::pack<T> load_pack(T const* at, syncnorm::cuda::detail::cached) const;
+  template <int Bytes = 16, class T>
+  [[nodiscard]] syncnorm::cuda::detail::pack<T, Bytes> load_pack(T const* at, syncnorm::cuda::detail::cached) const;
   /// All 16 bytes have to be of one buffer; what is read are the elements of the part, and the others come out as bytes 0xa5.
   template <class T>
   [[nodiscard]] syncnorm::cuda::detail::pack<T> load_part(T const* at, syncnorm::cuda::detail::extent_of_pack const&,
                                                           syncnorm::cuda::detail::cached) const;
-  template <class T>
-  void store_pack(T* at, syncnorm::cuda::detail::pack<T> const& some, syncnorm::cuda::detail::cached) const;
+  template <class T, int Bytes>
+  void store_pack(T* at, syncnorm::cuda::detail::pack<T, Bytes> const& some, syncnorm::cuda::detail::cached) const;
+
+  /// What is copied comes when the thread waits for it, and is not to be read before.
+  template <int Bytes, class T>
+  void copy(T* to, T const* from) const;
+  void wait_for_copies() const;
 
   template <class T>
   T atomic_add(T* at, T value) const;
@@ -120,11 +126,17 @@ public:
 private:
   friend class hardware;
   enum class state : std::uint8_t { ready, at_barrier, at_cluster, at_warp, done };
+  struct copy_in_flight {
+    std::size_t bytes;
+    std::function<void()> come;
+  };
   struct thread {
     std::unique_ptr<fiber> runner = std::make_unique<fiber>();
     simt::machine::state state = state::ready;
-    unsigned fenced = 0;                 ///< the epoch of its last fence
-    std::vector<unsigned> pending, seen; ///< learned by atomics, before and after a fence
+    bool arrived = false;                            ///< at the cluster's barrier
+    unsigned fenced = 0;                             ///< the epoch of its last fence
+    std::vector<unsigned> pending, seen;             ///< learned by atomics, before and after a fence
+    std::map<std::uintptr_t, copy_in_flight> copies; ///< by where they go
   };
   struct block_state {
     unsigned epoch = 0;
@@ -163,12 +175,16 @@ private:
     for (std::size_t t = 0; t < count; ++t) {
       auto& each = threads_[t];
       each.state = state::ready;
+      each.arrived = false;
       each.fenced = 0;
       each.pending.assign(shape_.blocks, 0);
       each.seen.assign(shape_.blocks, 0);
+      each.copies.clear();
       each.runner->start([this, t, &kernel] {
         try {
           kernel(hardware{*this, static_cast<int>(t)});
+          if (!threads_[t].copies.empty())
+            throw violation{"copies that thread " + std::to_string(t) + " does not wait for"};
         } catch (violation const& what) {
           if (!failure_) failure_ = what;
         }
@@ -292,6 +308,10 @@ private:
     auto const address = reinterpret_cast<std::uintptr_t>(at);
     auto& own = running(t);
     if (own.shared && own.shared->contains(address)) return own.shared->check(address, bytes, how, by);
+    auto const& copies = threads_[static_cast<std::size_t>(t)].copies;
+    if (auto const next = copies.upper_bound(address); next != copies.begin())
+      if (auto const& [begin, copy] = *std::prev(next); address < begin + copy.bytes)
+        throw violation{"access to what a copy has not put there yet by " + by.name()};
     if (own.dynamic && own.dynamic->contains(address)) return own.dynamic->check(address, bytes, how, by);
     memory.check(at, bytes, how, by);
   }
@@ -329,7 +349,16 @@ inline int hardware::threads() const { return machine_->shape_.threads; }
 inline std::uint32_t hardware::block() const { return machine_->running(thread_).number; }
 inline std::uint32_t hardware::blocks() const { return machine_->shape_.blocks; }
 inline void hardware::barrier() const { machine_->wait(thread_, machine::state::at_barrier); }
-inline void hardware::cluster_barrier() const { machine_->wait(thread_, machine::state::at_cluster); }
+inline void hardware::cluster_arrive(bool) const {
+  auto& arrived = machine_->threads_[static_cast<std::size_t>(thread_)].arrived;
+  if (std::exchange(arrived, true))
+    throw violation{"arrival at a barrier of a cluster without a wait for the one before"};
+}
+inline void hardware::cluster_wait() const {
+  auto& arrived = machine_->threads_[static_cast<std::size_t>(thread_)].arrived;
+  if (!std::exchange(arrived, false)) throw violation{"wait for a barrier of a cluster without arrival"};
+  machine_->wait(thread_, machine::state::at_cluster);
+}
 inline bool hardware::barrier_or(bool value) const {
   machine_->running(thread_).or_given |= value;
   barrier();
@@ -378,6 +407,8 @@ T hardware::load_from(int block, T const* at) const {
   auto& own = machine_->running(thread_);
   auto& other = machine_->running_.at(static_cast<std::size_t>(block));
   auto const offset = reinterpret_cast<std::uintptr_t>(at) - reinterpret_cast<std::uintptr_t>(own.arena.data());
+  if (machine_->threads_[static_cast<std::size_t>(thread_)].arrived)
+    throw violation{"read of another block's memory after arrival at the barrier until which it may be read"};
   if (!other.shared) throw violation{"read of shared memory of a block that has none"};
   auto const* const there = reinterpret_cast<std::byte const*>(other.arena.data()) + offset;
   other.shared->check(reinterpret_cast<std::uintptr_t>(there), sizeof(T), access::read, machine_->accessor_of(thread_));
@@ -390,11 +421,11 @@ void hardware::store(T* at, std::type_identity_t<T> value) const {
   touch(at, sizeof(T), access::write);
   std::memcpy(static_cast<void*>(machine_->memory.place(at)), &value, sizeof(T));
 }
-template <class T>
-syncnorm::cuda::detail::pack<T> hardware::load_pack(T const* at, syncnorm::cuda::detail::cached) const {
-  touch(at, 16, access::read);
-  syncnorm::cuda::detail::pack<T> some;
-  std::memcpy(static_cast<void*>(&some), machine_->memory.place(at), 16);
+template <int Bytes, class T>
+syncnorm::cuda::detail::pack<T, Bytes> hardware::load_pack(T const* at, syncnorm::cuda::detail::cached) const {
+  touch(at, Bytes, access::read);
+  syncnorm::cuda::detail::pack<T, Bytes> some;
+  std::memcpy(static_cast<void*>(&some), machine_->memory.place(at), Bytes);
   return some;
 }
 template <class T>
@@ -406,10 +437,22 @@ syncnorm::cuda::detail::pack<T> hardware::load_part(T const* at, syncnorm::cuda:
   for (int e = part.first; e < part.last; ++e) some.of[e] = load(at + e);
   return some;
 }
-template <class T>
-void hardware::store_pack(T* at, syncnorm::cuda::detail::pack<T> const& some, syncnorm::cuda::detail::cached) const {
-  touch(at, 16, access::write);
-  std::memcpy(static_cast<void*>(machine_->memory.place(at)), &some, 16);
+template <class T, int Bytes>
+void hardware::store_pack(T* at, syncnorm::cuda::detail::pack<T, Bytes> const& some,
+                          syncnorm::cuda::detail::cached) const {
+  touch(at, Bytes, access::write);
+  std::memcpy(static_cast<void*>(machine_->memory.place(at)), &some, Bytes);
+}
+template <int Bytes, class T>
+void hardware::copy(T* to, T const* from) const {
+  touch(to, Bytes, access::write);
+  auto const come = [to, some = load_pack<Bytes>(from, {})] { std::memcpy(static_cast<void*>(to), &some, Bytes); };
+  machine_->threads_[static_cast<std::size_t>(thread_)].copies.emplace(reinterpret_cast<std::uintptr_t>(to),
+                                                                       machine::copy_in_flight{Bytes, come});
+}
+inline void hardware::wait_for_copies() const {
+  auto& copies = machine_->threads_[static_cast<std::size_t>(thread_)].copies;
+  for (auto const& [place, copy] : std::exchange(copies, {})) copy.come();
 }
 template <class T>
 T hardware::atomic_add(T* at, T value) const {

@@ -376,6 +376,30 @@ TEST_CASE("One rank's channels on the chip, each on several multiprocessors") {
   check(float{}), check(double{}), check(bfloat16{});
 }
 
+TEST_CASE("One rank's channels on the chip, of rows that are accessed by units of each size") {
+  auto const check = [&]<class T>(T) {
+    for (std::int64_t const bytes : {16, 24, 40, 12, 20, 14, 98}) {
+      if (bytes % static_cast<std::int64_t>(sizeof(T)) != 0) continue;
+      for (int const blocks : {1, 4}) {
+        pass_case of{{13}, 3, bytes / static_cast<std::int64_t>(sizeof(T))};
+        of.on_chip = true;
+        of.how.limits.cluster_blocks = blocks;
+        if (blocks > 1) of.how.limits.shared_per_block = 3 * (2048 + static_cast<int>(13 * bytes) / 2);
+        check_passes<T, false>(of);
+        of.slope = 0.25;
+        check_passes<T, true>(of);
+        of.residual = true, of.dx = bytes != 24, of.dresidual = bytes != 20;
+        of.how.order = 3;
+        check_passes<T, true>(of);
+        // Whose rows begin elsewhere than those of x.
+        of.y_offset = 1;
+        check_passes<T, true>(of);
+      }
+    }
+  };
+  check(float{}), check(double{}), check(bfloat16{}), check(float16{});
+}
+
 TEST_CASE("What threads add up in float, and what rounding the mean lost, is made up for in double") {
   for (auto const order : {arrangement::nchw, arrangement::nhwc}) {
     // A thread that has met 2²⁴ loses ones until it puts what it has into its double: fewer than 96 of its 400.

@@ -194,6 +194,41 @@ TEST_CASE(
   CHECK((aligned > 50 && unaligned > 50));
 }
 
+TEST_CASE("Units are as long as all rows of all tensors begin and end at a multiple of") {
+  auto const unit = [](std::int64_t n, std::int64_t c, std::int64_t s, std::int64_t x_off = 0, std::int64_t y_off = 0,
+                       bool masked = false) {
+    gpu::moments_op<float> sums;
+    gpu::normalize_op<float, false> map;
+    map.x = sums.x = nchw(far + x_off, n, c, s);
+    map.y = nchw(const_cast<float*>(far) + (1 << 20) + y_off, n, c, s);
+    if (masked) sums.mask = mask_of(reinterpret_cast<std::uint8_t const*>(far), n, s);
+    auto cut = gpu::cut_for_fused(sums, 256, limits);
+    gpu::take_units(cut, sums, map);
+    if (cut.unit != 0) {
+      CHECK(cut.items() * cut.unit == n * s * 4);
+      CHECK(cut.per_piece * cut.unit % 16 == 0);
+      CHECK(cut.step_outer * cut.inner + cut.step_inner == cut.threads);
+    }
+    return cut.unit;
+  };
+  CHECK(unit(32, 3, 784) == 16);
+  CHECK(unit(32, 3, 6) == 8);
+  CHECK(unit(32, 3, 49) == 4);
+  CHECK(unit(1, 1, 49) == 4);
+  CHECK(unit(32, 3, 784, 2) == 8);
+  CHECK(unit(32, 3, 784, 0, 1) == 4);
+  CHECK(unit(32, 3, 784, 0, 0, true) == 0);
+  auto sparse = nchw(far, 5, 3, 8);
+  CHECK(gpu::unit_of(sparse) == 16);
+  sparse.stride_n += 2;
+  CHECK(gpu::unit_of(sparse) == 8);
+  sparse.stride_n = std::int64_t{1} << 30;
+  CHECK(gpu::unit_of(sparse) == 0);
+  auto every_other = nchw(far, 5, 3, 8);
+  every_other.stride_s = 2;
+  CHECK(gpu::unit_of(every_other) == 0);
+}
+
 TEST_CASE("Packs of tensors whose extents or strides are not narrow are not whole") {
   auto const is_whole = [](std::int64_t n, std::int64_t spatial, std::int64_t stride_n) {
     auto x = nchw(far, n, 2, spatial);

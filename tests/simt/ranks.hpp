@@ -82,7 +82,7 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
 template <class Sums, class Map>
 void run_fused(simt::machine& on, gpu::detail::fused_arguments<Sums, Map> a, launching const& how) {
   set_access(a.cut, how, a.sums, a.map);
-  auto const bytes = static_cast<std::size_t>(gpu::detail::fused_bytes<Sums>(a.cut));
+  auto const bytes = static_cast<std::size_t>(gpu::detail::fused_bytes(a.sums, a.cut));
   simt::launch_shape const shape{a.cut.blocks(), a.cut.threads, bytes, how.order, static_cast<int>(a.cut.pieces)};
   if (gpu::detail::axis_of(a.sums.lead()) == axis::positions)
     on.launch(shape,

@@ -14,10 +14,12 @@ inline constexpr bool sums_all = requires {
   requires Op::sums_all;
 };
 
-/// What becomes of packs, other than that they are summed: nothing.
-struct kept_nowhere {
-  template <axis Axis, class Hw, class Batch, class T>
-  SYNCNORM_DEVICE void put(Hw const&, walk<Axis, T> const&, Batch const&) const {}
+/// Where packs that are summed come from: the tensors of the op.
+struct from_tensors {
+  template <axis Axis, known K, class Hw, class Op, class Items, class T>
+  SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, Items const&, spot const& at, pack<T> (&in)[Op::inputs]) const {
+    op.template load<Axis, K>(hw, at, in);
+  }
 };
 
 /// Packs of a thread that are in flight at a time, and which of their elements count.
@@ -31,29 +33,31 @@ struct batch {
   unsigned bits[Unroll];    ///< of the elements that count
   unsigned present[Unroll]; ///< of those that exist, where `sums_all<Op>`
 
-  template <known K, axis Axis, class Hw>
-  SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, walk<Axis, T>& items) {
-    bool const masked = op.mask.data != nullptr;
-    mask_word_t<Axis, T> words[Unroll]{};
-    if (masked) { // so that no load waits for a mask
-      auto at = items;
-      SYNCNORM_UNROLL
-      for (int u = 0; u < Unroll; ++u) {
-        words[u] = load_mask<Axis, T, K>(hw, op.mask, at.template here<K>());
-        at.template advance<K>();
+  template <axis Axis, known K, class Hw, class From, class Items>
+  SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, From const& from, Items& items) {
+    [[maybe_unused]] mask_word_t<Axis, T> words[Unroll]{};
+    if constexpr (!Items::unmasked)
+      if (op.mask.data != nullptr) { // so that no load waits for a mask
+        auto at = items;
+        SYNCNORM_UNROLL
+        for (int u = 0; u < Unroll; ++u) {
+          words[u] = load_mask<Axis, T, K>(hw, op.mask, at.template here<K>());
+          at.template advance<K>();
+        }
       }
-    }
     SYNCNORM_UNROLL
     for (int u = 0; u < Unroll; ++u) {
       spot const at = items.template here<K>();
       bits[u] = existing<T, K>(at);
       if constexpr (sums_all<Op>) present[u] = bits[u];
-      op.template load<Axis, K>(hw, at, in[u]);
+      from.template load<Axis, K>(hw, op, items, at, in[u]);
       items.template advance<K>();
     }
-    if (!masked) return;
-    SYNCNORM_UNROLL
-    for (int u = 0; u < Unroll; ++u) bits[u] = counted<Axis, T>(words[u], bits[u]);
+    if constexpr (!Items::unmasked)
+      if (op.mask.data != nullptr) {
+        SYNCNORM_UNROLL
+        for (int u = 0; u < Unroll; ++u) bits[u] = counted<Axis, T>(words[u], bits[u]);
+      }
   }
   [[nodiscard]] SYNCNORM_DEVICE bool all_full() const {
     unsigned all = full;
@@ -78,40 +82,33 @@ SYNCNORM_DEVICE void add_element(Op const& op, typename Op::fine& to, typename O
 }
 
 /// Takes the next items of a thread as a batch: f(batch) after it has been loaded. Batches of one size share their f.
-template <axis Axis, class Op, class T, class Hw, class F>
-SYNCNORM_DEVICE void take_batch(Hw const& hw, Op const& op, walk<Axis, T>& items, F const& f) {
+template <axis Axis, class Op, class Items, class Hw, class From, class F>
+SYNCNORM_DEVICE void take_batch(Hw const& hw, Op const& op, From const& from, Items& items, F const& f) {
   known const next = items.next(Op::unroll, Op::unroll_aligned);
   if (Op::unroll > 1 && next == known::nothing) {
     batch<Op, 1> one;
-    one.template load<known::nothing>(hw, op, items);
+    one.template load<Axis, known::nothing>(hw, op, from, items);
     return f(one);
   }
   if (Op::unroll_aligned < Op::unroll && next == known::aligned) {
     batch<Op, Op::unroll_aligned> some;
-    some.template load<known::aligned>(hw, op, items);
+    some.template load<Axis, known::aligned>(hw, op, from, items);
     return f(some);
   }
   batch<Op, Op::unroll> some;
   if (next == known::whole)
-    some.template load<known::whole>(hw, op, items);
+    some.template load<Axis, known::whole>(hw, op, from, items);
   else if (Op::unroll_aligned == Op::unroll && next == known::aligned)
-    some.template load<known::aligned>(hw, op, items);
+    some.template load<Axis, known::aligned>(hw, op, from, items);
   else if constexpr (Op::unroll == 1)
-    some.template load<known::nothing>(hw, op, items);
+    some.template load<Axis, known::nothing>(hw, op, from, items);
   f(some);
 }
 
-/// Adds all items of a thread to `sums`, and puts them where they are kept, if anywhere: after all loads of a batch, which else would wait
-/// for each other.
-template <axis Axis, class Op, class Sums, class T, class Hw, class Kept>
-SYNCNORM_DEVICE void add_items(Hw const& hw, Op const& op, walk<Axis, T>& items, Kept const& kept, Sums& sums) {
-  while (items.inside()) {
-    auto const first = items;
-    take_batch(hw, op, items, [&](auto const& some) {
-      kept.put(hw, first, some);
-      sums.add(hw, some);
-    });
-  }
+/// Adds all items of a thread to `sums`.
+template <axis Axis, class Op, class Sums, class Items, class Hw, class From>
+SYNCNORM_DEVICE void add_items(Hw const& hw, Op const& op, From const& from, Items& items, Sums& sums) {
+  while (items.inside()) take_batch<Axis>(hw, op, from, items, [&](auto const& some) { sums.add(hw, some); });
 }
 
 /// 1/n, or 0 of nothing.

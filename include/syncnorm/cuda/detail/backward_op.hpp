@@ -86,6 +86,10 @@ struct gradient_op {
   cached use = cached::normally;
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& input(int i) const {
+    return i == 0 ? dy : i == 1 ? x : residual;
+  }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T> const& output(int o) const { return o == 0 ? dx : dresidual; }
   /// Whether f(tensor) of all that are there.
   template <class F>
   [[nodiscard]] bool each_tensor(F const& f) const {

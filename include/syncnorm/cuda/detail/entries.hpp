@@ -41,11 +41,8 @@ template <class Sums, class Map, axis Axis>
 struct fused_entry {
   using arguments = fused_arguments<Sums, Map>;
   using T = typename Sums::element_type;
-  static constexpr bool is_short = sizeof(T) == 2;
-  static constexpr bool takes_few =
-      sizeof(T) == 4 || (format_of<T> == element_format::binary16 && Sums::inputs == 1); ///< registers
   static constexpr int threads = fused_threads;
-  static constexpr int resident = Axis == axis::positions ? (takes_few ? 3 : 2) : is_short ? 1 : 2;
+  static constexpr int resident = Axis == axis::positions ? (sizeof(T) == 8 ? 2 : 3) : sizeof(T) == 2 ? 1 : 2;
   static constexpr int static_shared = sizeof(fused_storage<Sums, Map, Axis, fused_threads>);
 
   template <int Threads, class Hw>

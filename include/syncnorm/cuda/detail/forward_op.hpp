@@ -142,6 +142,8 @@ struct normalize_op {
   cached use = cached::normally;
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& input(int i) const { return i == 0 ? x : residual; }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T> const& output(int) const { return y; }
   /// Whether f(tensor) of all that are there.
   template <class F>
   [[nodiscard]] bool each_tensor(F const& f) const {

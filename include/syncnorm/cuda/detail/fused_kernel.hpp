@@ -7,7 +7,9 @@
 #include <syncnorm/config.hpp>
 #include <syncnorm/cuda/detail/accumulator.hpp>
 #include <syncnorm/cuda/detail/channel_access.hpp>
+#include <syncnorm/cuda/detail/dense_rows.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/kept_packs.hpp>
 #include <syncnorm/cuda/detail/map_kernel.hpp>
 #include <syncnorm/cuda/detail/pack.hpp>
 #include <syncnorm/cuda/detail/packet_access.hpp>
@@ -32,44 +34,11 @@ struct fused_storage {
 
 /// Bytes of dynamic shared memory by which a piece of a group stays on the chip.
 template <class Sums>
-[[nodiscard]] constexpr std::int64_t fused_bytes(geometry const& cut) {
-  return cut.per_piece * cut.lanes * Sums::inputs * 16;
+[[nodiscard]] std::int64_t fused_bytes(Sums const& sums, geometry const& cut) {
+  std::int64_t inputs = 0;
+  for (int i = 0; i < Sums::inputs; ++i) inputs += has_input(sums, i) ? 1 : 0;
+  return kept_packs_of(cut) * inputs * 16;
 }
-
-/// The packs of a piece in shared memory: each thread finds there what it put there.
-template <class Sums>
-class kept_packs {
-public:
-  using T = typename Sums::element_type;
-
-  SYNCNORM_DEVICE kept_packs(std::byte* room, geometry const& cut, part_of_group const& part)
-      : room_{reinterpret_cast<T*>(room)}, first_{part.begin * cut.lanes}, packs_{cut.per_piece * cut.lanes} {}
-
-  /// The packs of a batch, of which `items` is the first.
-  template <axis Axis, int Unroll, class Hw>
-  SYNCNORM_DEVICE void put(Hw const& hw, walk<Axis, T> items, batch<Sums, Unroll> const& some) const {
-    SYNCNORM_UNROLL
-    for (int u = 0; u < Unroll; ++u, items.advance()) {
-      if (!items.inside()) return;
-      SYNCNORM_UNROLL
-      for (int i = 0; i < Sums::inputs; ++i) hw.store_pack(place(items.number(), i), some.in[u][i], cached::normally);
-    }
-  }
-  template <axis Axis, int Inputs, class Hw>
-  SYNCNORM_DEVICE void get(Hw const& hw, walk<Axis, T> const& items, pack<T> (&in)[Inputs]) const {
-    SYNCNORM_UNROLL
-    for (int i = 0; i < Sums::inputs; ++i)
-      in[i] = hw.load_pack(static_cast<T const*>(place(items.number(), i)), cached::normally);
-  }
-
-private:
-  [[nodiscard]] SYNCNORM_DEVICE T* place(std::int64_t number, int i) const {
-    return room_ + (i * packs_ + number - first_) * pack_length<T>;
-  }
-
-  T* room_;
-  std::int64_t first_, packs_;
-};
 
 /// A pass of one rank alone over groups that fit into shared memory, a block or a cluster of blocks to a group: reads once and writes
 /// once.
@@ -82,23 +51,43 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   auto const& statistics = a.map.statistics;
   auto& shared = hw.template shared<fused_storage<Sums, Map, Axis, Threads>>();
   auto const part = part_of_group::of_cluster(a.cut, hw.block());
-  kept_packs<Sums> const kept{hw.dynamic_shared(), a.cut, part};
-  // No block may end as long as others read what it has.
+  kept_packs<Sums> const kept{hw.dynamic_shared(), a.cut};
+  bool const in_cluster = Axis == axis::positions && part.pieces > 1;
   auto const leave = [&] {
-    if (Axis == axis::positions && part.pieces > 1) hw.cluster_barrier();
+    if (in_cluster) hw.cluster_wait();
   };
   int const channels = Axis == axis::positions ? 1 : a.cut.lanes * length;
   std::int64_t const channel = static_cast<std::int64_t>(part.group) * channels + hw.thread();
+  std::int64_t const channel_of_lane =
+      (static_cast<std::int64_t>(part.group) * a.cut.lanes + hw.thread() % a.cut.lanes) * length;
   bool const has_channel = hw.thread() < channels && channel < a.cut.channels;
 
-  // In flight while elements are summed.
+  bool const by_units = Axis == axis::positions && a.cut.unit != 0;
+  if (by_units)
+    with_unit<T>(a.cut.unit, [&](auto bytes) {
+      fetch_units<bytes.value>(hw, a.sums, kept, part, unit_walk{a.cut, part, hw.thread(), hw.threads()});
+    });
+  else
+    kept.fetch(hw, a.sums, walk<Axis, T>{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()});
+  // In flight with them.
   bool const failed_before = statistics.failed_before(hw);
   double const gamma = has_channel ? load_value(hw, statistics.affine.gamma, channel, 1) : 0,
                beta = has_channel ? load_value(hw, statistics.affine.beta, channel, 0) : 0;
   double all[Sums::parts]{};
-  reducer::sum_part(hw, a.sums, a.cut, part, kept, shared.sums, all);
-  if (Axis == axis::positions && part.pieces > 1)
-    reducer::combine_cluster(hw, shared.of_block, static_cast<int>(part.pieces), all);
+  hw.wait_for_copies();
+  if (by_units) hw.barrier();
+  if (by_units || (a.cut.whole && a.sums.mask.data == nullptr)) {
+    std::int64_t const first = Axis == axis::positions ? part.group : channel_of_lane, items = part.end - part.begin,
+                       elements =
+                           by_units ? items * a.cut.unit / static_cast<int>(sizeof(T)) : items * a.cut.lanes * length;
+    reducer::sum_part(hw, a.sums, a.cut, kept,
+                      kept_walk<T>{first, first < a.cut.channels ? elements : 0, hw.thread(), hw.threads()},
+                      shared.sums, all);
+  } else {
+    reducer::sum_part(hw, a.sums, a.cut, kept, walk<Axis, T>{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()},
+                      shared.sums, all);
+  }
+  if (in_cluster) reducer::combine_cluster(hw, shared.of_block, static_cast<int>(part.pieces), all);
 
   bool too_few = false;
   typename std::remove_cvref_t<decltype(statistics)>::summary of_channel{};
@@ -130,21 +119,36 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
 
   coefficient_set<Map, Axis> k;
   k.read(hw, shared.coefficients, Axis == axis::positions ? 0 : hw.thread() % a.cut.lanes * length);
+  if constexpr (Axis == axis::positions)
+    if (by_units) {
+      with_unit<T>(a.cut.unit, [&](auto bytes) {
+        map_units<bytes.value>(hw, a.map, kept, part, unit_walk{a.cut, part, hw.thread(), hw.threads()}, k.of);
+      });
+      return leave();
+    }
   walk<Axis, T> items{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()};
-  auto const put = [&]<known K>(std::integral_constant<known, K>) {
-    map_batch<Map, Axis, 1> one;
-    kept.get(hw, items, one.in[0]);
-    a.map.template load_rest<Axis, K>(hw, items.template here<K>(), one.in[0]);
-    one.template store<K, 1, true>(hw, a.map, items, k.of);
+  auto const put = [&]<known K, int Unroll>(std::integral_constant<known, K>, std::integral_constant<int, Unroll>) {
+    map_batch<Map, Axis, Unroll> some;
+    auto next = items;
+    SYNCNORM_UNROLL
+    for (int u = 0; u < Unroll; ++u) {
+      spot const at = next.template here<K>();
+      kept.template load<Axis, K>(hw, a.sums, next, at, some.in[u]);
+      a.map.template load_rest<Axis, K>(hw, at, some.in[u]);
+      next.template advance<K>();
+    }
+    some.template store<K, Unroll, true>(hw, a.map, items, k.of);
   };
+  constexpr int unroll = Map::inputs == 1 ? 4 : 2;
+  using one = std::integral_constant<int, 1>;
   while (items.inside()) {
-    known const next = items.next(1, 1);
+    known const next = items.next(unroll, 1);
     if (next == known::whole)
-      put(std::integral_constant<known, known::whole>{});
+      put(std::integral_constant<known, known::whole>{}, std::integral_constant<int, unroll>{});
     else if (next == known::aligned)
-      put(std::integral_constant<known, known::aligned>{});
+      put(std::integral_constant<known, known::aligned>{}, one{});
     else
-      put(std::integral_constant<known, known::nothing>{});
+      put(std::integral_constant<known, known::nothing>{}, one{});
   }
   leave();
 }

@@ -25,6 +25,7 @@ struct geometry {
   std::uint32_t pieces = 1, groups = 0;
   int lanes = 1;
   int threads = 64;     ///< of a block
+  int unit = 0;         ///< bytes of an item that is no pack, but a unit of dense_rows.hpp; else 0
   bool whole = false;   ///< every pack is there in full, and one access of each tensor and of the mask
   bool aligned = false; ///< every pack is one access of each tensor, along positions perhaps in part
 
@@ -87,6 +88,8 @@ template <axis Axis, class T>
 template <axis Axis, class T>
 class walk {
 public:
+  static constexpr bool unmasked = false; ///< no item has a mask
+
   SYNCNORM_DEVICE walk(geometry const& cut, tensor_view<T const> const& lead, part_of_group const& part, int thread,
                        int threads)
       : cut_{cut}, lead_{lead} {
@@ -95,7 +98,8 @@ public:
     stride_ = Axis == axis::positions ? threads : threads / cut.lanes;
     channel_ = Axis == axis::positions ? static_cast<std::int64_t>(part.group)
                                        : (static_cast<std::int64_t>(part.group) * cut.lanes + lane_) * pack_length<T>;
-    item_ = part.begin + first;
+    begin_ = part.begin;
+    item_ = begin_ + first;
     end_ = part.end;
     if (channel_ >= cut.channels) end_ = item_;
     outer_ = item_ / cut.inner;
@@ -115,9 +119,9 @@ public:
   }
   /// The channel of element 0 of every pack of this thread.
   [[nodiscard]] SYNCNORM_DEVICE std::int64_t channel() const { return channel_; }
-  /// The number of the next pack in its group, of all lanes.
+  /// The number of the next pack in its part, of all lanes.
   [[nodiscard]] SYNCNORM_DEVICE std::int64_t number() const {
-    return Axis == axis::positions ? item_ : item_ * cut_.lanes + lane_;
+    return Axis == axis::positions ? item_ - begin_ : (item_ - begin_) * cut_.lanes + lane_;
   }
 
   /// The item's pack, which is empty outside.
@@ -179,7 +183,7 @@ private:
 
   geometry const& cut_;
   tensor_view<T const> const& lead_;
-  std::int64_t channel_, item_, end_, outer_, inner_;
+  std::int64_t channel_, begin_, item_, end_, outer_, inner_;
   int stride_, lane_;
 };
 

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include <cuda_runtime_api.h>
 
@@ -22,10 +23,19 @@ struct hardware {
 
   static __device__ void barrier() { __syncthreads(); }
   [[nodiscard]] static __device__ bool barrier_or(bool value) { return __syncthreads_or(value ? 1 : 0) != 0; }
-  /// Of all threads of the blocks of a cluster, which there is from architecture 9.0 on.
-  static __device__ void cluster_barrier() {
+  /// A barrier of all threads of the blocks of a cluster, which there is from architecture 9.0 on: `cluster_wait` waits until all have
+  /// arrived. What a warp that `publishes` wrote is then seen by all; it has to wait for that, so others do not.
+  static __device__ void cluster_arrive([[maybe_unused]] bool publishes) {
 #if SYNCNORM_HAS_CLUSTERS
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    if (publishes)
+      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else
+      asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+  }
+  static __device__ void cluster_wait() {
+#if SYNCNORM_HAS_CLUSTERS
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
   }
   /// What is at the same place in the shared memory of block number `block` of the cluster.
@@ -72,11 +82,11 @@ struct hardware {
     *at = value;
   }
   /// What is not needed again goes first when the cache wants room.
-  template <class T>
-  [[nodiscard]] static __device__ pack<T> load_pack(T const* at, cached use) {
-    auto const* const from = reinterpret_cast<uint4 const*>(at);
-    uint4 const bits = use == cached::last ? __ldcs(from) : *from;
-    pack<T> some;
+  template <int Bytes = 16, class T>
+  [[nodiscard]] static __device__ pack<T, Bytes> load_pack(T const* at, cached use) {
+    auto const* const from = reinterpret_cast<word<Bytes> const*>(at);
+    word<Bytes> const bits = use == cached::last ? __ldcs(from) : *from;
+    pack<T, Bytes> some;
     memcpy(&some, &bits, sizeof bits);
     return some;
   }
@@ -86,15 +96,26 @@ struct hardware {
   [[nodiscard]] static __device__ pack<T> load_part(T const* at, extent_of_pack const&, cached use) {
     return load_pack(at, use);
   }
-  template <class T>
-  static __device__ void store_pack(T* at, pack<T> const& some, cached use) {
-    uint4 bits;
+  template <class T, int Bytes>
+  static __device__ void store_pack(T* at, pack<T, Bytes> const& some, cached use) {
+    word<Bytes> bits;
     memcpy(&bits, &some, sizeof bits);
     if (use == cached::last)
-      __stcs(reinterpret_cast<uint4*>(at), bits);
+      __stcs(reinterpret_cast<word<Bytes>*>(at), bits);
     else
-      *reinterpret_cast<uint4*>(at) = bits;
+      *reinterpret_cast<word<Bytes>*>(at) = bits;
   }
+
+  /// Begins to copy 4, 8 or 16 bytes to shared memory. They are there for the thread once it has waited, for others after a barrier.
+  template <int Bytes, class T>
+  static __device__ void copy(T* to, T const* from) {
+    auto const there = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    if constexpr (Bytes == 16)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there), "l"(from) : "memory");
+    else
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(there), "l"(from), "n"(Bytes) : "memory");
+  }
+  static __device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
   static __device__ std::uint32_t atomic_add(std::uint32_t* at, std::uint32_t value) { return atomicAdd(at, value); }
   static __device__ std::uint32_t atomic_exchange(std::uint32_t* at, std::uint32_t value) {
@@ -102,6 +123,12 @@ struct hardware {
   }
   static __device__ void fence() { __threadfence(); }
   static __device__ void fence_system() { __threadfence_system(); }
+
+private:
+  template <int Bytes>
+  using word = std::conditional_t<
+      Bytes == 16, uint4,
+      std::conditional_t<Bytes == 8, uint2, std::conditional_t<Bytes == 4, unsigned, unsigned short>>>;
 };
 
 } // namespace syncnorm::cuda::detail

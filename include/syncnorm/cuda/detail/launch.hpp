@@ -86,7 +86,7 @@ void launch_fused(char const* call, Sums const& sums, Map const& map, packet_hea
     using entry = fused_entry<Sums, Map, Axis>;
     launch_shape const shape{a.cut.blocks(),
                              a.cut.threads,
-                             static_cast<int>(fused_bytes<Sums>(a.cut)),
+                             static_cast<int>(fused_bytes(a.sums, a.cut)),
                              limits.shared_per_block - entry::static_shared,
                              entry::static_shared,
                              static_cast<int>(a.cut.pieces)};

@@ -58,12 +58,33 @@ struct coefficient_set {
   }
 };
 
+/// What becomes of a pack: of element e by coefficients k[e], or all by k[0], and by whether bit e says that it counts. `Forward`: of an op
+/// that goes both ways, the one.
+template <bool Forward, class Op, class T, class A, int Bytes, int Sets>
+SYNCNORM_DEVICE void apply_to_pack(Op const& op, A const (&k)[Sets][Op::coefficients],
+                                   pack<T, Bytes> const (&in)[Op::inputs], unsigned bits,
+                                   pack<T, Bytes> (&out)[Op::outputs]) {
+  SYNCNORM_UNROLL
+  for (int e = 0; e < Bytes / static_cast<int>(sizeof(T)); ++e) {
+    T one[Op::inputs], made[Op::outputs];
+    SYNCNORM_UNROLL
+    for (int i = 0; i < Op::inputs; ++i) one[i] = in[i].of[e];
+    bool const counts = (bits >> e & 1u) != 0;
+    if constexpr (Forward && requires { op.template apply<true>(k[0], one, counts, made); })
+      op.template apply<true>(k[Sets == 1 ? 0 : e], one, counts, made);
+    else
+      op.apply(k[Sets == 1 ? 0 : e], one, counts, made);
+    SYNCNORM_UNROLL
+    for (int o = 0; o < Op::outputs; ++o) out[o].of[e] = made[o];
+  }
+}
+
 /// Packs of a thread that are in flight at a time.
 template <class Op, axis Axis, int Unroll>
 struct map_batch {
   using T = typename Op::element_type;
   using A = typename Op::A;
-  static constexpr int length = pack_length<T>, sets = Axis == axis::positions ? 1 : length;
+  static constexpr int sets = Axis == axis::positions ? 1 : pack_length<T>;
 
   pack<T> in[Unroll][Op::inputs];
 
@@ -75,7 +96,6 @@ struct map_batch {
       items.template advance<K>();
     }
   }
-  /// `Forward`: of an op that goes both ways, the one.
   template <known K, int Count = Unroll, bool Forward = false, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, Op const& op, walk<Axis, T>& items, A const (&k)[sets][Op::coefficients]) {
     SYNCNORM_UNROLL
@@ -84,19 +104,7 @@ struct map_batch {
       unsigned bits = ~0u;
       if (op.mask.data != nullptr) bits = counted<Axis, T>(load_mask<Axis, T, K>(hw, op.mask, at), existing<T, K>(at));
       pack<T> out[Op::outputs];
-      SYNCNORM_UNROLL
-      for (int e = 0; e < length; ++e) {
-        T one[Op::inputs], made[Op::outputs];
-        SYNCNORM_UNROLL
-        for (int i = 0; i < Op::inputs; ++i) one[i] = in[u][i].of[e];
-        bool const counts = (bits >> e & 1u) != 0;
-        if constexpr (Forward && requires { op.template apply<true>(k[0], one, counts, made); })
-          op.template apply<true>(k[sets == 1 ? 0 : e], one, counts, made);
-        else
-          op.apply(k[sets == 1 ? 0 : e], one, counts, made);
-        SYNCNORM_UNROLL
-        for (int o = 0; o < Op::outputs; ++o) out[o].of[e] = made[o];
-      }
+      apply_to_pack<Forward>(op, k, in[u], bits, out);
       op.template store<Axis, K>(hw, at, out);
       items.template advance<K>();
     }

@@ -10,9 +10,9 @@ namespace syncnorm::cuda::detail {
 template <class T>
 inline constexpr int pack_length = 16 / static_cast<int>(sizeof(T));
 
-template <class T>
-struct alignas(16) pack {
-  T of[pack_length<T>];
+template <class T, int Bytes = 16>
+struct alignas(Bytes) pack {
+  T of[Bytes / static_cast<int>(sizeof(T))];
 };
 
 template <class T>

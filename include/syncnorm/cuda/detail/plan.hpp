@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -86,6 +87,18 @@ template <class T>
   auto const fits = [](std::int64_t value) { return -limit <= value && value < limit; };
   return fits(t.samples) && fits(t.channels) && fits(t.spatial) && fits(t.stride_n) && fits(t.stride_c) &&
          fits(t.stride_s);
+}
+
+/// As many bytes, up to 16, as all rows of `t` begin and end at a multiple of; 0 where positions are not contiguous or extents wide.
+template <class T>
+[[nodiscard]] int unit_of(tensor_view<T> const& t) {
+  if (t.stride_s != 1 && t.spatial > 1) return 0;
+  if (!is_narrow(t)) return 0;
+  auto const unsigned_of = [](std::int64_t value) { return static_cast<std::uint64_t>(value); };
+  auto const elements = unsigned_of(t.spatial) | (t.samples > 1 ? unsigned_of(t.stride_n) : 0) |
+                        (t.channels > 1 ? unsigned_of(t.stride_c) : 0);
+  auto const all = elements * sizeof(T) | reinterpret_cast<std::uintptr_t>(t.data) | 16u;
+  return 1 << std::countr_zero(all);
 }
 
 /// Whether every pack of `op` is there in full, and one access of each tensor and of the mask, and an address is had in 31 bits.

@@ -207,19 +207,46 @@ template <class T>
       std::min<std::int64_t>(std::int64_t{8} * limits.multiprocessors, up_to(x.count() * kept.room, 256)));
 }
 
+/// The unit of all tensors of `ops`, in bytes; 0 where they have none.
+template <class... Ops>
+[[nodiscard]] int unit_of_tensors(Ops const&... ops) {
+  int unit = 16;
+  auto const shrink = [&](auto const& t) {
+    unit = std::min(unit, unit_of(t));
+    return true;
+  };
+  (void)(ops.each_tensor(shrink) && ...);
+  return ((ops.mask.data == nullptr) && ...) ? unit : 0;
+}
+
 /// A group along positions is a cluster of as many blocks, a power of two, as it takes for a multiprocessor to hold two, of which one
-/// reads while another sums, up to what a cluster may have. Where it holds four and more, blocks of half as many threads leave room for them.
+/// reads while another sums, up to what a cluster may have. Smaller units take more instructions, and so threads: there it is to hold three.
+/// Where it does so anyway, blocks of half as many threads leave room for them.
 template <class Sums>
 [[nodiscard]] geometry cut_for_fused(Sums const& sums, int threads, device_limits const& limits) {
   auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
   if (axis_of(sums.lead()) != axis::positions) return cut;
-  std::int64_t const bytes = fused_bytes<Sums>(cut), half = limits.shared_per_block / 2 - 2 * 1024;
-  if (cut.threads == 256 && bytes <= half / 2) return cut_tensor(sums.lead(), 128, 0, 1, 1);
-  while (cut.pieces < static_cast<std::uint32_t>(limits.cluster_blocks) && fused_bytes<Sums>(cut) > half) {
+  bool const whole = unit_of_tensors(sums) == 16;
+  std::int64_t const bytes = fused_bytes(sums, cut), room = limits.shared_per_block / (whole ? 2 : 3) - 2 * 1024;
+  if (whole && cut.threads == 256 && bytes <= room / 2) return cut_tensor(sums.lead(), 128, 0, 1, 1);
+  while (cut.pieces < static_cast<std::uint32_t>(limits.cluster_blocks) && fused_bytes(sums, cut) > room) {
     cut.pieces *= 2;
     cut.per_piece = up_to(cut.items(), cut.pieces);
   }
   return cut;
+}
+
+/// Takes the items of a cut along positions as units where they can be.
+template <class Sums, class Map>
+void take_units(geometry& cut, Sums const& sums, Map const& map) {
+  constexpr int size = sizeof(typename Sums::element_type);
+  cut.unit = axis_of(sums.lead()) == axis::positions ? unit_of_tensors(sums, map) : 0;
+  if (cut.unit == 0) return;
+  cut.inner = cut.spatial * size / cut.unit;
+  std::int64_t const of_pack = 16 / cut.unit;
+  cut.per_piece = up_to(up_to(cut.items(), cut.pieces), of_pack) * of_pack;
+  cut.step_outer = cut.threads / cut.inner;
+  cut.step_inner = cut.threads % cut.inner;
 }
 
 template <class Sums, class Map>
@@ -228,6 +255,7 @@ template <class Sums, class Map>
                                                     int threads) {
   auto cut = cut_for_fused(sums, threads, limits);
   set_access(cut, sums, map);
+  take_units(cut, sums, map);
   return {cut, sums, map, make_outgoing(header, packet, saved_count_of(sums))};
 }
 
@@ -237,7 +265,7 @@ template <class Sums>
 [[nodiscard]] bool fits_on_chip(Sums const& sums, int threads, int static_shared, device_limits const& limits) {
   if (sums.lead().size() == 0) return false;
   auto const cut = cut_for_fused(sums, threads, limits);
-  auto const bytes = fused_bytes<Sums>(cut);
+  auto const bytes = fused_bytes(sums, cut);
   return bytes <= limits.shared_per_block - static_shared &&
          (2 * std::int64_t{cut.blocks()} >= limits.multiprocessors || bytes <= 128 * 1024);
 }

@@ -44,19 +44,18 @@ public:
   using storage = reduce_storage<Op, Axis, Threads>;
   static constexpr int length = pack_length<T>;
 
-  /// The parts of a group's channels over some of its items: of channel number i in thread i.
-  template <class Hw, class Kept>
-  static SYNCNORM_DEVICE void sum_part(Hw const& hw, Op const& op, geometry const& cut, part_of_group const& of,
-                                       Kept const& kept, storage& shared, double (&all)[Op::parts]) {
-    walk<Axis, T> items{cut, op.lead(), of, hw.thread(), hw.threads()};
+  /// The parts of a group's channels over the items of each thread: of channel number i in thread i.
+  template <class Hw, class From, class Items>
+  static SYNCNORM_DEVICE void sum_part(Hw const& hw, Op const& op, geometry const& cut, From const& from, Items items,
+                                       storage& shared, double (&all)[Op::parts]) {
     if constexpr (Axis == axis::positions) {
       channel_accumulator<Op> sums{hw, op, items.channel()};
-      add_items(hw, op, items, kept, sums);
+      add_items<Axis>(hw, op, from, items, sums);
       sums.finish(all);
       combine_block(hw, shared, all);
     } else {
       pack_accumulator<Op, Threads> sums{hw, op, shared.cells, items.channel(), cut.channels};
-      add_items(hw, op, items, kept, sums);
+      add_items<Axis>(hw, op, from, items, sums);
       sums.finish(hw);
       hw.barrier();
       int const channels = cut.lanes * length, channel = hw.thread() % channels;
@@ -105,7 +104,8 @@ public:
     Op::combine_warp(hw, all);
   }
 
-  /// The parts of all blocks of a cluster, in the first warp of each, of the parts that each has there.
+  /// The parts of all blocks of a cluster, in the first warp of each, of the parts that each has there. No block may end before a
+  /// `cluster_wait` of all of its threads: others read what it has.
   template <class Hw>
   static SYNCNORM_DEVICE void combine_cluster(Hw const& hw, double (&of_block)[Op::parts], int blocks,
                                               double (&all)[Op::parts]) {
@@ -113,11 +113,14 @@ public:
       SYNCNORM_UNROLL
       for (int p = 0; p < Op::parts; ++p) hw.store(&of_block[p], all[p]);
     }
-    hw.cluster_barrier();
-    if (hw.thread() >= 32) return;
-    SYNCNORM_UNROLL
-    for (int p = 0; p < Op::parts; ++p) all[p] = hw.thread() < blocks ? hw.load_from(hw.thread(), &of_block[p]) : 0.0;
-    Op::combine_warp(hw, all);
+    hw.cluster_arrive(hw.thread() < 32);
+    hw.cluster_wait();
+    if (hw.thread() < 32) {
+      SYNCNORM_UNROLL
+      for (int p = 0; p < Op::parts; ++p) all[p] = hw.thread() < blocks ? hw.load_from(hw.thread(), &of_block[p]) : 0.0;
+      Op::combine_warp(hw, all);
+    }
+    hw.cluster_arrive(false);
   }
 };
 
@@ -133,7 +136,9 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
   auto& shared = hw.template shared<typename reducer::storage>();
   auto const of = part_of_group::of_block(a.cut, hw.block());
   double all[Op::parts]{};
-  reducer::sum_part(hw, a.op, a.cut, of, kept_nowhere{}, shared, all);
+  reducer::sum_part(hw, a.op, a.cut, from_tensors{},
+                    walk<Axis, typename Op::element_type>{a.cut, a.op.lead(), of, hw.thread(), hw.threads()}, shared,
+                    all);
 
   constexpr int width = most_channels<Op, Axis>;
   int const lane = hw.thread(), channels = Axis == axis::positions ? 1 : a.cut.lanes * reducer::length;

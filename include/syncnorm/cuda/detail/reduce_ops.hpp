@@ -81,6 +81,9 @@ struct moments_op {
   tensor_view<T const> x;
   mask_view mask{};
 
+  /// Those that `inputs` counts; what is not there has no data.
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& input(int) const { return x; }
+
   struct constants {};
   /// Sums of x − pivot and its square. The pivot is the first element of a thread, and from flush to flush the mean of its
   /// elements so far: so the squares that are lost to rounding are of differences that m2 holds anyway.
@@ -191,6 +194,10 @@ struct backward_sums_op : added_parts<2> {
   saved_statistics saved{};
   affine_values affine{};
   A slope = 1;
+
+  [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& input(int i) const {
+    return i == 0 ? dy : i == 1 ? x : residual;
+  }
 
   struct constants {
     A center, scale, shift;
