@@ -380,11 +380,12 @@ TEST_CASE("One rank's channels on the chip, of rows that are accessed by units o
   auto const check = [&]<class T>(T) {
     for (std::int64_t const bytes : {16, 24, 40, 12, 20, 14, 98}) {
       if (bytes % static_cast<std::int64_t>(sizeof(T)) != 0) continue;
-      for (int const blocks : {1, 4}) {
-        pass_case of{{13}, 3, bytes / static_cast<std::int64_t>(sizeof(T))};
+      for (int const blocks : {1, 4, 8}) {
+        std::int64_t const samples = blocks == 8 ? 3 : 13; // some of 8 blocks have nothing
+        pass_case of{{samples}, 3, bytes / static_cast<std::int64_t>(sizeof(T))};
         of.on_chip = true;
         of.how.limits.cluster_blocks = blocks;
-        if (blocks > 1) of.how.limits.shared_per_block = 3 * (2048 + static_cast<int>(13 * bytes) / 2);
+        if (blocks > 1) of.how.limits.shared_per_block = 3 * 2048 + (blocks == 8 ? 0 : static_cast<int>(20 * bytes));
         check_passes<T, false>(of);
         of.slope = 0.25;
         check_passes<T, true>(of);

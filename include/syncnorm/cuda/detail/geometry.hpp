@@ -51,7 +51,7 @@ struct part_of_group {
 private:
   [[nodiscard]] static SYNCNORM_HOST_DEVICE part_of_group of(geometry const& cut, std::uint32_t group,
                                                              std::uint32_t piece) {
-    std::int64_t const begin = piece * cut.per_piece, all = cut.items();
+    std::int64_t const all = cut.items(), first = piece * cut.per_piece, begin = first < all ? first : all;
     return {group, piece, cut.pieces, begin, begin + cut.per_piece < all ? begin + cut.per_piece : all};
   }
 };
