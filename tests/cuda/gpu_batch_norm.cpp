@@ -72,6 +72,20 @@ std::vector<layer_cases::layer_case> large_cases() {
           {{512, 64, 0, 1}, 1000, 1, layout::nc}};
 }
 
+// Channels of one rank on the chip, in one block and in several, whose rows are no multiples of 16 bytes, in float or in 16 bits.
+template <class T>
+void check_odd_rows(bool captured) {
+  syncnorm::self_communicator const self;
+  for (auto const& of : {layer_cases::layer_case{{20}, 5, 14 * 14},
+                         {{200}, 6, 14 * 14},
+                         {{30}, 7, 49},
+                         {{800}, 5, 49},
+                         {{300}, 5, 30 * 5},
+                         {{800}, 4, 49, test::layout::nchw, false, true, 0.25}})
+    layer_cases::check_steps<layer_over<T, syncnorm::self_communicator>, T>(self, of, captured,
+                                                                            layer_cases::accuracy_in<T>);
+}
+
 } // namespace
 
 TEST_CASE("device memory over a communicator of the host keeps the contract of streams on a GPU") {
@@ -97,6 +111,9 @@ TEST_CASE("one rank on a GPU agrees with the oracle, in every element type") {
     check_cases<__nv_bfloat16>(self, captured);
     for (auto const& of : large_cases())
       layer_cases::check_steps<layer_over<float, syncnorm::self_communicator>>(self, of, captured);
+    check_odd_rows<float>(captured);
+    check_odd_rows<__half>(captured);
+    check_odd_rows<__nv_bfloat16>(captured);
   }
 }
 

@@ -124,7 +124,14 @@ TEST_CASE("Who has arrived at a barrier of a cluster waits for it before it read
                  (void)hw.load_from(1, &shared.of[1]);
                }),
                "read of another block's memory after arrival"));
-  CHECK(begins(with([](auto const& hw, auto&) { hw.cluster_arrive(false); }), "arrival at a barrier of a cluster"));
+  CHECK(begins(with([](auto const& hw, auto&) { hw.cluster_arrive(false); }),
+               "arrival at a barrier of a cluster without a wait"));
+  CHECK(begins(report(on, {2, 64, 0, 0, 2},
+                      [](simt::hardware const& hw) {
+                        hw.cluster_arrive(hw.thread() == 0);
+                        hw.cluster_wait();
+                      }),
+               "arrival at a barrier of a cluster by a warp of which some lanes publish"));
   CHECK(begins(with([](auto const& hw, auto&) { hw.cluster_wait(); }), "wait for a barrier of a cluster"));
 }
 

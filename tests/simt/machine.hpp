@@ -41,8 +41,9 @@ public:
   void forget() const {} // nothing here is held in registers
   void barrier() const;
   [[nodiscard]] bool barrier_or(bool value) const;
-  /// A barrier of all threads of the blocks of a cluster. Who has arrived reads nothing of other blocks before it has waited.
-  void cluster_arrive(bool) const;
+  /// A barrier of all threads of the blocks of a cluster. Who has arrived reads nothing of other blocks before it has waited. All lanes of
+  /// a warp publish, or none.
+  void cluster_arrive(bool publishes) const;
   void cluster_wait() const;
   template <class V>
   [[nodiscard]] V shuffle_xor(V value, int lanes) const {
@@ -146,6 +147,8 @@ private:
     unsigned named = 0, arrived = 0;
     char const* what = "";
     std::array<std::uint64_t, 32> given{}, taken{};
+    int arrived_at_cluster = 0; ///< lanes, at the next barrier
+    bool publishes = false;
   };
 
   /// A block of the cluster that runs.
@@ -349,7 +352,12 @@ inline int hardware::threads() const { return machine_->shape_.threads; }
 inline std::uint32_t hardware::block() const { return machine_->running(thread_).number; }
 inline std::uint32_t hardware::blocks() const { return machine_->shape_.blocks; }
 inline void hardware::barrier() const { machine_->wait(thread_, machine::state::at_barrier); }
-inline void hardware::cluster_arrive(bool) const {
+inline void hardware::cluster_arrive(bool publishes) const {
+  auto& warp = machine_->running(thread_).warps[static_cast<std::size_t>(thread() / 32)];
+  if (warp.arrived_at_cluster == 0) warp.publishes = publishes;
+  if (warp.publishes != publishes)
+    throw violation{"arrival at a barrier of a cluster by a warp of which some lanes publish"};
+  warp.arrived_at_cluster = (warp.arrived_at_cluster + 1) % 32;
   auto& arrived = machine_->threads_[static_cast<std::size_t>(thread_)].arrived;
   if (std::exchange(arrived, true))
     throw violation{"arrival at a barrier of a cluster without a wait for the one before"};

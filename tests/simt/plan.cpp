@@ -243,6 +243,30 @@ TEST_CASE("Packs of tensors whose extents or strides are not narrow are not whol
   CHECK(!is_whole(2, 64, narrow));
 }
 
+TEST_CASE("Channels stay on the chip where they fit, of clusters two blocks to a multiprocessor") {
+  auto const fits = []<class T>(T, bool backward, std::int64_t n, std::int64_t c, std::int64_t s, int cluster_blocks) {
+    cuda::device_limits of{132, 227 * 1024, cluster_blocks};
+    auto const* const data = reinterpret_cast<T const*>(far);
+    gpu::moments_op<T> moments;
+    gpu::backward_sums_op<T, true> sums; // whose residual is missing, and takes no room
+    moments.x = sums.x = sums.dy = nchw(data, n, c, s);
+    return backward ? gpu::fits_on_chip(sums, 256, 1024, of) : gpu::fits_on_chip(moments, 256, 1024, of);
+  };
+  CHECK(fits(float{}, false, 64, 256, 3136, 8));
+  CHECK(!fits(float{}, true, 64, 256, 3136, 8));
+  CHECK(fits(bfloat16{}, true, 64, 256, 3136, 8));
+  CHECK(!fits(float{}, false, 64, 256, 3136, 1));
+  CHECK(!fits(float{}, false, 256, 64, 12544, 8));
+  for (int const blocks : {1, 8}) {
+    CHECK(fits(float{}, false, 32, 512, 784, blocks));
+    CHECK(fits(float{}, true, 32, 512, 784, blocks));
+    CHECK(!fits(float{}, false, 0, 512, 784, blocks));
+  }
+  CHECK(!fits(float{}, true, 40, 512, 784, 1));
+  CHECK(!fits(float{}, false, 50, 20, 784, 1)); // too few channels to be busy with
+  CHECK(fits(float{}, false, 4, 20, 784, 1));
+}
+
 TEST_CASE("Clusters are for devices which have them, and code which knows of them") {
   CHECK(gpu::runs_clusters<900>(900));
   CHECK(gpu::runs_clusters<800, 900>(900));

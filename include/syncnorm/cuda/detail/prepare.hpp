@@ -259,15 +259,15 @@ template <class Sums, class Map>
   return {cut, sums, map, make_outgoing(header, packet, saved_count_of(sums))};
 }
 
-/// Whether a pass of one rank is better done by groups that stay on the chip: they fit, and there are enough of them to keep half of
-/// the multiprocessors busy, or they are so short that a launch is most of the time.
+/// Whether a pass of one rank is better done by groups that stay on the chip: they fit, of clusters two blocks to a multiprocessor, and
+/// there are enough of them to keep half of the multiprocessors busy, or they are so short that a launch is most of the time.
 template <class Sums>
 [[nodiscard]] bool fits_on_chip(Sums const& sums, int threads, int static_shared, device_limits const& limits) {
   if (sums.lead().size() == 0) return false;
   auto const cut = cut_for_fused(sums, threads, limits);
   auto const bytes = fused_bytes(sums, cut);
-  return bytes <= limits.shared_per_block - static_shared &&
-         (2 * std::int64_t{cut.blocks()} >= limits.multiprocessors || bytes <= 128 * 1024);
+  auto const room = cut.pieces == 1 ? limits.shared_per_block - static_shared : limits.shared_per_block / 2 - 2 * 1024;
+  return bytes <= room && (2 * std::int64_t{cut.blocks()} >= limits.multiprocessors || bytes <= 128 * 1024);
 }
 
 } // namespace syncnorm::cuda::detail
