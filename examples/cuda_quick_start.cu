@@ -69,5 +69,5 @@ int main() {
     train(syncnorm::nccl_communicator::adopt(comms[static_cast<std::size_t>(thread.rank())]), thread);
   });
   std::printf("trained on %d GPUs\n", devices);
-  return 0;
+  return std::fflush(stdout) == 0 ? 0 : 1;
 }

@@ -102,6 +102,7 @@ int main() {
     waitpid(child, &status, 0);
     ok = ok && status == 0;
     std::puts(ok ? "the two halves agree with the whole" : "the halves differ from the whole");
+    ok = std::fflush(stdout) == 0 && ok;
   }
   return ok ? 0 : 1;
 }

@@ -33,5 +33,5 @@ int main() {
       passed = std::abs(sums[0] / count) < 1e-5 && std::abs(sums[1] / count - 1) < 1e-3;
     }
   });
-  return passed ? 0 : 1;
+  return passed && std::fflush(stdout) == 0 ? 0 : 1;
 }

@@ -57,6 +57,13 @@ class Dev(Case):
         self.assertEqual(done.returncode, 2)
         self.assertIn("argument --rounds", done.stderr)
 
+    def test_arguments_that_a_task_does_not_take_are_refused(self):
+        for task, arguments in (("lint", ["all"]), ("format", ["--all"]), ("configure", ["debug", "release"])):
+            done = self.run_here("./dev", task, *arguments)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(f"{task} takes", done.stderr)
+            self.assertIn(" ".join(arguments), done.stderr)
+
     def test_paths_are_relative_to_the_caller(self):
         self.run_here("./dev", "bench", "--pictures", "drawn", "--help")
         self.assertTrue(os.path.isdir(self.path("drawn")))
