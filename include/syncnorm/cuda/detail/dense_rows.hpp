@@ -10,31 +10,30 @@
 #include <syncnorm/cuda/detail/pack.hpp>
 
 // A channel whose rows lie in shared memory one after the other, without gaps, so that it is summed by packs wherever its rows begin in
-// the tensors. There it is accessed by units, of as many bytes as all of its rows begin and end at a multiple of: `geometry::unit`, of
-// which the items of a cut are.
+// the tensors. There it is accessed by units, of as many bytes as all of its rows begin and end at a multiple of (`unit_of`), which are the
+// items of a cut.
 namespace syncnorm::cuda::detail {
 
 /// f(bytes of a unit), as a constant.
 template <class T, class F>
 SYNCNORM_DEVICE void with_unit(int bytes, F const& f) {
   if (bytes == 16) return f(std::integral_constant<int, 16>{});
-  if constexpr (sizeof(T) <= 8)
+  if constexpr (sizeof(T) == 2)
     if (bytes == 8) return f(std::integral_constant<int, 8>{});
-  if constexpr (sizeof(T) <= 4)
-    if (bytes == 4) return f(std::integral_constant<int, 4>{});
-  if constexpr (sizeof(T) <= 2) f(std::integral_constant<int, 2>{});
+  f(std::integral_constant<int, static_cast<int>(sizeof(T))>{});
 }
 
 /// The units of one thread in a piece of a channel.
 class unit_walk {
 public:
   SYNCNORM_DEVICE unit_walk(geometry const& cut, part_of_group const& part, int thread, int threads)
-      : number_{thread}, end_{static_cast<int>(part.end - part.begin)}, stride_{threads}, inner_{static_cast<int>(
-                                                                                              cut.inner)},
-        step_sample_{static_cast<int>(cut.step_outer)}, step_unit_{static_cast<int>(cut.step_inner)} {
-    auto const item = static_cast<std::uint32_t>(part.begin) + static_cast<std::uint32_t>(thread);
-    sample_ = static_cast<int>(item / static_cast<std::uint32_t>(inner_));
-    unit_ = static_cast<int>(item - static_cast<std::uint32_t>(sample_) * static_cast<std::uint32_t>(inner_));
+      : of_row_{static_cast<int>(cut.inner)}, step_sample_{static_cast<int>(cut.step_outer)},
+        step_unit_{static_cast<int>(cut.step_inner)}, stride_{threads}, end_{static_cast<int>(part.end - part.begin)},
+        number_{thread} {
+    auto const unit = static_cast<std::uint32_t>(part.begin) + static_cast<std::uint32_t>(thread);
+    auto const of_row = static_cast<std::uint32_t>(of_row_);
+    sample_ = static_cast<int>(unit / of_row);
+    unit_ = static_cast<int>(unit % of_row);
   }
 
   /// Whether the next `n` units are inside.
@@ -50,13 +49,13 @@ public:
     number_ += stride_;
     sample_ += step_sample_;
     unit_ += step_unit_;
-    if (unit_ < inner_) return;
-    unit_ -= inner_;
+    if (unit_ < of_row_) return;
+    unit_ -= of_row_;
     ++sample_;
   }
 
 private:
-  int number_, end_, stride_, inner_, step_sample_, step_unit_, sample_, unit_;
+  int of_row_, step_sample_, step_unit_, stride_, end_, number_, sample_, unit_;
 };
 
 template <class T>

@@ -89,7 +89,8 @@ template <class T>
          fits(t.stride_s);
 }
 
-/// As many bytes, up to 16, as all rows of `t` begin and end at a multiple of; 0 where positions are not contiguous or extents wide.
+/// The bytes of which all rows of `t` begin and end at a multiple: 16, 8 where elements have 2, for whose rows of 14² that is made, or
+/// those of an element. 0 where positions are not contiguous or extents wide.
 template <class T>
 [[nodiscard]] int unit_of(tensor_view<T> const& t) {
   if (t.stride_s != 1 && t.spatial > 1) return 0;
@@ -98,7 +99,8 @@ template <class T>
   auto const elements = unsigned_of(t.spatial) | (t.samples > 1 ? unsigned_of(t.stride_n) : 0) |
                         (t.channels > 1 ? unsigned_of(t.stride_c) : 0);
   auto const all = elements * sizeof(T) | reinterpret_cast<std::uintptr_t>(t.data) | 16u;
-  return 1 << std::countr_zero(all);
+  int const bytes = 1 << std::countr_zero(all), size = static_cast<int>(sizeof(T));
+  return bytes == 16 || (size == 2 && bytes == 8) ? bytes : size;
 }
 
 /// Whether every pack of `op` is there in full, and one access of each tensor and of the mask, and an address is had in 31 bits.
