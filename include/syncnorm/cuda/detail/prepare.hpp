@@ -219,6 +219,11 @@ template <class... Ops>
   return ((ops.mask.data == nullptr) && ...) ? unit : 0;
 }
 
+/// Bytes that a block keeps where a multiprocessor is to hold `blocks` of them along positions, which have little beside.
+[[nodiscard]] constexpr std::int64_t room_to_keep(device_limits const& limits, int blocks) {
+  return limits.shared_per_block / blocks - 2 * 1024;
+}
+
 /// A group along positions is a cluster of as many blocks, a power of two, as it takes for a multiprocessor to hold two, of which one
 /// reads while another sums, up to what a cluster may have. Smaller units take more instructions, and so threads: there it is to hold three.
 /// Where it does so anyway, blocks of half as many threads leave room for them.
@@ -227,7 +232,7 @@ template <class Sums>
   auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
   if (axis_of(sums.lead()) != axis::positions) return cut;
   bool const whole = unit_of_tensors(sums) == 16;
-  std::int64_t const bytes = fused_bytes(sums, cut), room = limits.shared_per_block / (whole ? 2 : 3) - 2 * 1024;
+  std::int64_t const bytes = fused_bytes(sums, cut), room = room_to_keep(limits, whole ? 2 : 3);
   if (whole && cut.threads == 256 && bytes <= room / 2) return cut_tensor(sums.lead(), 128, 0, 1, 1);
   while (cut.pieces < static_cast<std::uint32_t>(limits.cluster_blocks) && fused_bytes(sums, cut) > room) {
     cut.pieces *= 2;
@@ -266,7 +271,7 @@ template <class Sums>
   if (sums.lead().size() == 0) return false;
   auto const cut = cut_for_fused(sums, threads, limits);
   auto const bytes = fused_bytes(sums, cut);
-  auto const room = cut.pieces == 1 ? limits.shared_per_block - static_shared : limits.shared_per_block / 2 - 2 * 1024;
+  auto const room = cut.pieces == 1 ? std::int64_t{limits.shared_per_block} - static_shared : room_to_keep(limits, 2);
   return bytes <= room && (2 * std::int64_t{cut.blocks()} >= limits.multiprocessors || bytes <= 128 * 1024);
 }
 
