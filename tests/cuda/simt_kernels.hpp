@@ -57,7 +57,8 @@ struct simt_kernels {
           machine.memory.add("device memory", static_cast<std::uint16_t*>(data), bytes / 2);
       });
       try {
-        machine.launch({shape.blocks, shape.threads, static_cast<std::size_t>(shape.dynamic_shared), 0, shape.cluster},
+        machine.launch({shape.blocks, shape.threads, static_cast<std::size_t>(shape.dynamic_shared), 0, shape.cluster,
+                        shape.early},
                        [&](auto const& hw) { Entry::template run<block>(hw, a); });
       } catch (simt::violation const& what) {
         fake_cuda::note(what.what());

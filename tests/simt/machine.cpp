@@ -176,6 +176,60 @@ TEST_CASE("A copy to shared memory is there once its thread has waited for it, a
                "misaligned access"));
 }
 
+TEST_CASE("Copies come by groups, of which the latest ones may be waited for later") {
+  simt::machine on;
+  alignas(16) std::array<float, 64> data{};
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<float>(i);
+  on.memory.add("data", data.data(), data.size());
+  auto const of_groups = [&](bool commits, int which) {
+    float got = -1;
+    auto const said = report(on, {1, 32, 32}, [&](simt::hardware const& hw) {
+      if (hw.thread() != 0) return;
+      auto* const room = reinterpret_cast<float*>(hw.dynamic_shared());
+      for (int group = 0; group < 2; ++group) {
+        hw.copy<16>(room + 4 * group, &data[static_cast<std::size_t>(8 + 4 * group)]);
+        if (commits) hw.commit_copies();
+      }
+      hw.wait_for_copies_but<1>();
+      got = hw.load(room + 4 * which);
+      hw.wait_for_copies();
+    });
+    return said.empty() ? std::to_string(static_cast<int>(got)) : said;
+  };
+  CHECK(of_groups(true, 0) == "8");
+  CHECK(begins(of_groups(true, 1), "access to what a copy has not put there yet"));
+  CHECK(begins(of_groups(false, 0), "access to what a copy has not put there yet")); // a group that has not ended
+}
+
+TEST_CASE("A launch that is early waits for the one before where it reads what that wrote, writes, or ends") {
+  simt::machine on;
+  std::array<float, 64> input{}, made{};
+  on.memory.add("input", input.data(), input.size());
+  on.memory.add("made", made.data(), made.size());
+  auto const after = [&](bool early, auto const& work) {
+    on.launch({1, 32}, [&](simt::hardware const& hw) { hw.store(&made[static_cast<std::size_t>(hw.thread())], 1); });
+    simt::launch_shape shape{1, 32};
+    shape.early = early;
+    return report(on, shape, [&](simt::hardware const& hw) { work(hw, static_cast<std::size_t>(hw.thread())); });
+  };
+  auto const reads = [&](auto const& hw, std::size_t t) {
+    (void)hw.load(&made[t]);
+    hw.wait_for_previous();
+  };
+  CHECK(begins(after(true, reads), "read of what the launch before may not have written yet"));
+  CHECK(after(false, reads).empty());
+  CHECK(begins(after(true, [&](auto const& hw, std::size_t t) { hw.store(&input[t], 1); }),
+               "write before the launch before has ended"));
+  CHECK(begins(after(true, [&](auto const& hw, std::size_t t) { (void)hw.load(&input[t]); }),
+               "end of thread 0, which has not waited"));
+  CHECK(after(true, [&](auto const& hw, std::size_t t) {
+          (void)hw.load(&input[t]);
+          (void)hw.load(&made[32 + t]); // of which the launch before wrote nothing
+          hw.wait_for_previous();
+          hw.store(&input[t], hw.load(&made[t]));
+        }).empty());
+}
+
 TEST_CASE("A barrier of a cluster that not all threads reach is reported") {
   simt::machine on;
   auto const without = [&](auto const& leaves) {

@@ -81,6 +81,14 @@ public:
   template <int Bytes, class T>
   void copy(T* to, T const* from) const;
   void wait_for_copies() const;
+  /// Ends a group of copies, and waits for those of all groups but the latest ones.
+  void commit_copies() const;
+  template <int Latest>
+  void wait_for_copies_but() const;
+
+  void let_next_begin() const {} // launches run one after the other
+  /// An early launch writes nothing before that, and reads nothing that the launch before wrote.
+  void wait_for_previous() const;
 
   template <class T>
   T atomic_add(T* at, T value) const;
@@ -102,6 +110,7 @@ struct launch_shape {
   std::size_t dynamic_shared = 0;
   unsigned order = 0; ///< 0: blocks run in their order; others: in an order drawn from this
   int cluster = 1;    ///< blocks that run at a time
+  bool early = false; ///< the launch before may not have ended
 };
 
 class machine {
@@ -129,12 +138,15 @@ private:
   enum class state : std::uint8_t { ready, at_barrier, at_cluster, at_warp, done };
   struct copy_in_flight {
     std::size_t bytes;
+    int group;
     std::function<void()> come;
   };
   struct thread {
     std::unique_ptr<fiber> runner = std::make_unique<fiber>();
     simt::machine::state state = state::ready;
     bool arrived = false;                            ///< at the cluster's barrier
+    bool early = false;                              ///< has not waited for the launch before
+    int groups = 0;                                  ///< of copies
     unsigned fenced = 0;                             ///< the epoch of its last fence
     std::vector<unsigned> pending, seen;             ///< learned by atomics, before and after a fence
     std::map<std::uintptr_t, copy_in_flight> copies; ///< by where they go
@@ -179,6 +191,8 @@ private:
       auto& each = threads_[t];
       each.state = state::ready;
       each.arrived = false;
+      each.early = shape_.early;
+      each.groups = 0;
       each.fenced = 0;
       each.pending.assign(shape_.blocks, 0);
       each.seen.assign(shape_.blocks, 0);
@@ -188,6 +202,8 @@ private:
           kernel(hardware{*this, static_cast<int>(t)});
           if (!threads_[t].copies.empty())
             throw violation{"copies that thread " + std::to_string(t) + " does not wait for"};
+          if (threads_[t].early)
+            throw violation{"end of thread " + std::to_string(t) + ", which has not waited for the launch before"};
         } catch (violation const& what) {
           if (!failure_) failure_ = what;
         }
@@ -303,8 +319,9 @@ private:
 
   [[nodiscard]] accessor accessor_of(int t) const {
     auto const number = running_[static_cast<std::size_t>(t / shape_.threads)].number;
-    return {static_cast<int>(number), t % shape_.threads, blocks_[number].epoch, &blocks_[number].seen,
-            &threads_[static_cast<std::size_t>(t)].seen};
+    auto const& own = threads_[static_cast<std::size_t>(t)];
+    return {static_cast<int>(number), t % shape_.threads, blocks_[number].epoch,
+            &blocks_[number].seen,    &own.seen,          own.early};
   }
   void touch(int t, void const* at, std::size_t bytes, access how) {
     auto const by = accessor_of(t);
@@ -316,6 +333,7 @@ private:
       if (auto const& [begin, copy] = *std::prev(next); address < begin + copy.bytes)
         throw violation{"access to what a copy has not put there yet by " + by.name()};
     if (own.dynamic && own.dynamic->contains(address)) return own.dynamic->check(address, bytes, how, by);
+    if (by.early && how != access::read) throw violation{"write before the launch before has ended by " + by.name()};
     memory.check(at, bytes, how, by);
   }
 
@@ -455,13 +473,24 @@ template <int Bytes, class T>
 void hardware::copy(T* to, T const* from) const {
   touch(to, Bytes, access::write);
   auto const come = [to, some = load_pack<Bytes>(from, {})] { std::memcpy(static_cast<void*>(to), &some, Bytes); };
-  machine_->threads_[static_cast<std::size_t>(thread_)].copies.emplace(reinterpret_cast<std::uintptr_t>(to),
-                                                                       machine::copy_in_flight{Bytes, come});
+  auto& thread = machine_->threads_[static_cast<std::size_t>(thread_)];
+  thread.copies.emplace(reinterpret_cast<std::uintptr_t>(to), machine::copy_in_flight{Bytes, thread.groups, come});
 }
 inline void hardware::wait_for_copies() const {
   auto& copies = machine_->threads_[static_cast<std::size_t>(thread_)].copies;
   for (auto const& [place, copy] : std::exchange(copies, {})) copy.come();
 }
+inline void hardware::commit_copies() const { ++machine_->threads_[static_cast<std::size_t>(thread_)].groups; }
+template <int Latest>
+void hardware::wait_for_copies_but() const {
+  auto& thread = machine_->threads_[static_cast<std::size_t>(thread_)];
+  std::erase_if(thread.copies, [&](auto const& each) {
+    bool const comes = each.second.group < thread.groups - Latest;
+    if (comes) each.second.come();
+    return comes;
+  });
+}
+inline void hardware::wait_for_previous() const { machine_->threads_[static_cast<std::size_t>(thread_)].early = false; }
 template <class T>
 T hardware::atomic_add(T* at, T value) const {
   touch(at, sizeof(T), access::atomic);

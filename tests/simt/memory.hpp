@@ -24,7 +24,8 @@ struct accessor {
   unsigned epoch = 0;
   std::vector<unsigned> const* seen = nullptr;
   std::vector<unsigned> const* seen_alone =
-      nullptr; ///< by this thread and not yet, for lack of a barrier, by its block
+      nullptr;        ///< by this thread and not yet, for lack of a barrier, by its block
+  bool early = false; ///< while the launch before may still write
 
   [[nodiscard]] bool follows(int other_block, int other_thread, unsigned other_epoch) const {
     if (other_block == block) return other_thread == thread || other_epoch < epoch;
@@ -51,7 +52,10 @@ public:
   /// Forgets who accessed what.
   void settle() {
     for (auto& cells : pages_)
-      for (auto& each : cells) each.writer.block = each.reader.block = -1;
+      for (auto& each : cells) {
+        each.fresh = each.writer.block >= 0;
+        each.writer.block = each.reader.block = -1;
+      }
   }
 
   /// Whether an access of `bytes` bytes is within the buffer, and aligned.
@@ -74,6 +78,7 @@ public:
                !by.follows(other.block, other.thread, other.epoch);
       };
       if (how == access::read && !each.initialized) fail("read of what was never written");
+      if (by.early && each.fresh) fail("read of what the launch before may not have written yet");
       if (races(each.writer))
         fail("race with a write of thread " + std::to_string(each.writer.thread) + " of block " +
              std::to_string(each.writer.block));
@@ -94,6 +99,7 @@ private:
   struct cell {
     who writer, reader;
     bool initialized;
+    bool fresh = false; ///< written by the launch before
   };
   static constexpr std::size_t page = 256; // cells, which come to be when the first of them is accessed
 

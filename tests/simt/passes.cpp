@@ -97,8 +97,8 @@ void check_passes(pass_case const& of) {
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     auto& rank = ranks[r];
     rank.machine.memory.add("packets", packets.data(), packets.size());
-    gpu::gathered_packets const gathered{reinterpret_cast<std::byte const*>(packets.data()),
-                                         static_cast<int>(ranks.size())};
+    gpu::gathered_packets gathered{reinterpret_cast<std::byte const*>(packets.data()), static_cast<int>(ranks.size())};
+    if (of.how.early) gathered = {rank.packet_data(), 1};
     gpu::detail::workspace_layout const layout{rank.workspace(), channels};
     auto const statistics = gpu::detail::make_statistics(rank.affine(), of.options, gathered, rank.saved(),
                                                          rank.running(), rank.report(), layout.pass_ticket);
@@ -190,7 +190,7 @@ void check_passes(pass_case const& of) {
     auto const n = of.samples[r];
     rank.machine.memory.add("packets", sums.data(), sums.size());
     gpu::gathered_packets gathered{reinterpret_cast<std::byte const*>(sums.data()), static_cast<int>(ranks.size())};
-    if (!of.exchange) gathered = {rank.packet_data(), 1};
+    if (!of.exchange || of.how.early) gathered = {rank.packet_data(), 1};
     gpu::detail::backward_statistics const statistics{gathered,      rank.packet_data(), rank.saved(),
                                                       rank.affine(), rank.gradients(),   rank.report()};
     auto dx = of.in_place ? dys[r].view() : dxs[r].view();
@@ -318,6 +318,26 @@ TEST_CASE("Backward without exchange, and without what is not needed") {
   check_passes<float, true>(of);
   of.dx = true, of.dresidual = false;
   check_passes<float, true>(of);
+}
+
+TEST_CASE("The second kernel of one rank begins before the first has ended") {
+  auto const check = [&]<class T>(T) {
+    for (auto const order : {arrangement::nchw, arrangement::nhwc, arrangement::padded_channels}) {
+      pass_case of{{6}, 19, 37, order};
+      of.how.early = true;
+      check_passes<T, false>(of);
+      of.channels = 32;
+      check_passes<T, false>(of);
+      of.slope = 0.1, of.residual = of.in_place = true;
+      check_passes<T, true>(of);
+      of.how.limits.shared_per_block = 16 << 10; // which have no room for packs on their way
+      of.masked = true;
+      check_passes<T, true>(of);
+      of.masked = of.in_place = false;
+      check_passes<T, true>(of);
+    }
+  };
+  check(float{}), check(double{}), check(bfloat16{});
 }
 
 TEST_CASE("The cumulative average, one rank to seven, several orders of blocks, and parameters of 16 bits") {

@@ -102,12 +102,59 @@ TEST_CASE("Threads that put channels together find them in different banks of sh
   check(*std::make_unique<gpu::pack_accumulator<gpu::moments_op<double>, 256>::storage>(), 2);
 }
 
-TEST_CASE("Packs are whole throughout where each of them is") {
+TEST_CASE("Along channels, tensors become ones of one sample where their samples follow each other") {
+  int flat = 0, kept = 0;
+  auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y, mask_view const& mask,
+                         bool expected) {
+    gpu::normalize_op<float, true> op;
+    op.x = x, op.y = y, op.mask = mask;
+    gpu::flatten(op);
+    bool const is_flat = op.x.samples == 1 && op.x.spatial == x.samples * x.spatial && op.x.stride_n == 0;
+    CHECK(is_flat == expected);
+    if (!is_flat) {
+      CHECK((op.x.samples == x.samples && op.y.stride_n == y.stride_n && op.x.spatial == x.spatial));
+      ++kept;
+      return;
+    }
+    ++flat;
+    bool same = op.residual.data == nullptr;
+    for (std::int64_t n = 0; n < x.samples; ++n)
+      for (std::int64_t s = 0; s < x.spatial; ++s) {
+        gpu::spot const before{n, s, 2, {}}, after{0, n * x.spatial + s, 2, {}};
+        same = same && gpu::address(x, before) == gpu::address(op.x, after) &&
+               gpu::address(y, before) == gpu::address(op.y, after);
+      }
+    CHECK(same);
+    CHECK(gpu::axis_of(op.x) == axis::channels);
+  };
+  auto* const to = const_cast<float*>(far) + (1 << 20);
+  auto const* const bytes = reinterpret_cast<std::uint8_t const*>(far + (1 << 21));
+  for (std::int64_t const n : {1, 3})
+    for (std::int64_t const s : {1, 5}) {
+      auto const x = nhwc(far, n, 8, s);
+      auto const y = nhwc(to, n, 8, s);
+      check(x, y, {}, true);
+      check(x, y, mask_of(bytes, n, s), false);
+      check(nhwc(far, 0, 8, s), nhwc(to, 0, 8, s), {}, false);
+      auto sparse_rows = y, sparse_samples = y, backward = y;
+      sparse_rows.stride_s = 12, sparse_rows.stride_n = 12 * s;
+      check(x, sparse_rows, {}, true);
+      sparse_samples.stride_n += 4;
+      check(x, sparse_samples, {}, n == 1 || s == 1);
+      backward.stride_s = -8, backward.stride_n = -8 * s;
+      check(x, backward, {}, true);
+      check(nchw(far, n, 8, 5), nchw(to, n, 8, 5), {}, false);
+      check(nhwc(far, n, 1, 1), nhwc(to, n, 1, 1), {}, false); // which is one along positions, too
+    }
+  CHECK((flat > 8 && kept > 8));
+}
+
+TEST_CASE("Packs are whole throughout where each of them is, along channels those of one sample without a mask") {
   int whole = 0, broken = 0;
   auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y, mask_view const& mask) {
     gpu::normalize_op<float, true> op;
     op.x = x, op.y = y, op.mask = mask;
-    bool const rows = gpu::axis_of(x) == axis::positions;
+    bool const rows = gpu::axis_of(x) == axis::positions, is_one = rows || (x.samples == 1 && mask.data == nullptr);
     std::int64_t const along = rows ? x.spatial : x.channels, across = rows ? x.channels : x.spatial;
     auto const is_whole = [&]<axis Axis>(gpu::spot const& at) {
       return gpu::is_one_access<Axis>(op.x, at) && gpu::is_one_access<Axis>(op.y, at) &&
@@ -119,9 +166,9 @@ TEST_CASE("Packs are whole throughout where each of them is") {
         for (std::int64_t first = 0; first < along; first += 4)
           each = each && (rows ? is_whole.template operator()<axis::positions>({n, first, i, {0, 4}})
                                : is_whole.template operator()<axis::channels>({n, i, first, {0, 4}}));
-    CHECK(gpu::is_whole_throughout(op) == each);
-    CHECK(gpu::cut_for_map(op, 256, limits).whole == each);
-    ++(each ? whole : broken);
+    CHECK(gpu::is_whole_throughout(op) == (each && is_one));
+    CHECK(gpu::cut_for_map(op, 256, limits).whole == (each && is_one));
+    ++(each && is_one ? whole : broken);
   };
   auto* const to = const_cast<float*>(far) + (1 << 20);
   auto const* const bytes = reinterpret_cast<std::uint8_t const*>(far + (1 << 21));

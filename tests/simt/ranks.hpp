@@ -28,6 +28,7 @@ struct launching {
   unsigned order = 0;       ///< in which blocks run
   int threads = 64;         ///< of a block of packs along positions, at most
   gpu::device_limits limits{2, 1 << 16};
+  bool early = false; ///< a map begins before the reduction has ended
   /// What kernels know of packs at most.
   gpu::detail::known known = gpu::detail::known::whole;
 };
@@ -71,7 +72,10 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
     a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
                                     std::int64_t{1} << 20);
   set_access(a.cut, how, a.op);
-  simt::launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
+  gpu::detail::set_stream(a.cut, a.op, how.limits);
+  simt::launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
+  shape.dynamic_shared = static_cast<std::size_t>(gpu::detail::stream_bytes<Op>(a.cut));
+  shape.early = how.early;
   if (along_positions)
     on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions>(hw, a); });
   else

@@ -14,6 +14,23 @@
 // The members of kernels_of for backward passes.
 namespace syncnorm::cuda {
 
+namespace detail {
+
+template <class Kernels, class T>
+void launch_gradient(char const* call, tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx,
+                     tensor_view<T> dresidual, batch_norm_epilogue<T> const& epilogue,
+                     backward_statistics const& statistics, device_limits const& limits, cudaStream_t stream,
+                     bool early = false) {
+  with_epilogue(epilogue, [&](auto has_epilogue) {
+    auto const op = make_gradient<device_element_t<T>, has_epilogue()>(device_view(dy), device_view(x), device_view(dx),
+                                                                       device_view(dresidual),
+                                                                       device_epilogue(epilogue), statistics);
+    launch_map<Kernels>(call, op, limits, stream, early);
+  });
+}
+
+} // namespace detail
+
 template <class T, class Kernels>
 void kernels_of<T, Kernels>::backward_reduce(in dy, in x, affine_values const& affine, epilogue const& done,
                                              saved_statistics const& saved, header const& own,
@@ -45,13 +62,8 @@ void kernels_of<T, Kernels>::backward_elemt(in dy, in x, out dx, out dresidual, 
   detail::operand_check const check{call};
   check.packets(packets);
   check.packet(own);
-  detail::backward_statistics const statistics{packets, own, saved, affine, gradients, report};
-  detail::with_epilogue(done, [&](auto has_epilogue) {
-    auto const op = detail::make_gradient<detail::device_element_t<T>, has_epilogue()>(
-        detail::device_view(dy), detail::device_view(x), detail::device_view(dx), detail::device_view(dresidual),
-        detail::device_epilogue(done), statistics);
-    detail::launch_map<Kernels>(call, op, limits, stream);
-  });
+  detail::launch_gradient<Kernels>(call, dy, x, dx, dresidual, done, {packets, own, saved, affine, gradients, report},
+                                   limits, stream);
 }
 
 template <class T, class Kernels>
@@ -61,16 +73,16 @@ void kernels_of<T, Kernels>::backward_alone(in dy, in x, out dx, out dresidual, 
                                             fault_report const& report, workspace const& work,
                                             device_limits const& limits, cudaStream_t stream) {
   auto const* const call = "backward_alone";
-  auto const dy_view = detail::device_view(dy), x_view = detail::device_view(x);
-  auto const epilogue_view = detail::device_epilogue(done);
+  detail::require_backward_operands(call, dy, x, dx, dresidual, done, saved);
+  detail::operand_check{call}.packet(packet);
+  detail::backward_statistics const statistics{own_packet(packet), packet, saved, affine, gradients, report};
   bool const launched = detail::with_epilogue(done, [&](auto has_epilogue) {
     using D = detail::device_element_t<T>;
     using map_type = detail::gradient_op<D, has_epilogue()>;
+    auto const dy_view = detail::device_view(dy), x_view = detail::device_view(x);
+    auto const epilogue_view = detail::device_epilogue(done);
     auto const sums = detail::make_backward_sums<D, has_epilogue()>(dy_view, x_view, affine, epilogue_view, saved);
     if (!detail::is_one_launch<Kernels, map_type>(sums, own, limits)) return false;
-    detail::require_backward_operands(call, dy, x, dx, dresidual, done, saved);
-    detail::operand_check{call}.packet(packet);
-    detail::backward_statistics const statistics{own_packet(packet), packet, saved, affine, gradients, report};
     auto const op = detail::make_gradient<D, has_epilogue()>(dy_view, x_view, detail::device_view(dx),
                                                              detail::device_view(dresidual), epilogue_view, statistics);
     detail::launch_fused<Kernels>(call, sums, op, own, packet, limits, stream);
@@ -78,8 +90,7 @@ void kernels_of<T, Kernels>::backward_alone(in dy, in x, out dx, out dresidual, 
   });
   if (launched) return;
   backward_reduce(dy, x, affine, done, saved, own, packet, work, limits, stream);
-  backward_elemt(dy, x, dx, dresidual, affine, done, saved, own_packet(packet), packet, gradients, report, limits,
-                 stream);
+  detail::launch_gradient<Kernels>(call, dy, x, dx, dresidual, done, statistics, limits, stream, true);
 }
 
 } // namespace syncnorm::cuda

@@ -23,12 +23,12 @@ namespace detail {
 template <class Kernels, class T>
 void launch_normalize(char const* call, tensor_view<T const> x, tensor_view<T> y,
                       batch_norm_epilogue<T> const& epilogue, forward_statistics const& statistics,
-                      device_limits const& limits, cudaStream_t stream) {
+                      device_limits const& limits, cudaStream_t stream, bool early = false) {
   with_epilogue(epilogue, [&](auto has_epilogue) {
     launch_map<Kernels>(call,
                         make_normalize<device_element_t<T>, has_epilogue()>(device_view(x), device_view(y),
                                                                             device_epilogue(epilogue), statistics),
-                        limits, stream);
+                        limits, stream, early);
   });
 }
 
@@ -115,7 +115,7 @@ void kernels_of<T, Kernels>::forward_alone(in x, out y, affine_values const& aff
   });
   if (launched) return;
   local_moments(x, done.mask, own, packet, work, limits, stream);
-  normalize(x, y, affine, done, options, own_packet(packet), saved, running, report, work, limits, stream);
+  detail::launch_normalize<Kernels>(call, x, y, done, statistics, limits, stream, true);
 }
 
 } // namespace syncnorm::cuda

@@ -62,16 +62,21 @@ struct gpu_kernels {
       if (code != cudaSuccess) return code;
     }
     void* parameters[] = {const_cast<void*>(static_cast<void const*>(&a))};
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    cudaLaunchAttribute how{};
+    if (shape.early) {
+      how.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      how.val.programmaticStreamSerializationAllowed = 1;
+    } else {
+      how.id = cudaLaunchAttributeClusterDimension;
+      how.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = dim3{shape.blocks};
     config.blockDim = dim3{static_cast<unsigned>(shape.threads)};
     config.dynamicSmemBytes = static_cast<std::size_t>(shape.dynamic_shared);
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = shape.cluster > 1 ? 1 : 0;
+    config.attrs = &how;
+    config.numAttrs = shape.early || shape.cluster > 1 ? 1 : 0;
     return cudaLaunchKernelExC(&config, address<Entry>(), parameters);
   }
 

@@ -36,7 +36,8 @@ struct batch {
   template <axis Axis, known K, class Hw, class From, class Items>
   SYNCNORM_DEVICE void load(Hw const& hw, Op const& op, From const& from, Items& items) {
     [[maybe_unused]] mask_word_t<Axis, T> words[Unroll]{};
-    if constexpr (!Items::unmasked)
+    constexpr bool unmasked = Items::unmasked || (Axis == axis::channels && K == known::whole);
+    if constexpr (!unmasked)
       if (op.mask.data != nullptr) { // so that no load waits for a mask
         auto at = items;
         SYNCNORM_UNROLL
@@ -53,7 +54,7 @@ struct batch {
       from.template load<Axis, K>(hw, op, items, at, in[u]);
       items.template advance<K>();
     }
-    if constexpr (!Items::unmasked)
+    if constexpr (!unmasked)
       if (op.mask.data != nullptr) {
         SYNCNORM_UNROLL
         for (int u = 0; u < Unroll; ++u) bits[u] = counted<Axis, T>(words[u], bits[u]);
@@ -84,23 +85,24 @@ SYNCNORM_DEVICE void add_element(Op const& op, typename Op::fine& to, typename O
 /// Takes the next items of a thread as a batch: f(batch) after it has been loaded. Batches of one size share their f.
 template <axis Axis, class Op, class Items, class Hw, class From, class F>
 SYNCNORM_DEVICE void take_batch(Hw const& hw, Op const& op, From const& from, Items& items, F const& f) {
-  known const next = items.next(Op::unroll, Op::unroll_aligned);
-  if (Op::unroll > 1 && next == known::nothing) {
+  constexpr int unroll = Op::unroll[static_cast<int>(Axis)];
+  known const next = items.next(unroll, Op::unroll_aligned);
+  if (unroll > 1 && next == known::nothing) {
     batch<Op, 1> one;
     one.template load<Axis, known::nothing>(hw, op, from, items);
     return f(one);
   }
-  if (Op::unroll_aligned < Op::unroll && next == known::aligned) {
+  if (Op::unroll_aligned < unroll && next == known::aligned) {
     batch<Op, Op::unroll_aligned> some;
     some.template load<Axis, known::aligned>(hw, op, from, items);
     return f(some);
   }
-  batch<Op, Op::unroll> some;
+  batch<Op, unroll> some;
   if (next == known::whole)
     some.template load<Axis, known::whole>(hw, op, from, items);
-  else if (Op::unroll_aligned == Op::unroll && next == known::aligned)
+  else if (Op::unroll_aligned == unroll && next == known::aligned)
     some.template load<Axis, known::aligned>(hw, op, from, items);
-  else if constexpr (Op::unroll == 1)
+  else if constexpr (unroll == 1)
     some.template load<Axis, known::nothing>(hw, op, from, items);
   f(some);
 }

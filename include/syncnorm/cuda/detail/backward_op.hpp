@@ -73,7 +73,8 @@ template <class T, bool Epilogue>
 struct gradient_op {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 3 : 2, outputs = Epilogue ? 2 : 1, coefficients = Epilogue ? 6 : 4;
+  static constexpr int inputs = Epilogue ? 3 : 2, needed_inputs = 2, outputs = Epilogue ? 2 : 1,
+                       coefficients = Epilogue ? 6 : 4;
   static constexpr int unroll = Epilogue && sizeof(T) == 2 ? 1 : 2, unroll_aligned = unroll, threads = 256;
   static constexpr int resident[2] = {Epilogue || format_of<T> == element_format::bfloat16 ? 2 : 3, 2};
 
@@ -91,10 +92,10 @@ struct gradient_op {
   }
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T> const& output(int o) const { return o == 0 ? dx : dresidual; }
   /// Whether f(tensor) of all that are there.
-  template <class F>
-  [[nodiscard]] bool each_tensor(F const& f) const {
-    return f(dy) && f(x) && (residual.data == nullptr || f(residual)) && (dx.data == nullptr || f(dx)) &&
-           (dresidual.data == nullptr || f(dresidual));
+  template <class Op, class F>
+  [[nodiscard]] static bool each_tensor(Op& op, F const& f) {
+    return f(op.dy) && f(op.x) && (op.residual.data == nullptr || f(op.residual)) &&
+           (op.dx.data == nullptr || f(op.dx)) && (op.dresidual.data == nullptr || f(op.dresidual));
   }
 
   SYNCNORM_DEVICE void coefficients_of(backward_statistics::summary const& s, double gamma, double beta,

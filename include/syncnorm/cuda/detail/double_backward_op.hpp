@@ -86,11 +86,11 @@ struct double_gradient_op {
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   /// Whether f(tensor) of all that are there.
-  template <class F>
-  [[nodiscard]] bool each_tensor(F const& f) const {
-    return f(dy) && f(x) && (u.data == nullptr || f(u)) && (to_dy.data == nullptr || f(to_dy)) &&
-           (to_x.data == nullptr || f(to_x)) && (residual.data == nullptr || f(residual)) &&
-           (v.data == nullptr || f(v));
+  template <class Op, class F>
+  [[nodiscard]] static bool each_tensor(Op& op, F const& f) {
+    return f(op.dy) && f(op.x) && (op.u.data == nullptr || f(op.u)) && (op.to_dy.data == nullptr || f(op.to_dy)) &&
+           (op.to_x.data == nullptr || f(op.to_x)) && (op.residual.data == nullptr || f(op.residual)) &&
+           (op.v.data == nullptr || f(op.v));
   }
 
   SYNCNORM_DEVICE void coefficients_of(double_backward_statistics::summary const& s, double gamma,

@@ -27,6 +27,7 @@ template <class Op, axis Axis>
 struct map_entry {
   using arguments = map_arguments<Op>;
   static constexpr int threads = Op::threads, resident = Op::resident[static_cast<int>(Axis)];
+  static constexpr int static_shared = sizeof(map_storage<Op, Axis>);
 
   template <int Threads, class Hw>
   static SYNCNORM_DEVICE void run(Hw const& hw, arguments const& a) {

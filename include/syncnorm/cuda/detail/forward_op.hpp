@@ -128,7 +128,7 @@ template <class T, bool Epilogue>
 struct normalize_op {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 2 : 1, outputs = 1, coefficients = 3, threads = 256;
+  static constexpr int inputs = Epilogue ? 2 : 1, needed_inputs = 1, outputs = 1, coefficients = 3, threads = 256;
   static constexpr int unroll = Epilogue ? 2 : 4,
                        unroll_aligned = Epilogue ? (sizeof(T) == 8 ? 1 : 2) : (sizeof(T) == 4 ? 4 : 2);
   static constexpr int resident[2] = {sizeof(T) == 2 && (Epilogue || format_of<T> != element_format::binary16) ? 2 : 3,
@@ -145,9 +145,9 @@ struct normalize_op {
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& input(int i) const { return i == 0 ? x : residual; }
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T> const& output(int) const { return y; }
   /// Whether f(tensor) of all that are there.
-  template <class F>
-  [[nodiscard]] bool each_tensor(F const& f) const {
-    return f(x) && f(y) && (residual.data == nullptr || f(residual));
+  template <class Op, class F>
+  [[nodiscard]] static bool each_tensor(Op& op, F const& f) {
+    return f(op.x) && f(op.y) && (op.residual.data == nullptr || f(op.residual));
   }
 
   template <class Summary>

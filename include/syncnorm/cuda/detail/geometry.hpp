@@ -24,10 +24,12 @@ struct geometry {
   std::int64_t step_outer = 0, step_inner = 1; ///< by what the items of a thread are apart, of samples and within one
   std::uint32_t pieces = 1, groups = 0;
   int lanes = 1;
-  int threads = 64;     ///< of a block
-  int unit = 0;         ///< bytes of an item that is no pack, but a unit of dense_rows.hpp; else 0
-  bool whole = false;   ///< every pack is there in full, and one access of each tensor and of the mask
-  bool aligned = false; ///< every pack is one access of each tensor, along positions perhaps in part
+  int threads = 64; ///< of a block
+  int unit = 0;     ///< bytes of an item that is no pack, but a unit of dense_rows.hpp; else 0
+  /// Every pack is there in full, and one access of each tensor and of the mask. Along channels there is no mask, and one sample.
+  bool whole = false;
+  bool streamed = false; ///< whole packs of a map come through a pack_stream
+  bool aligned = false;  ///< every pack is one access of each tensor, along positions perhaps in part
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t items() const { return samples * inner; }
   /// Of the launch.
@@ -74,9 +76,14 @@ template <axis Axis, known K, class T>
   auto const product = [](std::int64_t a, std::int64_t b) {
     return std::int64_t{static_cast<std::int32_t>(a)} * static_cast<std::int32_t>(b);
   };
-  return t.data +
-         (product(at.sample, t.stride_n) + (Axis == axis::positions ? product(at.channel, t.stride_c) + at.position
-                                                                    : at.channel + product(at.position, t.stride_s)));
+  if constexpr (Axis == axis::channels) return t.data + (at.channel + product(at.position, t.stride_s));
+  return t.data + (product(at.sample, t.stride_n) + product(at.channel, t.stride_c) + at.position);
+}
+
+/// Whether there is input i of an op; a residual, which comes last, may be missing.
+template <class Op>
+[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool has_input(Op const& op, int i) {
+  return i < Op::needed_inputs || op.input(i).data != nullptr;
 }
 
 template <axis Axis, class T>
@@ -127,6 +134,7 @@ public:
   /// The item's pack, which is empty outside.
   template <known K = known::nothing>
   [[nodiscard]] SYNCNORM_DEVICE spot here() const {
+    if constexpr (K == known::whole && Axis == axis::channels) return {0, item_, channel_, {0, pack_length<T>}};
     spot at{outer_, inner_, channel_, {0, K == known::whole ? pack_length<T> : 0}};
     if constexpr (Axis == axis::positions) at.position *= pack_length<T>;
     if (K == known::whole || !inside()) return at;
@@ -143,6 +151,10 @@ public:
   template <known K = known::nothing>
   SYNCNORM_DEVICE void advance() {
     item_ += stride_;
+    if constexpr (K == known::whole && Axis == axis::channels) {
+      inner_ += stride_;
+      return;
+    }
     if constexpr (K == known::whole) { // as `address`
       auto const low = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
       std::int32_t const inner = low(inner_) + low(cut_.step_inner) - low(cut_.inner);

@@ -52,6 +52,18 @@ struct hardware {
     return *at;
 #endif
   }
+  /// Lets the kernel after begin, if it was launched `early`, once all blocks of this one have said so or ended.
+  static __device__ void let_next_begin() {
+#if SYNCNORM_HAS_CLUSTERS
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  }
+  /// Waits until the kernel before has ended and what it wrote is there, where this one was launched `early`.
+  static __device__ void wait_for_previous() {
+#if SYNCNORM_HAS_CLUSTERS
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  }
   template <class V>
   [[nodiscard]] static __device__ V shuffle_xor(V value, int lanes) {
     return __shfl_xor_sync(~0u, value, lanes);
@@ -114,6 +126,13 @@ struct hardware {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there), "l"(from) : "memory");
     else
       asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(there), "l"(from), "n"(Bytes) : "memory");
+  }
+  /// Ends a group of copies.
+  static __device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  /// Waits for all groups of the thread but the latest ones.
+  template <int Latest>
+  static __device__ void wait_for_copies_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Latest) : "memory");
   }
   static __device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

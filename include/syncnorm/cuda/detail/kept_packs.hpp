@@ -11,12 +11,6 @@
 // are. Copies in flight take no registers, so all of a block's are at a time.
 namespace syncnorm::cuda::detail {
 
-/// Whether there is input i of an op; the third one is a residual, which may be missing.
-template <class Op>
-[[nodiscard]] SYNCNORM_HOST_DEVICE inline bool has_input(Op const& op, int i) {
-  return i < 2 || op.input(i).data != nullptr;
-}
-
 /// How many packs of a tensor a block keeps.
 [[nodiscard]] SYNCNORM_HOST_DEVICE inline std::int64_t kept_packs_of(geometry const& cut) {
   return cut.unit == 0 ? cut.per_piece * cut.lanes : cut.per_piece * cut.unit / 16;

@@ -31,6 +31,7 @@ struct launch_shape {
   int most_dynamic_shared = 0; ///< of any launch of the kernel on this device
   int static_shared = 0;       ///< bytes beside those that are dynamic
   int cluster = 1;             ///< blocks of a cluster
+  bool early = false;          ///< begins before the kernel before has ended, for which it waits itself
 };
 
 template <class Kernels, class Entry>
@@ -38,26 +39,36 @@ void launch(char const* call, launch_shape const& shape, typename Entry::argumen
   syncnorm::detail::require_cuda(Kernels::template launch<Entry>(shape, a, stream), call);
 }
 
-/// Launches that of two kernels which goes along the packs of `Op`.
-template <class Kernels, template <class, axis> class Entry, class Op>
-void launch_along(char const* call, typename Entry<Op, axis::positions>::arguments const& a, cudaStream_t stream) {
-  launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads};
-  if (axis_of(a.op.lead()) == axis::positions)
-    launch<Kernels, Entry<Op, axis::positions>>(call, shape, a, stream);
+/// f(axis) of the packs of `op`, as the constant for which kernels are compiled.
+template <class Op, class F>
+void along_packs(Op const& op, F const& f) {
+  if (axis_of(op.lead()) == axis::positions)
+    f(std::integral_constant<axis, axis::positions>{});
   else
-    launch<Kernels, Entry<Op, axis::channels>>(call, shape, a, stream);
+    f(std::integral_constant<axis, axis::channels>{});
 }
 
 template <class Kernels, class Op>
 void launch_reduction(char const* call, Op const& op, packet_header const& header, packet_place const& packet,
                       workspace const& work, device_limits const& limits, cudaStream_t stream) {
-  launch_along<Kernels, reduce_entry, Op>(
-      call, make_reduction(op, header, packet, work, limits, Kernels::threads(op.threads)), stream);
+  auto const a = make_reduction(op, header, packet, work, limits, Kernels::threads(op.threads));
+  along_packs(op, [&](auto along) {
+    launch<Kernels, reduce_entry<Op, along()>>(call, {std::max(1u, a.cut.blocks()), a.cut.threads}, a, stream);
+  });
 }
 
+/// `early`: the kernel before is the reduction whose packet this one merges.
 template <class Kernels, class Op>
-void launch_map(char const* call, Op const& op, device_limits const& limits, cudaStream_t stream) {
-  launch_along<Kernels, map_entry, Op>(call, make_map(op, limits, Kernels::threads(op.threads)), stream);
+void launch_map(char const* call, Op const& op, device_limits const& limits, cudaStream_t stream, bool early = false) {
+  auto const a = make_map(op, limits, Kernels::threads(op.threads));
+  along_packs(op, [&](auto along) {
+    using entry = map_entry<Op, along()>;
+    launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads};
+    shape.early = early && Kernels::has_clusters(limits.architecture);
+    shape.static_shared = entry::static_shared;
+    shape.dynamic_shared = shape.most_dynamic_shared = stream_bytes<Op>(a.cut);
+    launch<Kernels, entry>(call, shape, a, stream);
+  });
 }
 
 /// The limits of the device by what it runs of `Kernels`.
@@ -82,8 +93,8 @@ template <class Kernels, class Sums, class Map>
 void launch_fused(char const* call, Sums const& sums, Map const& map, packet_header const& header,
                   packet_place const& packet, device_limits const& limits, cudaStream_t stream) {
   auto const a = make_fused(sums, map, header, packet, limits_of<Kernels>(limits), Kernels::threads(fused_threads));
-  auto const along = [&]<axis Axis>(std::integral_constant<axis, Axis>) {
-    using entry = fused_entry<Sums, Map, Axis>;
+  along_packs(sums, [&](auto along) {
+    using entry = fused_entry<Sums, Map, along()>;
     launch_shape const shape{a.cut.blocks(),
                              a.cut.threads,
                              static_cast<int>(fused_bytes(a.sums, a.cut)),
@@ -91,11 +102,7 @@ void launch_fused(char const* call, Sums const& sums, Map const& map, packet_hea
                              entry::static_shared,
                              static_cast<int>(a.cut.pieces)};
     launch<Kernels, entry>(call, shape, a, stream);
-  };
-  if (axis_of(sums.lead()) == axis::positions)
-    along(std::integral_constant<axis, axis::positions>{});
-  else
-    along(std::integral_constant<axis, axis::channels>{});
+  });
 }
 
 /// f(whether the epilogue does something), as the constant for which kernels are compiled.

@@ -12,6 +12,7 @@
 #include <syncnorm/cuda/detail/forward_op.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
 #include <syncnorm/cuda/detail/pack.hpp>
+#include <syncnorm/cuda/detail/pack_stream.hpp>
 #include <syncnorm/cuda/detail/packet_access.hpp>
 
 namespace syncnorm::cuda::detail {
@@ -102,7 +103,9 @@ struct map_batch {
     for (int u = 0; u < Count; ++u) {
       spot const at = items.template here<K>();
       unsigned bits = ~0u;
-      if (op.mask.data != nullptr) bits = counted<Axis, T>(load_mask<Axis, T, K>(hw, op.mask, at), existing<T, K>(at));
+      constexpr bool unmasked = Axis == axis::channels && K == known::whole;
+      if (!unmasked && op.mask.data != nullptr)
+        bits = counted<Axis, T>(load_mask<Axis, T, K>(hw, op.mask, at), existing<T, K>(at));
       pack<T> out[Op::outputs];
       apply_to_pack<Forward>(op, k, in[u], bits, out);
       op.template store<Axis, K>(hw, at, out);
@@ -138,7 +141,16 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
     else if (next == known::aligned)
       some.template load<known::aligned, Op::unroll_aligned>(hw, a.op, items);
   };
-  load_next();
+  auto packs = [&] {
+    if constexpr (streams<Op, Axis>)
+      return pack_stream<Op>{hw, a.op, items};
+    else
+      return 0;
+  }();
+  if constexpr (streams<Op, Axis>)
+    if (cut.streamed) packs.begin(hw);
+  if (!cut.streamed) load_next();
+  hw.wait_for_previous();
 
   auto& shared = hw.template shared<map_storage<Op, Axis>>();
   // And so is all that the statistics are made of: nothing here waits before it is merged.
@@ -163,6 +175,7 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
     for (int i = 0; i < Op::coefficients; ++i) hw.store(&shared.k[i][hw.thread()], made[i]);
   }
   if (hw.barrier_or(disagree || refused)) {
+    hw.wait_for_copies();
     if (block != 0) return;
     bool const others = hw.barrier_or(disagree);
     statistics.fail(hw, from, others ? pass_fault::disagreement : pass_fault::one_value);
@@ -176,6 +189,16 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   int const first = Axis == axis::positions ? 0 : hw.thread() % cut.lanes * length;
   coefficient_set<Op, Axis> k;
   if constexpr (Axis == axis::positions) k.read(hw, shared, first);
+  if constexpr (streams<Op, Axis>)
+    if (cut.streamed) {
+      while (items.inside(Op::unroll)) {
+        packs.next(hw, some.in);
+        k.read(hw, shared, first);
+        some.template store<known::whole>(hw, a.op, items, k.of);
+      }
+      hw.wait_for_copies();
+      load_next();
+    }
   while (items.inside()) {
     if (next == known::nothing) {
       map_batch<Op, Axis, 1> one;

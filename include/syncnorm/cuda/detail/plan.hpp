@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
@@ -72,7 +73,7 @@ template <class Op>
     spot at{sample, rows ? 0 : other, rows ? other : 0, {0, pack_length<T>}};
     if (rows)
       at.position -= static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(address(lead, at)) % 16 / sizeof(T));
-    return op.each_tensor([&](auto const& t) {
+    return Op::each_tensor(op, [&](auto const& t) {
       return rows ? is_one_access<axis::positions>(t, at) : is_one_access<axis::channels>(t, at);
     });
   };
@@ -103,15 +104,43 @@ template <class T>
   return bytes == 16 || (size == 2 && bytes == 8) ? bytes : size;
 }
 
-/// Whether every pack of `op` is there in full, and one access of each tensor and of the mask, and an address is had in 31 bits.
+/// By how many elements the positions of all samples of `t` follow each other; 0: it takes two strides to find them.
+template <class T>
+[[nodiscard]] constexpr std::int64_t step_of_all(tensor_view<T> const& t) {
+  if (t.spatial == 1) return t.stride_n;
+  return t.samples == 1 || t.stride_n == t.spatial * t.stride_s ? t.stride_s : 0;
+}
+
+/// Takes tensors along channels, where they have no masks and all samples follow each other, as ones of one sample, whose packs are found
+/// by one stride.
+template <class... Ops>
+void flatten(Ops&... ops) {
+  auto const is_flat = [](auto const& op) {
+    if (axis_of(op.lead()) != axis::channels || op.mask.data != nullptr || op.lead().size() == 0) return false;
+    return std::remove_cvref_t<decltype(op)>::each_tensor(op, [](auto const& t) {
+      auto const step = step_of_all(t);
+      return step != 0 && step != 1;
+    });
+  };
+  if (!(is_flat(ops) && ...)) return;
+  auto const of_one_sample = [](auto& t) {
+    t.stride_s = step_of_all(t), t.spatial *= t.samples;
+    t.samples = 1, t.stride_n = 0;
+    return true;
+  };
+  (void)(Ops::each_tensor(ops, of_one_sample) && ...);
+}
+
+/// Whether every pack of `op` is there in full, and one access of each tensor and of the mask, and an address is had in 31 bits. Along
+/// channels there is no mask, and one sample.
 template <class Op>
 [[nodiscard]] bool is_whole_throughout(Op const& op) {
   using T = typename Op::element_type;
   auto const& lead = op.lead();
   bool const rows = axis_of(lead) == axis::positions;
-  if (!op.each_tensor([](auto const& t) { return is_narrow(t); })) return false;
+  if (!Op::each_tensor(op, [](auto const& t) { return is_narrow(t); })) return false;
   if (!is_aligned_throughout(op) || (rows ? lead.spatial : lead.channels) % pack_length<T> != 0) return false;
-  if (!rows) return true;
+  if (!rows) return lead.samples == 1 && op.mask.data == nullptr;
   spot const first{0, 0, 0, {}}, next_sample{lead.samples > 1 ? 1 : 0, 0, 0, {}},
       next_row{0, 0, lead.channels > 1 ? 1 : 0, {}};
   for (auto const& at : {first, next_sample, next_row})
@@ -124,7 +153,7 @@ template <class Op>
 template <class Op>
 [[nodiscard]] bool has_room_throughout(Op const& op) {
   using T = typename Op::element_type;
-  return op.each_tensor([](auto const& t) {
+  return Op::each_tensor(op, [](auto const& t) {
     return (t.samples <= 1 || t.stride_n >= pack_length<T>)&&(t.channels <= 1 || t.stride_c >= pack_length<T>);
   });
 }

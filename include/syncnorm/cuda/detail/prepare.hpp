@@ -14,6 +14,7 @@
 #include <syncnorm/cuda/detail/fused_kernel.hpp>
 #include <syncnorm/cuda/detail/kept_kernels.hpp>
 #include <syncnorm/cuda/detail/map_kernel.hpp>
+#include <syncnorm/cuda/detail/pack_stream.hpp>
 #include <syncnorm/cuda/detail/plan.hpp>
 #include <syncnorm/cuda/detail/reduce_kernel.hpp>
 #include <syncnorm/cuda/operands.hpp>
@@ -51,14 +52,27 @@ template <class Op>
                                                   workspace const& work, device_limits const& limits, int threads) {
   workspace_layout const layout{work, op.lead().channels};
   reduce_arguments<Op> a{{}, op, make_outgoing(header, packet, saved_count_of(op)), layout.tickets, layout.partials};
+  flatten(a.op);
   // Of a header with a fault the header alone is written.
-  if (header.fault[0] == '\0') a.cut = cut_for_reduction(op, threads, limits);
+  if (header.fault[0] == '\0') a.cut = cut_for_reduction(a.op, threads, limits);
   return a;
+}
+
+/// Takes the whole packs of a map through a stream, where two blocks of a multiprocessor have room for it.
+template <class Op>
+void set_stream(geometry& cut, Op const& op, device_limits const& limits) {
+  if constexpr (streams<Op, axis::channels>)
+    cut.streamed = cut.whole && axis_of(op.lead()) == axis::channels &&
+                   pack_stream<Op>::bytes(cut.threads) <= limits.shared_per_block / 2 - 4 * 1024;
 }
 
 template <class Op>
 [[nodiscard]] map_arguments<Op> make_map(Op const& op, device_limits const& limits, int threads) {
-  return {cut_for_map(op, threads, limits), op};
+  map_arguments<Op> a{{}, op};
+  flatten(a.op);
+  a.cut = cut_for_map(a.op, threads, limits);
+  set_stream(a.cut, a.op, limits);
+  return a;
 }
 
 /// Whether what a pass reads and writes is more than the cache holds, so that it is not kept.
@@ -215,7 +229,7 @@ template <class... Ops>
     unit = std::min(unit, unit_of(t));
     return true;
   };
-  (void)(ops.each_tensor(shrink) && ...);
+  (void)(Ops::each_tensor(ops, shrink) && ...);
   return ((ops.mask.data == nullptr) && ...) ? unit : 0;
 }
 
@@ -258,10 +272,12 @@ template <class Sums, class Map>
 [[nodiscard]] fused_arguments<Sums, Map> make_fused(Sums const& sums, Map const& map, packet_header const& header,
                                                     packet_place const& packet, device_limits const& limits,
                                                     int threads) {
-  auto cut = cut_for_fused(sums, threads, limits);
-  set_access(cut, sums, map);
-  take_units(cut, sums, map);
-  return {cut, sums, map, make_outgoing(header, packet, saved_count_of(sums))};
+  fused_arguments<Sums, Map> a{{}, sums, map, make_outgoing(header, packet, saved_count_of(sums))};
+  flatten(a.sums, a.map);
+  a.cut = cut_for_fused(a.sums, threads, limits);
+  set_access(a.cut, a.sums, a.map);
+  take_units(a.cut, a.sums, a.map);
+  return a;
 }
 
 /// Whether a pass of one rank is better done by groups that stay on the chip: they fit, of clusters two blocks to a multiprocessor, and

@@ -129,6 +129,7 @@ public:
 template <class Op, axis Axis, int Threads, class Hw>
 SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) {
   using reducer = reduction<Op, Axis, Threads>;
+  hw.let_next_begin();
   if (a.cut.groups == 0) {
     if (hw.thread() == 0) write_header(hw, a.packet, 0.0, false);
     return;

@@ -71,9 +71,10 @@ template <class T>
 struct moments_op {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = 1, sums = 2, parts = 3, unroll = 4, unroll_aligned = sizeof(T) == 4 ? 4 : 2,
-                       threads = 256;
-  /// Blocks that a multiprocessor holds at a time by their registers, of packs along positions and along channels.
+  static constexpr int inputs = 1, needed_inputs = 1, sums = 2, parts = 3, threads = 256;
+  /// Packs of each input that are in flight, of packs along positions and along channels; of those that may be there in part.
+  static constexpr int unroll[2] = {4, sizeof(T) == 8 ? 4 : 8}, unroll_aligned = sizeof(T) == 4 ? 4 : 2;
+  /// Blocks that a multiprocessor holds at a time by their registers.
   static constexpr int resident[2] = {3, 2};
   static constexpr bool counts = true; ///< part 0 is the count
   static constexpr bool pivoted = true;
@@ -93,9 +94,9 @@ struct moments_op {
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   /// Whether f(tensor) of all that are there.
-  template <class F>
-  [[nodiscard]] bool each_tensor(F const& f) const {
-    return f(x);
+  template <class Op, class F>
+  [[nodiscard]] static bool each_tensor(Op& op, F const& f) {
+    return f(op.x);
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const&, std::int64_t) const {
@@ -183,8 +184,9 @@ template <class T, bool Epilogue>
 struct backward_sums_op : added_parts<2> {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 3 : 2, threads = 256;
-  static constexpr int unroll = (Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0),
+  static constexpr int inputs = Epilogue ? 3 : 2, needed_inputs = 2, threads = 256;
+  static constexpr int unroll[2] = {(Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0),
+                                    Epilogue ? (sizeof(T) == 2 ? 1 : 2) : 4},
                        unroll_aligned = Epilogue || format_of<T> == element_format::bfloat16 ? 1 : 2;
   static constexpr int resident[2] = {sizeof(T) == 8 ? 2 : 3, 2};
   static constexpr bool pivoted = false;
@@ -208,9 +210,9 @@ struct backward_sums_op : added_parts<2> {
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   /// Whether f(tensor) of all that are there.
-  template <class F>
-  [[nodiscard]] bool each_tensor(F const& f) const {
-    return f(dy) && f(x) && (residual.data == nullptr || f(residual));
+  template <class Op, class F>
+  [[nodiscard]] static bool each_tensor(Op& op, F const& f) {
+    return f(op.dy) && f(op.x) && (op.residual.data == nullptr || f(op.residual));
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const& hw, std::int64_t c) const {
@@ -267,7 +269,8 @@ template <class T, bool Epilogue>
 struct double_backward_sums_op : added_parts<5> {
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 4 : 3, unroll = Epilogue ? 1 : 2, unroll_aligned = 1, threads = 128;
+  static constexpr int inputs = Epilogue ? 4 : 3, threads = 128;
+  static constexpr int unroll[2] = {Epilogue ? 1 : 2, Epilogue ? 1 : 2}, unroll_aligned = 1;
   static constexpr int resident[2] = {Epilogue ? 4 : 6, sizeof(T) == 2 ? 2 : 3};
   static constexpr bool pivoted = false;
   static constexpr bool sums_all = true; ///< elements that do not count are in some sums
@@ -289,9 +292,9 @@ struct double_backward_sums_op : added_parts<5> {
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& lead() const { return x; }
   /// Whether f(tensor) of all that are there.
-  template <class F>
-  [[nodiscard]] bool each_tensor(F const& f) const {
-    return f(dy) && f(x) && (u.data == nullptr || f(u)) && (residual.data == nullptr || f(residual));
+  template <class Op, class F>
+  [[nodiscard]] static bool each_tensor(Op& op, F const& f) {
+    return f(op.dy) && f(op.x) && (op.u.data == nullptr || f(op.u)) && (op.residual.data == nullptr || f(op.residual));
   }
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const& hw, std::int64_t c) const {
