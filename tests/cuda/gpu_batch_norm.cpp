@@ -86,6 +86,28 @@ void check_odd_rows(bool captured) {
                                                                             layer_cases::accuracy_in<T>);
 }
 
+// Channels of one rank that are too long for the chip along channels, whole packs and others, so that two kernels take them.
+template <class T>
+void check_long_columns(bool captured) {
+  using test::layout;
+  syncnorm::self_communicator const self;
+  for (auto const& of : {layer_cases::layer_case{{3}, 72, 28 * 28, layout::nhwc},
+                         {{3}, 72, 28 * 28, layout::nhwc, false, true, 0.25},
+                         {{3}, 72, 28 * 28, layout::nhwc, true},
+                         {{2000}, 37, 1, layout::nc}})
+    layer_cases::check_steps<layer_over<T, syncnorm::self_communicator>, T>(self, of, captured,
+                                                                            layer_cases::accuracy_in<T>);
+}
+
+// Rows of several ranks that are multiples of 8 bytes in 16 bits, of one piece and of several.
+template <class T, class C>
+void check_rows_of_units(C const& comm) {
+  for (auto const& of : {layer_cases::layer_case{{20, 3, 0, 1}, 5, 14 * 14},
+                         {{200, 1, 9, 0}, 6, 14 * 14, test::layout::nchw, false, true, 0.25},
+                         {{1, 30, 2, 5}, 3, 58 * 58}})
+    layer_cases::check_steps<layer_over<T, C>, T>(comm, of, false, layer_cases::accuracy_in<T>);
+}
+
 } // namespace
 
 TEST_CASE("device memory over a communicator of the host keeps the contract of streams on a GPU") {
@@ -114,6 +136,10 @@ TEST_CASE("one rank on a GPU agrees with the oracle, in every element type") {
     check_odd_rows<float>(captured);
     check_odd_rows<__half>(captured);
     check_odd_rows<__nv_bfloat16>(captured);
+    check_long_columns<float>(captured);
+    check_long_columns<double>(captured);
+    check_long_columns<__half>(captured);
+    check_long_columns<__nv_bfloat16>(captured);
   }
 }
 
@@ -151,6 +177,8 @@ TEST_CASE("ranks on one GPU agree with the oracle") {
   for (int const ranks : {2, 3, 4}) over_threads(ranks, [](auto const& comm) { check_cases<float>(comm, false); });
   over_threads(4, [](auto const& comm) {
     for (auto const& of : large_cases()) layer_cases::check_steps<layer_over<float, staged_threads>>(comm, of, false);
+    check_rows_of_units<__half>(comm);
+    check_rows_of_units<__nv_bfloat16>(comm);
   });
 }
 

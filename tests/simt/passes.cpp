@@ -320,6 +320,27 @@ TEST_CASE("Backward without exchange, and without what is not needed") {
   check_passes<float, true>(of);
 }
 
+TEST_CASE("Rows of 16-bit elements that are multiples of 8 bytes") {
+  auto const check = [&]<class T>(T) {
+    for (std::int64_t const spatial : {4, 12, 196})
+      for (std::int64_t const packs : {1, 3}) {
+        pass_case of{{7, 0, 3}, 5, spatial};
+        of.how.packs = packs;
+        of.how.order = 3;
+        check_passes<T, false>(of);
+        of.slope = 0.25;
+        check_passes<T, true>(of);
+        of.residual = of.in_place = true;
+        check_passes<T, true>(of);
+        of.samples = {9}, of.how.early = true;
+        check_passes<T, true>(of);
+        of.masked = true;
+        check_passes<T, true>(of);
+      }
+  };
+  check(float16{}), check(bfloat16{});
+}
+
 TEST_CASE("The second kernel of one rank begins before the first has ended") {
   auto const check = [&]<class T>(T) {
     for (auto const order : {arrangement::nchw, arrangement::nhwc, arrangement::padded_channels}) {

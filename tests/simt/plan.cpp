@@ -281,6 +281,38 @@ TEST_CASE("Units are as long as all rows of all tensors begin and end at a multi
   CHECK(gpu::unit_of(every_other) == 0);
 }
 
+TEST_CASE("What is launched for rows of 16-bit elements takes them by units of 8 bytes where packs are not whole") {
+  auto* const from = reinterpret_cast<bfloat16*>(const_cast<float*>(far));
+  auto const cut = [&](std::int64_t n, std::int64_t s, std::int64_t offset = 0, bool masked = false) {
+    gpu::moments_op<bfloat16> op{nchw<bfloat16 const>(from + offset, n, 64, s)};
+    if (masked) op.mask = mask_of(reinterpret_cast<std::uint8_t const*>(far), n, s);
+    auto const made = gpu::make_reduction(op, {}, {}, {}, limits, 256).cut;
+    CHECK((made.unit == 0 || (made.items() * 8 == n * s * 2 && made.per_piece * 8 <= 16 * 256 * 16)));
+    CHECK((made.unit == 0 || made.pieces * made.per_piece >= made.items()));
+    return made;
+  };
+  CHECK(cut(256, 196).unit == 8);
+  CHECK(cut(256, 196).pieces == 2);
+  CHECK(cut(5, 4).unit == 8);
+  CHECK(cut(256, 784).unit == 0); // whole packs
+  CHECK(cut(256, 49).unit == 0);
+  CHECK(cut(256, 196, 1).unit == 0);
+  CHECK(cut(256, 196, 4).unit == 8);
+  CHECK(cut(256, 196, 0, true).unit == 0);
+  CHECK(cut(0, 196).unit == 0);
+  CHECK(cut(200000, 196).unit == 0); // of more pieces than the last block would put together
+
+  gpu::normalize_op<bfloat16, true> op;
+  op.x = op.residual = nchw<bfloat16 const>(from, 256, 64, 196), op.y = nchw(from, 256, 64, 196);
+  auto const made = gpu::make_map(op, limits, 256);
+  CHECK((made.cut.unit == 8 && made.cut.pieces == 4));
+  CHECK(gpu::unit_bytes(made.op, made.cut) == 2 * 16 * gpu::kept_packs_of(made.cut));
+  op.y.data += 2;
+  CHECK(gpu::make_map(op, limits, 256).cut.unit == 0);
+  gpu::moments_op<float> const of_float{nchw(far, 256, 64, 49)};
+  CHECK(gpu::make_reduction(of_float, {}, {}, {}, limits, 256).cut.unit == 0);
+}
+
 TEST_CASE("Packs of tensors whose extents or strides are not narrow are not whole") {
   auto const is_whole = [](std::int64_t n, std::int64_t spatial, std::int64_t stride_n) {
     auto x = nchw(far, n, 2, spatial);

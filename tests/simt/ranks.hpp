@@ -25,6 +25,7 @@ using gpu::detail::axis;
 struct launching {
   std::int64_t blocks = 12; ///< wanted in all
   std::int64_t least = 1;   ///< packs of a thread
+  std::int64_t packs = 2;   ///< that a thread keeps of rows by units, at most
   unsigned order = 0;       ///< in which blocks run
   int threads = 64;         ///< of a block of packs along positions, at most
   gpu::device_limits limits{2, 1 << 16};
@@ -58,7 +59,10 @@ void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launc
     a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
                                     gpu::detail::most_pieces);
   set_access(a.cut, how, a.op);
-  simt::launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
+  if (a.cut.groups != 0 && how.known == gpu::detail::known::whole)
+    gpu::detail::cut_by_units(a.cut, a.op, how.threads, how.packs, gpu::detail::most_pieces);
+  auto const bytes = static_cast<std::size_t>(gpu::detail::unit_bytes(a.op, a.cut));
+  simt::launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads, bytes, how.order};
   if (along_positions)
     on.launch(shape, [&](auto const& hw) { gpu::detail::reduce_kernel<Op, axis::positions, most_threads>(hw, a); });
   else
@@ -72,9 +76,12 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
     a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
                                     std::int64_t{1} << 20);
   set_access(a.cut, how, a.op);
+  if (how.known == gpu::detail::known::whole)
+    gpu::detail::cut_by_units(a.cut, a.op, how.threads, how.packs, std::int64_t{1} << 20);
   gpu::detail::set_stream(a.cut, a.op, how.limits);
   simt::launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
-  shape.dynamic_shared = static_cast<std::size_t>(gpu::detail::stream_bytes<Op>(a.cut));
+  shape.dynamic_shared =
+      static_cast<std::size_t>(gpu::detail::stream_bytes<Op>(a.cut) + gpu::detail::unit_bytes(a.op, a.cut));
   shape.early = how.early;
   if (along_positions)
     on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions>(hw, a); });
@@ -86,7 +93,7 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
 template <class Sums, class Map>
 void run_fused(simt::machine& on, gpu::detail::fused_arguments<Sums, Map> a, launching const& how) {
   set_access(a.cut, how, a.sums, a.map);
-  auto const bytes = static_cast<std::size_t>(gpu::detail::fused_bytes(a.sums, a.cut));
+  auto const bytes = static_cast<std::size_t>(gpu::detail::kept_bytes(a.sums, a.cut));
   simt::launch_shape const shape{a.cut.blocks(), a.cut.threads, bytes, how.order, static_cast<int>(a.cut.pieces)};
   if (gpu::detail::axis_of(a.sums.lead()) == axis::positions)
     on.launch(shape,

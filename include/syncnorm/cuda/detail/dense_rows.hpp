@@ -4,15 +4,24 @@
 #include <type_traits>
 
 #include <syncnorm/config.hpp>
+#include <syncnorm/cuda/detail/apply.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
 #include <syncnorm/cuda/detail/kept_packs.hpp>
-#include <syncnorm/cuda/detail/map_kernel.hpp>
 #include <syncnorm/cuda/detail/pack.hpp>
 
 // A channel whose rows lie in shared memory one after the other, without gaps, so that it is summed by packs wherever its rows begin in
 // the tensors. There it is accessed by units, of as many bytes as all of its rows begin and end at a multiple of (`unit_of`), which are the
 // items of a cut.
 namespace syncnorm::cuda::detail {
+
+/// Whether kernels that keep nothing from one launch to the next take rows by units, which are then of 8 bytes: smaller ones take them longer
+/// than parts of packs.
+template <class Op, axis Axis>
+inline constexpr bool has_units = Axis == axis::positions && sizeof(typename Op::element_type) == 2 &&
+                                  requires(Op const& op) {
+  op.input(0);
+};
+inline constexpr int unit_of_launches = 8;
 
 /// f(bytes of a unit), as a constant.
 template <class T, class F>
@@ -63,10 +72,10 @@ template <class T>
   return t.data + static_cast<std::int64_t>(channel) * t.stride_c;
 }
 
-/// Begins to fetch all units of a thread, and fills up the last pack. It is all there once all threads have waited.
+/// Begins to fetch all units of a thread, of `Bytes`.
 template <int Bytes, class Hw, class Sums>
-SYNCNORM_DEVICE void fetch_units(Hw const& hw, Sums const& sums, kept_packs<Sums> const& kept,
-                                 part_of_group const& part, unit_walk at) {
+SYNCNORM_DEVICE void fetch_units_of(Hw const& hw, Sums const& sums, kept_packs<Sums> const& kept,
+                                    part_of_group const& part, unit_walk at) {
   using T = typename Sums::element_type;
   constexpr int length = Bytes / static_cast<int>(sizeof(T));
   constexpr int unroll = Bytes == 2 ? 8 / Sums::inputs : 4;
@@ -102,18 +111,37 @@ SYNCNORM_DEVICE void fetch_units(Hw const& hw, Sums const& sums, kept_packs<Sums
   };
   while (at.inside(unroll)) fetch(std::integral_constant<int, unroll>{});
   while (at.inside(1)) fetch(std::integral_constant<int, 1>{});
-
-  std::int64_t const elements = (part.end - part.begin) * length, rest = elements % pack_length<T>;
-  if (rest == 0 || rest + hw.thread() >= pack_length<T>) return;
-  SYNCNORM_UNROLL
-  for (int i = 0; i < Sums::inputs; ++i)
-    if (has_input(sums, i)) hw.store(kept.place(0, i) + elements + hw.thread(), T{});
 }
 
-/// Maps the units of a thread, and writes them.
-template <int Bytes, class Hw, class Sums, class Map>
-SYNCNORM_DEVICE void map_units(Hw const& hw, Map const& map, kept_packs<Sums> const& kept, part_of_group const& part,
-                               unit_walk at, typename Map::A const (&k)[1][Map::coefficients]) {
+/// Begins to fetch all units of a thread.
+template <class Hw, class Sums>
+SYNCNORM_DEVICE void fetch_units(Hw const& hw, Sums const& sums, kept_packs<Sums> const& kept,
+                                 part_of_group const& part, int unit, unit_walk const& at) {
+  with_unit<typename Sums::element_type>(unit,
+                                         [&](auto bytes) { fetch_units_of<bytes.value>(hw, sums, kept, part, at); });
+}
+
+/// Fetches all units of a block, and fills up the last pack. Returns the packs of a thread among those that are then there.
+template <class Hw, class Sums>
+[[nodiscard]] SYNCNORM_DEVICE kept_walk<typename Sums::element_type>
+gather_units(Hw const& hw, Sums const& sums, kept_packs<Sums> const& kept, part_of_group const& part, int unit) {
+  using T = typename Sums::element_type;
+  std::int64_t const elements = (part.end - part.begin) * (unit / static_cast<int>(sizeof(T))),
+                     rest = elements % pack_length<T>;
+  if (rest != 0 && rest + hw.thread() < pack_length<T>) {
+    SYNCNORM_UNROLL
+    for (int i = 0; i < Sums::inputs; ++i)
+      if (has_input(sums, i)) hw.store(kept.place(0, i) + elements + hw.thread(), T{});
+  }
+  hw.wait_for_copies();
+  hw.barrier();
+  return {part.group, elements, hw.thread(), hw.threads()};
+}
+
+/// Maps the units of a thread, of `Bytes`, and writes them.
+template <int Bytes, bool Forward, class Hw, class Sums, class Map>
+SYNCNORM_DEVICE void map_units_of(Hw const& hw, Map const& map, kept_packs<Sums> const& kept, part_of_group const& part,
+                                  unit_walk at, typename Map::A const (&k)[1][Map::coefficients]) {
   using T = typename Sums::element_type;
   constexpr int length = Bytes / static_cast<int>(sizeof(T));
   auto const put = [&]<int Count>(std::integral_constant<int, Count>) {
@@ -125,7 +153,7 @@ SYNCNORM_DEVICE void map_units(Hw const& hw, Map const& map, kept_packs<Sums> co
       for (int i = 0; i < Map::inputs; ++i) {
         in[u][i] = {};
         auto const& from = map.input(i);
-        if (i > 0 && from.data == nullptr) continue;
+        if (!has_input(map, i)) continue;
         in[u][i] = hw.template load_pack<Bytes>(
             i < Sums::inputs ? kept.place(0, i) + next.number() * length
                              : next.template address<length>(channel_of(from, part.group), from.stride_n),
@@ -135,7 +163,7 @@ SYNCNORM_DEVICE void map_units(Hw const& hw, Map const& map, kept_packs<Sums> co
     SYNCNORM_UNROLL
     for (int u = 0; u < Count; ++u, at.advance()) {
       pack<T, Bytes> out[Map::outputs];
-      apply_to_pack<true>(map, k, in[u], ~0u, out);
+      apply_to_pack<Forward>(map, k, in[u], ~0u, out);
       SYNCNORM_UNROLL
       for (int o = 0; o < Map::outputs; ++o) {
         auto const& to = map.output(o);
@@ -147,6 +175,23 @@ SYNCNORM_DEVICE void map_units(Hw const& hw, Map const& map, kept_packs<Sums> co
   constexpr int unroll = Map::inputs == 1 ? 4 : 2;
   while (at.inside(unroll)) put(std::integral_constant<int, unroll>{});
   while (at.inside(1)) put(std::integral_constant<int, 1>{});
+}
+
+/// Maps the units of a thread, and writes them. `Forward`: as `apply_to_pack`.
+template <bool Forward, class Hw, class Sums, class Map>
+SYNCNORM_DEVICE void map_units(Hw const& hw, Map const& map, kept_packs<Sums> const& kept, part_of_group const& part,
+                               int unit, unit_walk const& at, typename Map::A const (&k)[1][Map::coefficients]) {
+  with_unit<typename Map::element_type>(
+      unit, [&](auto bytes) { map_units_of<bytes.value, Forward>(hw, map, kept, part, at, k); });
+}
+
+/// Bytes of dynamic shared memory of a block that takes rows by units.
+template <class Op>
+[[nodiscard]] int unit_bytes(Op const& op, geometry const& cut) {
+  if constexpr (has_units<Op, axis::positions>)
+    return cut.unit == 0 ? 0 : static_cast<int>(kept_bytes(op, cut));
+  else
+    return 0;
 }
 
 } // namespace syncnorm::cuda::detail

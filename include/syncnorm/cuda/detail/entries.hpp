@@ -12,10 +12,15 @@
 // limits its registers to (0: it does not), and its body, for blocks of at most `Threads` of any hardware.
 namespace syncnorm::cuda::detail {
 
+/// Bytes of static shared memory.
+template <class Storage>
+inline constexpr int shared_bytes = (static_cast<int>(sizeof(Storage)) + 15) / 16 * 16;
+
 template <class Op, axis Axis>
 struct reduce_entry {
   using arguments = reduce_arguments<Op>;
   static constexpr int threads = Op::threads, resident = Op::resident[static_cast<int>(Axis)];
+  static constexpr int static_shared = shared_bytes<reduce_storage<Op, Axis, threads>>;
 
   template <int Threads, class Hw>
   static SYNCNORM_DEVICE void run(Hw const& hw, arguments const& a) {
@@ -27,7 +32,7 @@ template <class Op, axis Axis>
 struct map_entry {
   using arguments = map_arguments<Op>;
   static constexpr int threads = Op::threads, resident = Op::resident[static_cast<int>(Axis)];
-  static constexpr int static_shared = sizeof(map_storage<Op, Axis>);
+  static constexpr int static_shared = shared_bytes<map_storage<Op, Axis>>;
 
   template <int Threads, class Hw>
   static SYNCNORM_DEVICE void run(Hw const& hw, arguments const& a) {
@@ -44,7 +49,7 @@ struct fused_entry {
   using T = typename Sums::element_type;
   static constexpr int threads = fused_threads;
   static constexpr int resident = Axis == axis::positions ? (sizeof(T) == 8 ? 2 : 3) : sizeof(T) == 2 ? 1 : 2;
-  static constexpr int static_shared = sizeof(fused_storage<Sums, Map, Axis, fused_threads>);
+  static constexpr int static_shared = shared_bytes<fused_storage<Sums, Map, Axis, fused_threads>>;
 
   template <int Threads, class Hw>
   static SYNCNORM_DEVICE void run(Hw const& hw, arguments const& a) {

@@ -32,14 +32,6 @@ struct fused_storage {
   double of_block[Sums::parts];
 };
 
-/// Bytes of dynamic shared memory by which a piece of a group stays on the chip.
-template <class Sums>
-[[nodiscard]] std::int64_t fused_bytes(Sums const& sums, geometry const& cut) {
-  std::int64_t inputs = 0;
-  for (int i = 0; i < Sums::inputs; ++i) inputs += has_input(sums, i) ? 1 : 0;
-  return kept_packs_of(cut) * inputs * 16;
-}
-
 /// A pass of one rank alone over groups that fit into shared memory, a block or a cluster of blocks to a group: reads once and writes
 /// once.
 template <class Sums, class Map, axis Axis, int Threads, class Hw>
@@ -64,9 +56,7 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
 
   bool const by_units = Axis == axis::positions && a.cut.unit != 0;
   if (by_units)
-    with_unit<T>(a.cut.unit, [&](auto bytes) {
-      fetch_units<bytes.value>(hw, a.sums, kept, part, unit_walk{a.cut, part, hw.thread(), hw.threads()});
-    });
+    fetch_units(hw, a.sums, kept, part, a.cut.unit, unit_walk{a.cut, part, hw.thread(), hw.threads()});
   else
     kept.fetch(hw, a.sums, walk<Axis, T>{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()});
   // In flight with them.
@@ -74,18 +64,20 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   double const gamma = has_channel ? load_value(hw, statistics.affine.gamma, channel, 1) : 0,
                beta = has_channel ? load_value(hw, statistics.affine.beta, channel, 0) : 0;
   double all[Sums::parts]{};
-  hw.wait_for_copies();
-  if (by_units) hw.barrier();
-  if (by_units || (a.cut.whole && a.sums.mask.data == nullptr)) {
-    std::int64_t const first = Axis == axis::positions ? part.group : channel_of_lane, items = part.end - part.begin,
-                       elements =
-                           by_units ? items * a.cut.unit / static_cast<int>(sizeof(T)) : items * a.cut.lanes * length;
-    reducer::sum_part(hw, a.sums, a.cut, kept,
-                      kept_walk<T>{first, first < a.cut.channels ? elements : 0, hw.thread(), hw.threads()},
-                      shared.sums, all);
+  if (by_units) {
+    reducer::sum_part(hw, a.sums, a.cut, kept, gather_units(hw, a.sums, kept, part, a.cut.unit), shared.sums, all);
   } else {
-    reducer::sum_part(hw, a.sums, a.cut, kept, walk<Axis, T>{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()},
-                      shared.sums, all);
+    hw.wait_for_copies();
+    if (a.cut.whole && a.sums.mask.data == nullptr) {
+      std::int64_t const first = Axis == axis::positions ? part.group : channel_of_lane,
+                         elements = (part.end - part.begin) * a.cut.lanes * length;
+      reducer::sum_part(hw, a.sums, a.cut, kept,
+                        kept_walk<T>{first, first < a.cut.channels ? elements : 0, hw.thread(), hw.threads()},
+                        shared.sums, all);
+    } else {
+      reducer::sum_part(hw, a.sums, a.cut, kept, walk<Axis, T>{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()},
+                        shared.sums, all);
+    }
   }
   if (in_cluster) reducer::combine_cluster(hw, shared.of_block, static_cast<int>(part.pieces), all);
 
@@ -121,9 +113,7 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   k.read(hw, shared.coefficients, Axis == axis::positions ? 0 : hw.thread() % a.cut.lanes * length);
   if constexpr (Axis == axis::positions)
     if (by_units) {
-      with_unit<T>(a.cut.unit, [&](auto bytes) {
-        map_units<bytes.value>(hw, a.map, kept, part, unit_walk{a.cut, part, hw.thread(), hw.threads()}, k.of);
-      });
+      map_units<true>(hw, a.map, kept, part, a.cut.unit, unit_walk{a.cut, part, hw.thread(), hw.threads()}, k.of);
       return leave();
     }
   walk<Axis, T> items{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()};

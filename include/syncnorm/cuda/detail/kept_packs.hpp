@@ -16,6 +16,14 @@ namespace syncnorm::cuda::detail {
   return cut.unit == 0 ? cut.per_piece * cut.lanes : cut.per_piece * cut.unit / 16;
 }
 
+/// Bytes of dynamic shared memory by which a piece of a group stays on the chip.
+template <class Op>
+[[nodiscard]] std::int64_t kept_bytes(Op const& op, geometry const& cut) {
+  std::int64_t inputs = 0;
+  for (int i = 0; i < Op::inputs; ++i) inputs += has_input(op, i) ? 1 : 0;
+  return kept_packs_of(cut) * inputs * 16;
+}
+
 template <class Sums>
 class kept_packs {
 public:

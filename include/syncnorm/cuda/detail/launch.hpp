@@ -53,7 +53,12 @@ void launch_reduction(char const* call, Op const& op, packet_header const& heade
                       workspace const& work, device_limits const& limits, cudaStream_t stream) {
   auto const a = make_reduction(op, header, packet, work, limits, Kernels::threads(op.threads));
   along_packs(op, [&](auto along) {
-    launch<Kernels, reduce_entry<Op, along()>>(call, {std::max(1u, a.cut.blocks()), a.cut.threads}, a, stream);
+    using entry = reduce_entry<Op, along()>;
+    launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads};
+    shape.static_shared = entry::static_shared;
+    shape.dynamic_shared = unit_bytes(a.op, a.cut);
+    shape.most_dynamic_shared = limits.shared_per_block - entry::static_shared;
+    launch<Kernels, entry>(call, shape, a, stream);
   });
 }
 
@@ -66,7 +71,8 @@ void launch_map(char const* call, Op const& op, device_limits const& limits, cud
     launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads};
     shape.early = early && Kernels::has_clusters(limits.architecture);
     shape.static_shared = entry::static_shared;
-    shape.dynamic_shared = shape.most_dynamic_shared = stream_bytes<Op>(a.cut);
+    shape.dynamic_shared = stream_bytes<Op>(a.cut) + unit_bytes(a.op, a.cut);
+    shape.most_dynamic_shared = limits.shared_per_block - entry::static_shared;
     launch<Kernels, entry>(call, shape, a, stream);
   });
 }
@@ -97,7 +103,7 @@ void launch_fused(char const* call, Sums const& sums, Map const& map, packet_hea
     using entry = fused_entry<Sums, Map, along()>;
     launch_shape const shape{a.cut.blocks(),
                              a.cut.threads,
-                             static_cast<int>(fused_bytes(a.sums, a.cut)),
+                             static_cast<int>(kept_bytes(a.sums, a.cut)),
                              limits.shared_per_block - entry::static_shared,
                              entry::static_shared,
                              static_cast<int>(a.cut.pieces)};

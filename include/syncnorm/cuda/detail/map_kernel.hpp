@@ -6,8 +6,10 @@
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/cuda/detail/accumulator.hpp>
+#include <syncnorm/cuda/detail/apply.hpp>
 #include <syncnorm/cuda/detail/backward_op.hpp>
 #include <syncnorm/cuda/detail/channel_access.hpp>
+#include <syncnorm/cuda/detail/dense_rows.hpp>
 #include <syncnorm/cuda/detail/double_backward_op.hpp>
 #include <syncnorm/cuda/detail/forward_op.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
@@ -58,27 +60,6 @@ struct coefficient_set {
     }
   }
 };
-
-/// What becomes of a pack: of element e by coefficients k[e], or all by k[0], and by whether bit e says that it counts. `Forward`: of an op
-/// that goes both ways, the one.
-template <bool Forward, class Op, class T, class A, int Bytes, int Sets>
-SYNCNORM_DEVICE void apply_to_pack(Op const& op, A const (&k)[Sets][Op::coefficients],
-                                   pack<T, Bytes> const (&in)[Op::inputs], unsigned bits,
-                                   pack<T, Bytes> (&out)[Op::outputs]) {
-  SYNCNORM_UNROLL
-  for (int e = 0; e < Bytes / static_cast<int>(sizeof(T)); ++e) {
-    T one[Op::inputs], made[Op::outputs];
-    SYNCNORM_UNROLL
-    for (int i = 0; i < Op::inputs; ++i) one[i] = in[i].of[e];
-    bool const counts = (bits >> e & 1u) != 0;
-    if constexpr (Forward && requires { op.template apply<true>(k[0], one, counts, made); })
-      op.template apply<true>(k[Sets == 1 ? 0 : e], one, counts, made);
-    else
-      op.apply(k[Sets == 1 ? 0 : e], one, counts, made);
-    SYNCNORM_UNROLL
-    for (int o = 0; o < Op::outputs; ++o) out[o].of[e] = made[o];
-  }
-}
 
 /// Packs of a thread that are in flight at a time.
 template <class Op, axis Axis, int Unroll>
@@ -144,12 +125,17 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   auto packs = [&] {
     if constexpr (streams<Op, Axis>)
       return pack_stream<Op>{hw, a.op, items};
+    else if constexpr (has_units<Op, Axis>)
+      return kept_packs<Op>{hw.dynamic_shared(), cut};
     else
       return 0;
   }();
+  unit_walk const units{cut, part, hw.thread(), hw.threads()};
   if constexpr (streams<Op, Axis>)
     if (cut.streamed) packs.begin(hw);
-  if (!cut.streamed) load_next();
+  if constexpr (has_units<Op, Axis>)
+    if (cut.unit != 0) fetch_units_of<unit_of_launches>(hw, a.op, packs, part, units);
+  if (!cut.streamed && cut.unit == 0) load_next();
   hw.wait_for_previous();
 
   auto& shared = hw.template shared<map_storage<Op, Axis>>();
@@ -189,6 +175,11 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   int const first = Axis == axis::positions ? 0 : hw.thread() % cut.lanes * length;
   coefficient_set<Op, Axis> k;
   if constexpr (Axis == axis::positions) k.read(hw, shared, first);
+  if constexpr (has_units<Op, Axis>)
+    if (cut.unit != 0) {
+      hw.wait_for_copies();
+      return map_units_of<unit_of_launches, false>(hw, a.op, packs, part, units, k.of);
+    }
   if constexpr (streams<Op, Axis>)
     if (cut.streamed) {
       while (items.inside(Op::unroll)) {

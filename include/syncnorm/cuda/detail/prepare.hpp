@@ -11,6 +11,7 @@
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/dense_rows.hpp>
 #include <syncnorm/cuda/detail/fused_kernel.hpp>
 #include <syncnorm/cuda/detail/kept_kernels.hpp>
 #include <syncnorm/cuda/detail/map_kernel.hpp>
@@ -47,6 +48,51 @@ template <class Op>
     return nullptr;
 }
 
+/// The unit of all tensors of `ops`, in bytes; 0 where they have none.
+template <class... Ops>
+[[nodiscard]] int unit_of_tensors(Ops const&... ops) {
+  int unit = 16;
+  auto const shrink = [&](auto const& t) {
+    unit = std::min(unit, unit_of(t));
+    return true;
+  };
+  (void)(Ops::each_tensor(ops, shrink) && ...);
+  return ((ops.mask.data == nullptr) && ...) ? unit : 0;
+}
+
+/// Bytes that a block keeps where a multiprocessor is to hold `blocks` of them along positions, which have little beside.
+[[nodiscard]] constexpr std::int64_t room_to_keep(device_limits const& limits, int blocks) {
+  return limits.shared_per_block / blocks - 2 * 1024;
+}
+
+/// Takes the items of a cut along positions as units where they can be.
+template <class... Ops>
+void take_units(geometry& cut, Ops const&... ops) {
+  constexpr int size = std::min({static_cast<int>(sizeof(typename Ops::element_type))...});
+  cut.unit = unit_of_tensors(ops...);
+  if (cut.unit == 0) return;
+  cut.inner = cut.spatial * size / cut.unit;
+  std::int64_t const of_pack = 16 / cut.unit;
+  cut.per_piece = up_to(up_to(cut.items(), cut.pieces), of_pack) * of_pack;
+  cut.step_outer = cut.threads / cut.inner;
+  cut.step_inner = cut.threads % cut.inner;
+}
+
+/// Cuts rows that are no packs throughout by units, where they can be, into pieces that blocks keep, of about `packs` of each tensor for a
+/// thread, and no more than `most` to a channel.
+template <class Op>
+void cut_by_units(geometry& cut, Op const& op, int threads, std::int64_t packs, std::int64_t most) {
+  if constexpr (has_units<Op, axis::positions>) {
+    if (cut.whole || axis_of(op.lead()) != axis::positions || unit_of_tensors(op) != unit_of_launches) return;
+    auto by_units = cut_tensor(op.lead(), threads, 0, 1, 1);
+    std::int64_t const pieces = up_to(by_units.items(), packs * threads);
+    if (op.lead().size() == 0 || pieces > most || by_units.items() >= std::int64_t{1} << 29) return;
+    by_units.pieces = static_cast<std::uint32_t>(pieces);
+    take_units(by_units, op);
+    cut = by_units;
+  }
+}
+
 template <class Op>
 [[nodiscard]] reduce_arguments<Op> make_reduction(Op const& op, packet_header const& header, packet_place const& packet,
                                                   workspace const& work, device_limits const& limits, int threads) {
@@ -54,7 +100,9 @@ template <class Op>
   reduce_arguments<Op> a{{}, op, make_outgoing(header, packet, saved_count_of(op)), layout.tickets, layout.partials};
   flatten(a.op);
   // Of a header with a fault the header alone is written.
-  if (header.fault[0] == '\0') a.cut = cut_for_reduction(a.op, threads, limits);
+  if (header.fault[0] != '\0') return a;
+  a.cut = cut_for_reduction(a.op, threads, limits);
+  cut_by_units(a.cut, a.op, threads, 16 / Op::inputs, most_pieces);
   return a;
 }
 
@@ -71,6 +119,7 @@ template <class Op>
   map_arguments<Op> a{{}, op};
   flatten(a.op);
   a.cut = cut_for_map(a.op, threads, limits);
+  cut_by_units(a.cut, a.op, threads, 8, std::int64_t{1} << 20);
   set_stream(a.cut, a.op, limits);
   return a;
 }
@@ -221,23 +270,6 @@ template <class T>
       std::min<std::int64_t>(std::int64_t{8} * limits.multiprocessors, up_to(x.count() * kept.room, 256)));
 }
 
-/// The unit of all tensors of `ops`, in bytes; 0 where they have none.
-template <class... Ops>
-[[nodiscard]] int unit_of_tensors(Ops const&... ops) {
-  int unit = 16;
-  auto const shrink = [&](auto const& t) {
-    unit = std::min(unit, unit_of(t));
-    return true;
-  };
-  (void)(Ops::each_tensor(ops, shrink) && ...);
-  return ((ops.mask.data == nullptr) && ...) ? unit : 0;
-}
-
-/// Bytes that a block keeps where a multiprocessor is to hold `blocks` of them along positions, which have little beside.
-[[nodiscard]] constexpr std::int64_t room_to_keep(device_limits const& limits, int blocks) {
-  return limits.shared_per_block / blocks - 2 * 1024;
-}
-
 /// A group along positions is a cluster of as many blocks, a power of two, as it takes for a multiprocessor to hold two, of which one
 /// reads while another sums, up to what a cluster may have. Smaller units take more instructions, and so threads: there it is to hold three.
 /// Where it does so anyway, blocks of half as many threads leave room for them.
@@ -246,26 +278,13 @@ template <class Sums>
   auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
   if (axis_of(sums.lead()) != axis::positions) return cut;
   bool const whole = unit_of_tensors(sums) == 16;
-  std::int64_t const bytes = fused_bytes(sums, cut), room = room_to_keep(limits, whole ? 2 : 3);
+  std::int64_t const bytes = kept_bytes(sums, cut), room = room_to_keep(limits, whole ? 2 : 3);
   if (whole && cut.threads == 256 && bytes <= room / 2) return cut_tensor(sums.lead(), 128, 0, 1, 1);
-  while (cut.pieces < static_cast<std::uint32_t>(limits.cluster_blocks) && fused_bytes(sums, cut) > room) {
+  while (cut.pieces < static_cast<std::uint32_t>(limits.cluster_blocks) && kept_bytes(sums, cut) > room) {
     cut.pieces *= 2;
     cut.per_piece = up_to(cut.items(), cut.pieces);
   }
   return cut;
-}
-
-/// Takes the items of a cut along positions as units where they can be.
-template <class Sums, class Map>
-void take_units(geometry& cut, Sums const& sums, Map const& map) {
-  constexpr int size = sizeof(typename Sums::element_type);
-  cut.unit = axis_of(sums.lead()) == axis::positions ? unit_of_tensors(sums, map) : 0;
-  if (cut.unit == 0) return;
-  cut.inner = cut.spatial * size / cut.unit;
-  std::int64_t const of_pack = 16 / cut.unit;
-  cut.per_piece = up_to(up_to(cut.items(), cut.pieces), of_pack) * of_pack;
-  cut.step_outer = cut.threads / cut.inner;
-  cut.step_inner = cut.threads % cut.inner;
 }
 
 template <class Sums, class Map>
@@ -276,7 +295,7 @@ template <class Sums, class Map>
   flatten(a.sums, a.map);
   a.cut = cut_for_fused(a.sums, threads, limits);
   set_access(a.cut, a.sums, a.map);
-  take_units(a.cut, a.sums, a.map);
+  if (axis_of(a.sums.lead()) == axis::positions) take_units(a.cut, a.sums, a.map);
   return a;
 }
 
@@ -286,7 +305,7 @@ template <class Sums>
 [[nodiscard]] bool fits_on_chip(Sums const& sums, int threads, int static_shared, device_limits const& limits) {
   if (sums.lead().size() == 0) return false;
   auto const cut = cut_for_fused(sums, threads, limits);
-  auto const bytes = fused_bytes(sums, cut);
+  auto const bytes = kept_bytes(sums, cut);
   auto const room = cut.pieces == 1 ? std::int64_t{limits.shared_per_block} - static_shared : room_to_keep(limits, 2);
   return bytes <= room && (2 * std::int64_t{cut.blocks()} >= limits.multiprocessors || bytes <= 128 * 1024);
 }

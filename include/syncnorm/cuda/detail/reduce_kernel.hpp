@@ -6,7 +6,9 @@
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/detail/accumulator.hpp>
+#include <syncnorm/cuda/detail/dense_rows.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
+#include <syncnorm/cuda/detail/kept_packs.hpp>
 #include <syncnorm/cuda/detail/pack.hpp>
 #include <syncnorm/cuda/detail/packet_access.hpp>
 #include <syncnorm/cuda/detail/reduce_ops.hpp>
@@ -137,9 +139,16 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
   auto& shared = hw.template shared<typename reducer::storage>();
   auto const of = part_of_group::of_block(a.cut, hw.block());
   double all[Op::parts]{};
-  reducer::sum_part(hw, a.op, a.cut, from_tensors{},
-                    walk<Axis, typename Op::element_type>{a.cut, a.op.lead(), of, hw.thread(), hw.threads()}, shared,
-                    all);
+  if (a.cut.unit == 0)
+    reducer::sum_part(hw, a.op, a.cut, from_tensors{},
+                      walk<Axis, typename Op::element_type>{a.cut, a.op.lead(), of, hw.thread(), hw.threads()}, shared,
+                      all);
+  if constexpr (has_units<Op, Axis>)
+    if (a.cut.unit != 0) {
+      kept_packs<Op> const kept{hw.dynamic_shared(), a.cut};
+      fetch_units_of<unit_of_launches>(hw, a.op, kept, of, unit_walk{a.cut, of, hw.thread(), hw.threads()});
+      reducer::sum_part(hw, a.op, a.cut, kept, gather_units(hw, a.op, kept, of, unit_of_launches), shared, all);
+    }
 
   constexpr int width = most_channels<Op, Axis>;
   int const lane = hw.thread(), channels = Axis == axis::positions ? 1 : a.cut.lanes * reducer::length;
