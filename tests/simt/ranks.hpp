@@ -25,7 +25,6 @@ using gpu::detail::axis;
 struct launching {
   std::int64_t blocks = 12; ///< wanted in all
   std::int64_t least = 1;   ///< packs of a thread
-  std::int64_t packs = 2;   ///< that a thread keeps of rows by units, at most
   unsigned order = 0;       ///< in which blocks run
   int threads = 64;         ///< of a block of packs along positions, at most
   gpu::device_limits limits{2, 1 << 16};
@@ -60,7 +59,7 @@ void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launc
                                     gpu::detail::most_pieces);
   set_access(a.cut, how, a.op);
   if (a.cut.groups != 0 && how.known == gpu::detail::known::whole)
-    gpu::detail::cut_by_units(a.cut, a.op, how.threads, how.packs, gpu::detail::most_pieces);
+    gpu::detail::cut_by_units(a.cut, a.op, how.threads, gpu::detail::most_pieces, how.limits);
   auto const bytes = static_cast<std::size_t>(gpu::detail::unit_bytes(a.op, a.cut));
   simt::launch_shape const shape{std::max(1u, a.cut.blocks()), a.cut.threads, bytes, how.order};
   if (along_positions)
@@ -77,7 +76,7 @@ void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching cons
                                     std::int64_t{1} << 20);
   set_access(a.cut, how, a.op);
   if (how.known == gpu::detail::known::whole)
-    gpu::detail::cut_by_units(a.cut, a.op, how.threads, how.packs, std::int64_t{1} << 20);
+    gpu::detail::cut_by_units(a.cut, a.op, how.threads, std::int64_t{1} << 20, how.limits);
   gpu::detail::set_stream(a.cut, a.op, how.limits);
   simt::launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
   shape.dynamic_shared =

@@ -130,11 +130,11 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
     else
       return 0;
   }();
-  unit_walk const units{cut, part, hw.thread(), hw.threads()};
+  auto const units = [&] { return unit_walk{cut, part, hw.thread(), hw.threads()}; };
   if constexpr (streams<Op, Axis>)
     if (cut.streamed) packs.begin(hw);
   if constexpr (has_units<Op, Axis>)
-    if (cut.unit != 0) fetch_units_of<unit_of_launches>(hw, a.op, packs, part, units);
+    if (cut.unit != 0) fetch_units_of<unit_of_launches>(hw, a.op, packs, part, units());
   if (!cut.streamed && cut.unit == 0) load_next();
   hw.wait_for_previous();
 
@@ -178,7 +178,7 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   if constexpr (has_units<Op, Axis>)
     if (cut.unit != 0) {
       hw.wait_for_copies();
-      return map_units_of<unit_of_launches, false>(hw, a.op, packs, part, units, k.of);
+      return map_units_of<unit_of_launches, false>(hw, a.op, packs, part, units(), k.of);
     }
   if constexpr (streams<Op, Axis>)
     if (cut.streamed) {

@@ -78,15 +78,16 @@ void take_units(geometry& cut, Ops const&... ops) {
   cut.step_inner = cut.threads % cut.inner;
 }
 
-/// Cuts rows that are no packs throughout by units, where they can be, into pieces that blocks keep, of about `packs` of each tensor for a
-/// thread, and no more than `most` to a channel.
+/// Cuts rows that are no packs throughout by units, where they can be, into pieces of which a block keeps 64 KB in all, and a multiprocessor
+/// two at least; no more than `most` to a channel.
 template <class Op>
-void cut_by_units(geometry& cut, Op const& op, int threads, std::int64_t packs, std::int64_t most) {
+void cut_by_units(geometry& cut, Op const& op, int threads, std::int64_t most, device_limits const& limits) {
   if constexpr (has_units<Op, axis::positions>) {
-    if (cut.whole || axis_of(op.lead()) != axis::positions || unit_of_tensors(op) != unit_of_launches) return;
+    if (cut.whole || axis_of(op.lead()) != axis::positions || op.lead().size() == 0) return;
     auto by_units = cut_tensor(op.lead(), threads, 0, 1, 1);
-    std::int64_t const pieces = up_to(by_units.items(), packs * threads);
-    if (op.lead().size() == 0 || pieces > most || by_units.items() >= std::int64_t{1} << 29) return;
+    std::int64_t const pieces =
+        up_to(kept_bytes(op, by_units), std::min<std::int64_t>(64 * 1024, room_to_keep(limits, 2)));
+    if (unit_of_tensors(op) != unit_of_launches || pieces > most || by_units.items() >= std::int64_t{1} << 29) return;
     by_units.pieces = static_cast<std::uint32_t>(pieces);
     take_units(by_units, op);
     cut = by_units;
@@ -102,7 +103,7 @@ template <class Op>
   // Of a header with a fault the header alone is written.
   if (header.fault[0] != '\0') return a;
   a.cut = cut_for_reduction(a.op, threads, limits);
-  cut_by_units(a.cut, a.op, threads, 16 / Op::inputs, most_pieces);
+  cut_by_units(a.cut, a.op, threads, most_pieces, limits);
   return a;
 }
 
@@ -119,7 +120,7 @@ template <class Op>
   map_arguments<Op> a{{}, op};
   flatten(a.op);
   a.cut = cut_for_map(a.op, threads, limits);
-  cut_by_units(a.cut, a.op, threads, 8, std::int64_t{1} << 20);
+  cut_by_units(a.cut, a.op, threads, std::int64_t{1} << 20, limits);
   set_stream(a.cut, a.op, limits);
   return a;
 }
