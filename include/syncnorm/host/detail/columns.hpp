@@ -109,6 +109,8 @@ template <int L, class T, class Op, class A = accumulate_t<T>>
       };
       std::int64_t i = 0;
       if constexpr (L > 1) {
+#pragma GCC unroll 8
+        for (std::size_t j = 0; j < inputs; ++j) find_pages(from[j], ahead[j] + page_elements<T>, width, true);
         for (; i + line <= width; i += line) {
 #pragma GCC unroll 8
           for (std::size_t j = 0; j < inputs; ++j) prefetch<line, 2>(from[j], i + ahead[j]);

@@ -53,7 +53,6 @@ class elementwise_map {
   using targets = typename run_type::targets;
   using distances = typename run_type::distances;
   using per_output = typename run_type::per_output;
-  static constexpr std::int64_t page_elements = 4096 / static_cast<std::int64_t>(sizeof(T));
 
 public:
   static constexpr std::size_t inputs = Op::inputs;
@@ -93,12 +92,12 @@ public:
              all([](auto const& x) { return x.stride_c == x.spatial; });
     reads_ahead_ = streams && (layout_ == layout::channels
                                    ? fold_ == 1 // what is folded is in the cache
-                                   : dense_ && !foreseen && (inputs == 1 || in_[0].spatial < page_elements));
+                                   : dense_ && !foreseen && (inputs == 1 || in_[0].spatial < page_elements<T>));
     // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
     // coefficient stay in the cache even where what is read is fetched there. With a mask only where a position is no vector.
     std::int64_t const channels = in_[0].channels, most = mask == nullptr ? channels : native_lanes<A>;
     if (channels <= most && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
-      run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements / 4 : chunk_channels<A>);
+      run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements<T> / 4 : chunk_channels<A>);
     std::int64_t const period = channels * run_positions_;
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
@@ -183,9 +182,26 @@ private:
         if constexpr (Masked) // those of a position may go on into the next one's, which come later
           for (std::int64_t i = 0; i < positions; ++i)
             store<L>(counts.data() + i * box.channels, splat<A, L>(mask[s + i] != 0 ? A{1} : A{0}));
-        run_(from(n, box.channel, s), to(n, box.channel, s), length, k, far, fetch, 0, length);
+        pointers const in = from(n, box.channel, s);
+        targets const out = to(n, box.channel, s);
+        if (finds_pages_) find_lanes(in, out, length, far, fetch);
+        run_(in, out, length, k, far, fetch, 0, length);
       }
     }
+  }
+
+  /// Has the pages found of what follows a run: of the next sample where positions are taken for channels, else of what is a page further.
+  [[gnu::always_inline]] void find_lanes(pointers const& in, targets const& out, std::int64_t length,
+                                         distances const& further, bool fetch) const {
+    bool const folds = fold_ != 1;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < outputs; ++j)
+      if (outputs == 1 || out[j] != nullptr)
+        find_pages(out[j], folds ? out_[j].stride_n : page_elements<T>, length, !folds);
+    if (!fetch) return;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < inputs; ++j)
+      find_pages(in[j], further[j] + (folds ? in_[j].stride_n : page_elements<T>), length, !folds);
   }
 
   /// Whatever is contiguous nowhere, one element at a time; so many positions that a line of the cache each stays there for the next
@@ -283,7 +299,7 @@ private:
   /// No mask, and the rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
   bool reads_ahead_ = false; ///< whether what follows is fetched
-  bool finds_pages_ = false; ///< whether the pages of a row are found while the one before is mapped
+  bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
 };
 
 /// Maps all of `in` to `out`, with the coefficients `terms(channel)`. `fetch`: the block of channels that is mapped next.

@@ -185,6 +185,10 @@ template <std::int64_t Elements, class T>
     prefetch<Elements, 2>(base, first);
 }
 
+/// Elements of a page of memory.
+template <class T>
+inline constexpr std::int64_t page_elements = 4096 / static_cast<std::int64_t>(sizeof(T));
+
 /// Has the processor find the pages that begin among `n` elements from base[first] on, which may be outside of all memory, 128 at
 /// most; and, if these do not follow what was found before, that of base[first]. It fetches for the first-level cache, since other
 /// fetches are given up where a page is not found at once. Always inlined: a call stores registers, and where stores that stream wait
