@@ -52,6 +52,9 @@ private:
     parts_.for_each_piece(group, [&](groups::piece const& at) {
       for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
         T* const to = Map ? &dx(at.sample, 0, s) : nullptr;
+        find_position(x, &x(at.sample, 0, s), ahead);
+        find_position(dy, &dy(at.sample, 0, s), ahead);
+        if (streams) find_position(dx, to, 0);
         if (!is_masked(mask_, at.sample, s))
           position(&dy(at.sample, 0, s), &x(at.sample, 0, s), to, first, length, ahead, streams, sums);
         else if constexpr (Map)

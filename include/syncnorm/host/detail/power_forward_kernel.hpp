@@ -48,6 +48,8 @@ private:
     position_sums<A> sums{Sums ? length : 0, counted, masked};
     parts_.for_each_piece(group, [&](groups::piece const& at) {
       for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
+        find_position(x, &x(at.sample, 0, s), ahead);
+        if (streams) find_position(y, &y(at.sample, 0, s), 0);
         position(&x(at.sample, 0, s), Map ? &y(at.sample, 0, s) : nullptr, first, length, ahead, streams,
                  is_masked(mask_, at.sample, s) ? sums.second() : sums.first());
         sums.next();

@@ -87,11 +87,22 @@ template <int Lanes, class T>
     store<Lanes>(to, v);
 }
 
+/// Elements from a position of contiguous channels to the next.
+template <class T>
+[[nodiscard]] std::int64_t elements_to_next(tensor_view<T> const& x) {
+  return x.spatial == 1 ? x.stride_n : x.stride_s;
+}
 /// Elements from a position of contiguous channels, of so many tensors like `x`, to what is fetched meanwhile.
 template <class T>
 [[nodiscard]] std::int64_t elements_to_fetch(tensor_view<T> const& x, std::size_t inputs) {
-  std::int64_t const next = x.spatial == 1 ? x.stride_n : x.stride_s;
-  return next * std::max<std::int64_t>(1, elements_ahead<T>(inputs) / x.channels);
+  return elements_to_next(x) * std::max<std::int64_t>(1, elements_ahead<T>(inputs) / x.channels);
+}
+/// Has the pages found that a later position touches, a page or a position after what is `ahead` of the one at `from`.
+template <class T>
+[[gnu::always_inline]] inline void find_position(tensor_view<T> const& x, std::type_identity_t<T> const* from,
+                                                 std::int64_t ahead) {
+  std::int64_t const next = elements_to_next(x);
+  find_pages(from, ahead + std::max(next, page_elements<std::remove_const_t<T>>), x.channels, next == x.channels);
 }
 template <int Lanes, class T>
 [[gnu::always_inline]] inline void fetch(T const* from, std::int64_t first) {
