@@ -63,7 +63,8 @@ struct gpu_kernels {
     }
     void* parameters[] = {const_cast<void*>(static_cast<void const*>(&a))};
     cudaLaunchAttribute how{};
-    if (shape.early) {
+    bool const early = shape.early && CUDART_VERSION >= 12030; // before, graphs did not take such launches
+    if (early) {
       how.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       how.val.programmaticStreamSerializationAllowed = 1;
     } else {
@@ -76,7 +77,7 @@ struct gpu_kernels {
     config.dynamicSmemBytes = static_cast<std::size_t>(shape.dynamic_shared);
     config.stream = stream;
     config.attrs = &how;
-    config.numAttrs = shape.early || shape.cluster > 1 ? 1 : 0;
+    config.numAttrs = early || shape.cluster > 1 ? 1 : 0;
     return cudaLaunchKernelExC(&config, address<Entry>(), parameters);
   }
 
