@@ -24,20 +24,21 @@ float const* const far = reinterpret_cast<float const*>(std::uintptr_t{1} << 44)
 constexpr test::extents all[] = {
     {64, 256, 56 * 56}, {8192, 4096, 1}, {32, 512, 28 * 28}, {1, 1, 1},          {3, 5, 7},
     {1, 3, 1000000},    {4000000, 3, 1}, {2, 100000, 4},     {70000, 64, 1000},  {1, 1, std::int64_t{5} << 30},
-    {0, 7, 5},          {7, 5, 0},       {1, 1 << 30, 1},    {9, 17, 33 * 1000},
+    {0, 7, 5},          {7, 5, 0},       {1, 1 << 30, 1},    {9, 17, 33 * 1000}, {1300, 1 << 16, 14 * 14},
 };
 
 template <class Op>
 void check_cut(Op const& op, gpu::geometry const& cut, std::int64_t parts) {
+  constexpr std::int64_t length = gpu::pack_length<typename Op::element_type>;
   auto const items = cut.items();
   CHECK(cut.pieces >= 1);
   CHECK(cut.pieces * cut.per_piece >= items);
   CHECK((cut.pieces - 1) * cut.per_piece <= std::max<std::int64_t>(0, items - 1));
-  std::int64_t const wide = gpu::axis_of(op.lead()) == axis::positions ? 1 : cut.lanes * gpu::pack_length<float>;
+  std::int64_t const wide = gpu::axis_of(op.lead()) == axis::positions ? 1 : cut.lanes * length;
   CHECK(cut.groups * wide >= op.lead().channels);
   CHECK(std::int64_t{cut.groups} * cut.pieces < std::int64_t{1} << 31);
   if (parts == 0 || cut.pieces == 1) return;
-  auto const left = std::int64_t{cut.groups} * cut.pieces * parts * (wide == 1 ? 1 : 8 * gpu::pack_length<float>);
+  auto const left = std::int64_t{cut.groups} * cut.pieces * parts * (wide == 1 ? 1 : 8 * length);
   CHECK(gpu::workspace_layout::ticket_bytes(op.lead().channels) + 8 * static_cast<std::size_t>(left) <=
         cuda::workspace_bytes(op.lead().channels, limits));
 }
@@ -56,6 +57,11 @@ TEST_CASE("Cuts cover every element of any extents, and the workspace has room f
       gpu::normalize_op<float, false> map;
       map.x = x;
       check_cut(map, gpu::cut_for_map(map, 256, limits), 0);
+
+      auto const* const halves = reinterpret_cast<bfloat16 const*>(far);
+      gpu::moments_op<bfloat16> const of_halves{last ? nhwc(halves, e.n, e.c, e.s) : nchw(halves, e.n, e.c, e.s)};
+      cuda::workspace const work{const_cast<float*>(far), 0};
+      check_cut(of_halves, gpu::make_reduction(of_halves, {}, {}, work, limits, 256).cut, of_halves.parts);
     }
 }
 
