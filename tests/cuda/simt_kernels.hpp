@@ -4,6 +4,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include <cuda_runtime_api.h>
 
@@ -46,7 +50,8 @@ struct simt_kernels {
     cudaGetDevice(&current);
     if (fake_cuda::device_of(stream) != current) return cudaErrorInvalidResourceHandle;
     return fake_cuda::enqueue(stream, [shape, a] {
-      thread_local simt::machine machine; // whose fibers have stacks by now
+      borrowed_machine const borrowed;
+      auto& machine = *borrowed;
       machine.memory.clear();
       auto const device = fake_cuda::addresses();
       machine.memory.find_at(device.begin, device.end, device.shift);
@@ -67,6 +72,30 @@ struct simt_kernels {
   }
 
 private:
+  /// A machine for one launch, of those that streams have used before, whose fibers have their stacks.
+  class borrowed_machine {
+  public:
+    borrowed_machine() {
+      std::lock_guard const hold{mutex_};
+      if (idle_.empty()) idle_.push_back(std::make_unique<simt::machine>());
+      machine_ = std::move(idle_.back());
+      idle_.pop_back();
+    }
+    ~borrowed_machine() {
+      std::lock_guard const hold{mutex_};
+      idle_.push_back(std::move(machine_));
+    }
+    borrowed_machine(borrowed_machine const&) = delete;
+    borrowed_machine& operator=(borrowed_machine const&) = delete;
+
+    [[nodiscard]] simt::machine& operator*() const { return *machine_; }
+
+  private:
+    inline static std::mutex mutex_;
+    inline static std::vector<std::unique_ptr<simt::machine>> idle_;
+    std::unique_ptr<simt::machine> machine_;
+  };
+
   inline static std::atomic<int> unloaded_ = 1;
   /// On the current device.
   template <class Entry>
