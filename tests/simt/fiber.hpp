@@ -8,16 +8,6 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#ifdef __x86_64__ // what the compiler itself has saves less, and is not watched by AddressSanitizer
-#define SIMT_JUMP_PLACE void* [5]
-#define SIMT_SET_JUMP(PLACE) __builtin_setjmp(PLACE)
-#define SIMT_JUMP(PLACE) __builtin_longjmp(PLACE, 1)
-#else
-#define SIMT_JUMP_PLACE jmp_buf
-#define SIMT_SET_JUMP(PLACE) _setjmp(PLACE)
-#define SIMT_JUMP(PLACE) _longjmp(PLACE, 1)
-#endif
-
 #if defined __SANITIZE_ADDRESS__
 #define SIMT_ADDRESS_SANITIZER
 #elif defined __has_feature
@@ -62,8 +52,8 @@ public:
   [[gnu::noinline, gnu::no_sanitize_address]] void resume() {
     void* fake = nullptr;
     begin_switch(&fake, stack_.get(), stack_size);
-    if (SIMT_SET_JUMP(outside_) == 0) {
-      if (entered_) SIMT_JUMP(inside_);
+    if (_setjmp(outside_) == 0) {
+      if (entered_) _longjmp(inside_, 1);
       entered_ = true;
       setcontext(&entry_);
     }
@@ -72,14 +62,12 @@ public:
   [[gnu::noinline, gnu::no_sanitize_address]] void leave() {
     void* fake = nullptr;
     begin_switch(&fake, outer_, outer_size_);
-    if (SIMT_SET_JUMP(inside_) == 0) SIMT_JUMP(outside_);
+    if (_setjmp(inside_) == 0) _longjmp(outside_, 1);
     end_switch(fake, &outer_, &outer_size_);
   }
   [[nodiscard]] bool done() const { return done_; }
 
 private:
-  using place = SIMT_JUMP_PLACE;
-
   static void run(unsigned high, unsigned low) {
     auto* const self = reinterpret_cast<fiber*>(static_cast<std::size_t>(high) << 32 | low);
     end_switch(nullptr, &self->outer_, &self->outer_size_);
@@ -108,7 +96,7 @@ private:
   std::unique_ptr<std::byte[]> stack_;
   std::function<void()> work_;
   ucontext_t entry_{};
-  place outside_{}, inside_{};
+  jmp_buf outside_{}, inside_{};
   void const* outer_ = nullptr; ///< the stack that resumes it
   std::size_t outer_size_ = 0;
   bool entered_ = false, done_ = true;
