@@ -90,12 +90,8 @@ public:
   /// An early launch writes nothing before that, and reads nothing that the launch before wrote.
   void wait_for_previous() const;
 
-  template <class T>
-  T atomic_add(T* at, T value) const;
-  template <class T>
-  T atomic_exchange(T* at, T value) const;
-  void fence() const;
-  void fence_system() const { fence(); }
+  std::uint32_t atomic_increment(std::uint32_t* at, std::uint32_t most) const;
+  void fence_system() const {}
 
 private:
   void touch(void const* at, std::size_t bytes, access how) const;
@@ -147,8 +143,7 @@ private:
     bool arrived = false;                            ///< at the cluster's barrier
     bool early = false;                              ///< has not waited for the launch before
     int groups = 0;                                  ///< of copies
-    unsigned fenced = 0;                             ///< the epoch of its last fence
-    std::vector<unsigned> pending, seen;             ///< learned by atomics, before and after a fence
+    std::vector<unsigned> seen;                      ///< learned by atomics
     std::map<std::uintptr_t, copy_in_flight> copies; ///< by where they go
   };
   struct block_state {
@@ -193,8 +188,6 @@ private:
       each.arrived = false;
       each.early = shape_.early;
       each.groups = 0;
-      each.fenced = 0;
-      each.pending.assign(shape_.blocks, 0);
       each.seen.assign(shape_.blocks, 0);
       each.copies.clear();
       each.runner->start([this, t, &kernel] {
@@ -337,22 +330,16 @@ private:
     memory.check(at, bytes, how, by);
   }
 
-  /// What a thread fenced becomes known by the atomic, and what became known by it before reaches the thread.
+  /// What a thread knows of becomes known by the atomic, and what became known by it before reaches the thread.
   void synchronize(int t, void const* at) {
-    auto& each = threads_[static_cast<std::size_t>(t)];
+    auto& seen = threads_[static_cast<std::size_t>(t)].seen;
     auto& sync = syncs_[at];
     sync.resize(shape_.blocks);
-    join(each.pending, sync);
-    join(sync, each.seen);
+    join(seen, sync);
+    join(sync, seen);
     auto const number = running(t).number;
     join(sync, blocks_[number].seen);
-    sync[number] = std::max(sync[number], each.fenced);
-  }
-
-  void fence(int t) {
-    auto& each = threads_[static_cast<std::size_t>(t)];
-    each.fenced = state_of(running(t)).epoch;
-    join(each.seen, each.pending);
+    sync[number] = std::max(sync[number], blocks_[number].epoch);
   }
 
   static constexpr std::size_t shared_room = 64 * 1024;
@@ -491,19 +478,11 @@ void hardware::wait_for_copies_but() const {
   });
 }
 inline void hardware::wait_for_previous() const { machine_->threads_[static_cast<std::size_t>(thread_)].early = false; }
-template <class T>
-T hardware::atomic_add(T* at, T value) const {
-  touch(at, sizeof(T), access::atomic);
+inline std::uint32_t hardware::atomic_increment(std::uint32_t* at, std::uint32_t most) const {
+  touch(at, sizeof *at, access::atomic);
   machine_->synchronize(thread_, at);
   auto* const there = machine_->memory.place(at);
-  return std::exchange(*there, *there + value);
+  return std::exchange(*there, *there >= most ? 0 : *there + 1);
 }
-template <class T>
-T hardware::atomic_exchange(T* at, T value) const {
-  touch(at, sizeof(T), access::atomic);
-  machine_->synchronize(thread_, at);
-  return std::exchange(*machine_->memory.place(at), value);
-}
-inline void hardware::fence() const { machine_->fence(thread_); }
 
 } // namespace simt

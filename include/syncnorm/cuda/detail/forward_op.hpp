@@ -108,10 +108,7 @@ struct forward_statistics {
     if (constant() || running.mean.data == nullptr || running.num_batches_tracked == nullptr) return;
     hw.barrier();
     if (hw.thread() != 0 || count == 0) return;
-    hw.fence();
-    if (hw.atomic_add(ticket, 1u) != groups - 1) return;
-    hw.atomic_exchange(ticket, 0u);
-    hw.fence();
+    if (hw.atomic_increment(ticket, groups - 1) != groups - 1) return;
     hw.store(running.num_batches_tracked, hw.load(running.num_batches_tracked) + 1);
   }
   template <class Hw>

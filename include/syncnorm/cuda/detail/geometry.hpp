@@ -14,6 +14,10 @@ namespace syncnorm::cuda::detail {
 /// accessed element by element.
 enum class axis : std::uint8_t { positions, channels };
 
+/// Packs along channels that make up a line of the cache, 128 bytes; and that a block of a map takes side by side at most, so that a
+/// warp reads 512 bytes.
+inline constexpr int line_lanes = 8, most_map_lanes = 32;
+
 /// How a launch cuts `[N, C, S]`: groups of channels, each cut into pieces, one to a block. A group is a channel by packs
 /// along positions, and `lanes` packs by packs along channels. What is in a group comes in items: the packs of its rows,
 /// of which there are `inner` in each of N; or its N·S positions.

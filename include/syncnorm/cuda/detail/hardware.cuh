@@ -136,11 +136,13 @@ struct hardware {
   }
   static __device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-  static __device__ std::uint32_t atomic_add(std::uint32_t* at, std::uint32_t value) { return atomicAdd(at, value); }
-  static __device__ std::uint32_t atomic_exchange(std::uint32_t* at, std::uint32_t value) {
-    return atomicExch(at, value);
+  /// Adds 1, or after `most` begins again at 0, and returns what was there: releases what the thread knows of, and acquires what those
+  /// did who came before.
+  static __device__ std::uint32_t atomic_increment(std::uint32_t* at, std::uint32_t most) {
+    std::uint32_t before;
+    asm volatile("atom.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(most) : "memory");
+    return before;
   }
-  static __device__ void fence() { __threadfence(); }
   static __device__ void fence_system() { __threadfence_system(); }
 
 private:

@@ -26,7 +26,7 @@ struct reduce_arguments {
 
 /// What the blocks of a group put together.
 template <class Op, axis Axis>
-inline constexpr int most_channels = Axis == axis::positions ? 1 : 8 * pack_length<typename Op::element_type>;
+inline constexpr int most_channels = Axis == axis::positions ? 1 : line_lanes* pack_length<typename Op::element_type>;
 
 template <class Op, axis Axis, int Threads>
 struct reduce_storage {
@@ -162,15 +162,8 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
       for (int p = 0; p < Op::parts; ++p) hw.store(partial(of.piece, p), all[p]);
     }
     hw.barrier();
-    if (hw.thread() == 0) {
-      hw.fence();
-      bool const last = hw.atomic_add(a.tickets + of.group, 1u) == of.pieces - 1;
-      if (last) {
-        hw.atomic_exchange(a.tickets + of.group, 0u);
-        hw.fence();
-      }
-      hw.store(&shared.last, last);
-    }
+    if (hw.thread() == 0)
+      hw.store(&shared.last, hw.atomic_increment(a.tickets + of.group, of.pieces - 1) == of.pieces - 1);
     hw.barrier();
     if (!hw.load(&shared.last)) return;
     int const pieces = static_cast<int>(of.pieces);
