@@ -302,6 +302,17 @@ TEST_CASE("Blocks of as many threads as there is work for") {
   }
 }
 
+TEST_CASE("Maps of as many channels at a time as a block has threads") {
+  auto const check = [&]<class T>(T, std::int64_t channels) {
+    for (int const threads : {64, 128, 256}) {
+      pass_case of{{3, 2}, channels, 5, arrangement::nhwc};
+      of.how.map_threads = threads;
+      check_passes<T, false>(of);
+    }
+  };
+  check(float{}, 253), check(float{}, 70), check(bfloat16{}, 256), check(double{}, 61);
+}
+
 TEST_CASE("A channel of more pieces than a warp has lanes") {
   pass_case of{{1}, 1, 24000};
   of.how.blocks = 90;

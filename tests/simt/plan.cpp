@@ -320,6 +320,17 @@ TEST_CASE("What is launched for rows of 16-bit elements takes them by units of 8
   CHECK(gpu::make_reduction(of_float, {}, {}, work, limits, 256).cut.unit == 0);
 }
 
+TEST_CASE("Maps are as wide along channels as lines of the cache fill, and blocks have threads for") {
+  auto const lanes = [](std::int64_t channels, int threads) {
+    gpu::normalize_op<float, false> map;
+    map.x = nhwc(far, 64, channels, 100);
+    return gpu::cut_for_map(map, threads, limits).lanes;
+  };
+  CHECK((lanes(12, 256) == 4 && lanes(30, 256) == 8 && lanes(144, 256) == 8));
+  CHECK((lanes(192, 256) == 16 && lanes(256, 256) == 32 && lanes(1000, 256) == 32));
+  CHECK((lanes(256, 128) == 32 && lanes(256, 64) == 16));
+}
+
 TEST_CASE("Packs of tensors whose extents or strides are not narrow are not whole") {
   auto const is_whole = [](std::int64_t n, std::int64_t spatial, std::int64_t stride_n) {
     auto x = nchw(far, n, 2, spatial);

@@ -27,6 +27,7 @@ struct launching {
   std::int64_t least = 1;   ///< packs of a thread
   unsigned order = 0;       ///< in which blocks run
   int threads = 64;         ///< of a block of packs along positions, at most
+  int map_threads = 64;     ///< of a block of a map of packs along channels
   gpu::device_limits limits{2, 1 << 16};
   bool early = false; ///< a map begins before the reduction has ended
   /// What kernels know of packs at most.
@@ -72,8 +73,9 @@ template <class Op>
 void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching const& how) {
   bool const along_positions = gpu::detail::axis_of(a.op.lead()) == axis::positions;
   if (how.least != 0)
-    a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
-                                    std::int64_t{1} << 20);
+    a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : how.map_threads, how.blocks, how.least,
+                                    std::int64_t{1} << 20,
+                                    gpu::detail::map_lanes<typename Op::element_type>(how.map_threads));
   set_access(a.cut, how, a.op);
   if (how.known == gpu::detail::known::whole)
     gpu::detail::cut_by_units(a.cut, a.op, how.threads, std::int64_t{1} << 20, how.limits);

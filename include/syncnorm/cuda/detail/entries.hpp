@@ -32,7 +32,7 @@ template <class Op, axis Axis>
 struct map_entry {
   using arguments = map_arguments<Op>;
   static constexpr int threads = Op::threads, resident = Op::resident[static_cast<int>(Axis)];
-  static constexpr int static_shared = shared_bytes<map_storage<Op, Axis>>;
+  static constexpr int static_shared = shared_bytes<map_storage<Op, Axis, most_map_lanes>>;
 
   template <int Threads, class Hw>
   static SYNCNORM_DEVICE void run(Hw const& hw, arguments const& a) {

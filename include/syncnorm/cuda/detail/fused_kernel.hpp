@@ -28,7 +28,7 @@ struct fused_arguments {
 template <class Sums, class Map, axis Axis, int Threads>
 struct fused_storage {
   typename reduction<Sums, Axis, Threads>::storage sums;
-  map_storage<Map, Axis> coefficients;
+  map_storage<Map, Axis, line_lanes> coefficients;
   double of_block[Sums::parts];
 };
 

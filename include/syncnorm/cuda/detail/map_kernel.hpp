@@ -25,11 +25,11 @@ struct map_arguments {
   Op op;
 };
 
-/// The coefficients of a group's channels.
-template <class Op, axis Axis>
+/// The coefficients of a group's channels, of `Lanes` packs along channels.
+template <class Op, axis Axis, int Lanes>
 struct alignas(16) map_storage {
   using A = typename Op::A;
-  static constexpr int width = Axis == axis::positions ? 1 : 8 * pack_length<typename Op::element_type>;
+  static constexpr int width = Axis == axis::positions ? 1 : Lanes * pack_length<typename Op::element_type>;
   A k[Op::coefficients][width];
 };
 
@@ -41,8 +41,8 @@ struct coefficient_set {
   static constexpr int sets = Axis == axis::positions ? 1 : pack_length<typename Op::element_type>;
   A of[sets][Op::coefficients];
 
-  template <class Hw>
-  SYNCNORM_DEVICE void read(Hw const& hw, map_storage<Op, Axis> const& shared, int first) {
+  template <int Lanes, class Hw>
+  SYNCNORM_DEVICE void read(Hw const& hw, map_storage<Op, Axis, Lanes> const& shared, int first) {
     if constexpr (sets > 1) hw.forget();
     SYNCNORM_UNROLL
     for (int i = 0; i < Op::coefficients; ++i) {
@@ -138,7 +138,7 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   if (!cut.streamed && cut.unit == 0) load_next();
   hw.wait_for_previous();
 
-  auto& shared = hw.template shared<map_storage<Op, Axis>>();
+  auto& shared = hw.template shared<map_storage<Op, Axis, most_map_lanes>>();
   // And so is all that the statistics are made of: nothing here waits before it is merged.
   incoming_packets const from{statistics.packets, cut.channels};
   bool const exchanged = statistics.packets.data != nullptr;

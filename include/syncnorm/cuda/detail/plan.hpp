@@ -23,10 +23,11 @@ template <class T>
 
 /// Cuts `[N, C, S]` into about `blocks` pieces in all, of at least `least` packs for each thread, and at most `most` pieces
 /// for a group. Blocks are of `threads` threads, or, along positions, of as few as leave each of them two packs: of small
-/// blocks more fit on a multiprocessor.
+/// blocks more fit on a multiprocessor. Along channels, a group is up to `most_lanes` packs wide, but only
+/// as far as lines of the cache fill it.
 template <class T>
 [[nodiscard]] geometry cut_tensor(tensor_view<T> const& lead, int threads, std::int64_t blocks, std::int64_t least,
-                                  std::int64_t most) {
+                                  std::int64_t most, int most_lanes = line_lanes) {
   constexpr std::int64_t length = pack_length<std::remove_const_t<T>>;
   geometry cut;
   bool const is_empty = lead.samples == 0 || lead.spatial == 0;
@@ -45,8 +46,11 @@ template <class T>
     while (threads > 64 && cut.items() <= threads) threads /= 2;
     stride = threads;
   } else {
-    // 8 lanes read 128 bytes, a line of the cache.
-    while (cut.lanes < 8 && cut.lanes * length < lead.channels) cut.lanes *= 2;
+    auto const packs = up_to(lead.channels, length), in_lines = up_to(packs, line_lanes) * line_lanes;
+    auto const leaves_lanes_idle = [&](int lanes) {
+      return lanes > line_lanes && up_to(packs, lanes) * lanes > in_lines;
+    };
+    while (cut.lanes < most_lanes && cut.lanes < packs && !leaves_lanes_idle(2 * cut.lanes)) cut.lanes *= 2;
     stride = threads / cut.lanes;
     cut.inner = std::max<std::int64_t>(1, lead.spatial);
     cut.groups = static_cast<std::uint32_t>(up_to(lead.channels, cut.lanes * length));
@@ -215,12 +219,22 @@ template <class Op>
   return cut;
 }
 
-/// Blocks of a map do not wait for each other. 8 packs a thread: 32 KB for each tensor. Blocks that make coefficients of 64 channels are
-/// worth more.
+/// Packs along channels that a block of a map takes side by side at most: a thread makes the coefficients of one channel.
+template <class T>
+[[nodiscard]] constexpr int map_lanes(int threads) {
+  return std::min(most_map_lanes, threads / pack_length<T>);
+}
+
+/// Blocks of a map do not wait for each other: 8 waves of them, each of 8 packs a thread at least, 32 KB for each tensor. Along channels,
+/// where each has many coefficients to make, they are fewer: one wave of up to 64 packs a thread, all of which have fetched their first
+/// packs before the packet is there; beyond that, 2 of maps of one tensor.
 template <class Op>
 [[nodiscard]] geometry cut_for_map(Op const& op, int threads, device_limits const& limits) {
-  bool const wide = axis_of(op.lead()) == axis::channels && sizeof(typename Op::element_type) == 2;
-  auto cut = cut_tensor(op.lead(), threads, (wide ? 4 : 8) * wave_of(op, limits), 8, std::int64_t{1} << 20);
+  using T = typename Op::element_type;
+  std::int64_t const wave = wave_of(op, limits), packs = op.lead().size() / pack_length<T>;
+  bool const along_channels = axis_of(op.lead()) == axis::channels;
+  std::int64_t const waves = !along_channels ? 8 : packs <= 64 * wave * threads ? 1 : Op::inputs == 1 ? 2 : 8;
+  auto cut = cut_tensor(op.lead(), threads, waves * wave, 8, std::int64_t{1} << 20, map_lanes<T>(threads));
   set_access(cut, op);
   return cut;
 }
