@@ -22,6 +22,9 @@
 
 namespace simt {
 
+/// Of the C library, whose <setjmp.h>, where it is fortified, puts one in its place that refuses to change stacks.
+extern "C" [[noreturn]] void unchecked_longjmp(jmp_buf, int) __asm__("_longjmp");
+
 /// A function with a stack of its own, which runs when it is resumed and may be left at any call of `leave`. Jumps between stacks,
 /// since swapcontext asks the system for the signal mask each time.
 class fiber {
@@ -53,7 +56,7 @@ public:
     void* fake = nullptr;
     begin_switch(&fake, stack_.get(), stack_size);
     if (_setjmp(outside_) == 0) {
-      if (entered_) _longjmp(inside_, 1);
+      if (entered_) unchecked_longjmp(inside_, 1);
       entered_ = true;
       setcontext(&entry_);
     }
@@ -62,7 +65,7 @@ public:
   [[gnu::noinline, gnu::no_sanitize_address]] void leave() {
     void* fake = nullptr;
     begin_switch(&fake, outer_, outer_size_);
-    if (_setjmp(inside_) == 0) _longjmp(outside_, 1);
+    if (_setjmp(inside_) == 0) unchecked_longjmp(outside_, 1);
     end_switch(fake, &outer_, &outer_size_);
   }
   [[nodiscard]] bool done() const { return done_; }

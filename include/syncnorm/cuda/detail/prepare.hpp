@@ -111,9 +111,11 @@ template <class Op>
 /// Takes the whole packs of a map through a stream, where two blocks of a multiprocessor have room for it.
 template <class Op>
 void set_stream(geometry& cut, Op const& op, device_limits const& limits) {
-  if constexpr (streams<Op, axis::channels>)
+  if constexpr (streams<Op, axis::channels>) {
+    constexpr int besides = 1024 + static_cast<int>(sizeof(map_storage<Op, axis::channels, most_map_lanes>));
     cut.streamed = cut.whole && axis_of(op.lead()) == axis::channels &&
-                   pack_stream<Op>::bytes(cut.threads) <= limits.shared_per_block / 2 - 4 * 1024;
+                   pack_stream<Op>::bytes(cut.threads) + besides <= limits.shared_per_block / 2;
+  }
 }
 
 template <class Op>
