@@ -1,11 +1,11 @@
 #pragma once
 
+#include <csetjmp>
 #include <cstddef>
 #include <functional>
 #include <memory>
 #include <utility>
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #if defined __SANITIZE_ADDRESS__
