@@ -18,7 +18,7 @@ public:
 };
 
 /// Who accesses memory, and when: `epoch` counts the barriers of its block. `seen[b]`: what block b did in epochs before
-/// that has happened before, by fences and atomics.
+/// that has happened before, by atomics.
 struct accessor {
   int block = 0, thread = 0;
   unsigned epoch = 0;
