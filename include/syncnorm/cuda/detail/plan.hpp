@@ -46,11 +46,9 @@ template <class T>
     while (threads > 64 && cut.items() <= threads) threads /= 2;
     stride = threads;
   } else {
-    auto const packs = up_to(lead.channels, length), in_lines = up_to(packs, line_lanes) * line_lanes;
-    auto const leaves_lanes_idle = [&](int lanes) {
-      return lanes > line_lanes && up_to(packs, lanes) * lanes > in_lines;
-    };
-    while (cut.lanes < most_lanes && cut.lanes < packs && !leaves_lanes_idle(2 * cut.lanes)) cut.lanes *= 2;
+    auto const packs = up_to(lead.channels, length);
+    auto const filled = [&](int lanes) { return up_to(packs, lanes) * lanes; };
+    while (cut.lanes < most_lanes && cut.lanes < packs && filled(2 * cut.lanes) <= filled(line_lanes)) cut.lanes *= 2;
     stride = threads / cut.lanes;
     cut.inner = std::max<std::int64_t>(1, lead.spatial);
     cut.groups = static_cast<std::uint32_t>(up_to(lead.channels, cut.lanes * length));
