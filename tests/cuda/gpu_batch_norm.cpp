@@ -4,7 +4,6 @@
 #include <functional>
 #include <string>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -202,18 +201,13 @@ TEST_CASE("double backward on a GPU agrees with the oracle, of one batch and ove
     }
 }
 
-TEST_CASE("passes that reduce agree with the oracle over NCCL and of ranks on one GPU") {
-  auto const check = [](auto const& comm, auto layer, bool captured) {
-    using layer_type = typename decltype(layer)::type;
+TEST_CASE("passes of ranks on one GPU that reduce agree with the oracle") {
+  over_threads(3, [&](auto const& comm) {
     for (auto of : layer_cases::cases()) {
-      while (of.samples.size() < static_cast<std::size_t>(syncnorm::size(comm))) of.samples.push_back(1);
       of.policy = syncnorm::exchange_policy::reduce;
-      layer_cases::check_steps<layer_type>(comm, of, captured);
+      layer_cases::check_steps<layer_over<float, staged_threads>>(comm, of, false);
     }
-  };
-  over_threads(3,
-               [&](auto const& comm) { check(comm, std::type_identity<layer_over<float, staged_threads>>{}, false); });
-  over_nccl([&](auto const& comm) { check(comm, std::type_identity<layer_over<float, nccl_thread>>{}, true); });
+  });
 }
 
 TEST_CASE("passes in place, over micro-batches, in two phases and in groups on a GPU") {
@@ -238,18 +232,6 @@ TEST_CASE("passes in place, over micro-batches, in two phases and in groups on a
                                                          false);
     layer_cases::check_two_phases<over_host>(comm, false, [] {});
     layer_cases::check_group<over_host>(comm, false);
-  });
-}
-
-TEST_CASE("ranks on as many GPUs as there are agree with the oracle over NCCL") {
-  over_nccl([](auto const& comm) {
-    for (bool const captured : {false, true}) {
-      check_cases<float>(comm, captured);
-      check_cases<__half>(comm, captured);
-      using layer = layer_over<float, nccl_thread>;
-      layer_cases::check_two_phases<layer>(comm, captured, [] {});
-      layer_cases::check_group<layer>(comm, captured);
-    }
   });
 }
 
