@@ -107,6 +107,15 @@ void check_rows_of_units(C const& comm) {
     layer_cases::check_steps<layer_over<T, C>, T>(comm, of, false, layer_cases::accuracy_in<T>);
 }
 
+// Short rows that are columns: to map, and in the first case to sum, too.
+template <class T, class C>
+void check_columns(C const& comm, bool captured) {
+  for (auto const& of : {layer_cases::layer_case{{96, 90, 0, 1}, 512, 49},
+                         {{9, 30, 8, 2}, 40, 14 * 14, test::layout::nchw, false, true, 0.25},
+                         {{31, 8, 64, 3}, 24, 5}})
+    layer_cases::check_steps<layer_over<T, C>, T>(comm, of, captured, layer_cases::accuracy_in<T>);
+}
+
 } // namespace
 
 TEST_CASE("device memory over a communicator of the host keeps the contract of streams on a GPU") {
@@ -135,6 +144,9 @@ TEST_CASE("one rank on a GPU agrees with the oracle, in every element type") {
     check_odd_rows<float>(captured);
     check_odd_rows<__half>(captured);
     check_odd_rows<__nv_bfloat16>(captured);
+    check_columns<float>(self, captured);
+    check_columns<double>(self, captured);
+    check_columns<__half>(self, captured);
     check_long_columns<float>(captured);
     check_long_columns<double>(captured);
     check_long_columns<__half>(captured);
@@ -176,6 +188,8 @@ TEST_CASE("ranks on one GPU agree with the oracle") {
   for (int const ranks : {2, 3, 4}) over_threads(ranks, [](auto const& comm) { check_cases<float>(comm, false); });
   over_threads(4, [](auto const& comm) {
     for (auto const& of : large_cases()) layer_cases::check_steps<layer_over<float, staged_threads>>(comm, of, false);
+    check_columns<float>(comm, false);
+    check_columns<__half>(comm, false);
     check_rows_of_units<__half>(comm);
     check_rows_of_units<__nv_bfloat16>(comm);
   });

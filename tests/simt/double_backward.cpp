@@ -16,7 +16,7 @@ using namespace test;
 
 /// A double backward pass on ranks in the interpreter, by statistics of the oracle, against differences of its loss.
 template <class T, bool Epilogue>
-void check_double_backward(second_order_case problem, arrangement order) {
+void check_double_backward(second_order_case problem, arrangement order, int multiprocessors = 2) {
   using A = accumulate_t<T>;
   using P = A;
   auto const channels = problem.channels, spatial = problem.spatial;
@@ -81,7 +81,7 @@ void check_double_backward(second_order_case problem, arrangement order) {
                                                                         epilogues[r], rank.saved(), a);
     run_reduction(rank.machine,
                   gpu::detail::make_reduction(op, header_of(channels, n * spatial), rank.packet_data(),
-                                              rank.workspace(), {2, 1 << 16}, 64),
+                                              rank.workspace(), {multiprocessors, 1 << 16}, 64),
                   {});
   }
   auto const packets = gather(ranks);
@@ -145,4 +145,8 @@ TEST_CASE_TEMPLATE("Double backward kernels give the gradients of what a backwar
     with.mask.clear(), with.has_residual = false, with.has_u = false;
     check_double_backward<T, true>(with, order);
   }
+  second_order_case columns{{9, 0, 8}, 8}; // which few multiprocessors have enough of
+  check_double_backward<T, false>(columns, arrangement::nchw, 0);
+  columns.with_epilogue(0.25, true, false, false);
+  check_double_backward<T, true>(columns, arrangement::nchw, 0);
 }

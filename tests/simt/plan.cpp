@@ -25,6 +25,7 @@ constexpr test::extents all[] = {
     {64, 256, 56 * 56}, {8192, 4096, 1}, {32, 512, 28 * 28}, {1, 1, 1},          {3, 5, 7},
     {1, 3, 1000000},    {4000000, 3, 1}, {2, 100000, 4},     {70000, 64, 1000},  {1, 1, std::int64_t{5} << 30},
     {0, 7, 5},          {7, 5, 0},       {1, 1 << 30, 1},    {9, 17, 33 * 1000}, {1300, 1 << 16, 14 * 14},
+    {256, 2048, 49},    {5000, 24, 3},   {4000, 8, 121},     {100, 1 << 20, 9},  {3000, 200, 169},
 };
 
 template <class Op>
@@ -39,8 +40,10 @@ void check_cut(Op const& op, gpu::geometry const& cut, std::int64_t parts) {
   CHECK(std::int64_t{cut.groups} * cut.pieces < std::int64_t{1} << 31);
   if (parts == 0 || cut.pieces == 1) return;
   auto const left = std::int64_t{cut.groups} * cut.pieces * parts * (wide == 1 ? 1 : 8 * length);
-  CHECK(gpu::workspace_layout::ticket_bytes(op.lead().channels) + 8 * static_cast<std::size_t>(left) <=
-        cuda::workspace_bytes(op.lead().channels, limits));
+  auto const channels = cut.channels_of_layer<axis::channels>();
+  CHECK(cut.groups <= channels);
+  CHECK(gpu::workspace_layout::ticket_bytes(channels) + 8 * static_cast<std::size_t>(left) <=
+        cuda::workspace_bytes(channels, limits));
 }
 
 } // namespace
@@ -51,17 +54,18 @@ TEST_CASE("Cuts cover every element of any extents, and the workspace has room f
       INFO(test::name_of(e));
       auto const x = last ? nhwc(far, e.n, e.c, e.s) : nchw(far, e.n, e.c, e.s);
       gpu::moments_op<float> const moments{x};
-      check_cut(moments, gpu::cut_for_reduction(moments, 256, limits), moments.parts);
+      check_cut(moments, gpu::cut_for_reduction(moments, 1, 256, limits), moments.parts);
       gpu::double_backward_sums_op<float, false> const sums{{}, {}, x, x, x};
-      check_cut(sums, gpu::cut_for_reduction(sums, 128, limits), sums.parts);
+      check_cut(sums, gpu::cut_for_reduction(sums, 1, 128, limits), sums.parts);
       gpu::normalize_op<float, false> map;
       map.x = x;
-      check_cut(map, gpu::cut_for_map(map, 256, limits), 0);
+      check_cut(map, gpu::cut_for_map(map, 1, 256, limits), 0);
 
       auto const* const halves = reinterpret_cast<bfloat16 const*>(far);
       gpu::moments_op<bfloat16> const of_halves{last ? nhwc(halves, e.n, e.c, e.s) : nchw(halves, e.n, e.c, e.s)};
       cuda::workspace const work{const_cast<float*>(far), 0};
-      check_cut(of_halves, gpu::make_reduction(of_halves, {}, {}, work, limits, 256).cut, of_halves.parts);
+      auto const made = gpu::make_reduction(of_halves, {}, {}, work, limits, 256);
+      check_cut(made.op, made.cut, made.op.parts);
     }
 }
 
@@ -69,7 +73,7 @@ TEST_CASE("The last piece of tensors beyond 2^31 elements ends with their last e
   for (auto const& x : {nchw(far, 70000, 64, 1000), nchw(far + 1, 70001, 64, 999), nhwc(far, 70000, 64, 1000),
                         nhwc(far, 1, 4, std::int64_t{3} << 30)}) {
     gpu::moments_op<float> const op{x};
-    auto const cut = gpu::cut_for_reduction(op, 256, limits);
+    auto const cut = gpu::cut_for_reduction(op, 1, 256, limits);
     bool const rows = gpu::axis_of(x) == axis::positions;
     std::int64_t count = 0, farthest = 0;
     bool inside = true;
@@ -173,7 +177,7 @@ TEST_CASE("Packs are whole throughout where each of them is, along channels thos
           each = each && (rows ? is_whole.template operator()<axis::positions>({n, first, i, {0, 4}})
                                : is_whole.template operator()<axis::channels>({n, i, first, {0, 4}}));
     CHECK(gpu::is_whole_throughout(op) == (each && is_one));
-    CHECK(gpu::cut_for_map(op, 256, limits).whole == (each && is_one));
+    CHECK(gpu::cut_for_map(op, 1, 256, limits).whole == (each && is_one));
     ++(each && is_one ? whole : broken);
   };
   auto* const to = const_cast<float*>(far) + (1 << 20);
@@ -203,7 +207,7 @@ TEST_CASE(
   auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y) {
     gpu::normalize_op<float, false> op;
     op.x = x, op.y = y;
-    auto const cut = gpu::cut_for_map(op, 256, limits);
+    auto const cut = gpu::cut_for_map(op, 1, 256, limits);
     bool each = true;
     auto const of_tensor = [&](auto const& t, gpu::spot const& at) {
       auto const* const first = gpu::address(t, at);
@@ -298,33 +302,103 @@ TEST_CASE("What is launched for rows of 16-bit elements takes them by units of 8
     CHECK((made.unit == 0 || made.pieces * made.per_piece >= made.items()));
     return made;
   };
-  CHECK(cut(256, 196).unit == 8);
-  CHECK(cut(256, 196).pieces == 2);
+  CHECK(cut(63, 196).unit == 8);
+  CHECK(cut(63, 196).pieces == 1);
   CHECK(cut(5, 4).unit == 8);
   CHECK(cut(256, 784).unit == 0); // whole packs
   CHECK(cut(256, 49).unit == 0);
   CHECK(cut(256, 196, 1).unit == 0);
-  CHECK(cut(256, 196, 4).unit == 8);
+  CHECK((cut(256, 196, 4).unit == 8 && cut(256, 196, 4).pieces == 2)); // no columns, for which packs are not whole
   CHECK(cut(256, 196, 0, true).unit == 0);
   CHECK(cut(0, 196).unit == 0);
-  CHECK(cut(200000, 196).unit == 0); // of more pieces than the last block would put together
-
-  gpu::normalize_op<bfloat16, true> op;
-  op.x = op.residual = nchw<bfloat16 const>(from, 256, 64, 196), op.y = nchw(from, 256, 64, 196);
-  auto const made = gpu::make_map(op, limits, 256);
-  CHECK((made.cut.unit == 8 && made.cut.pieces == 4));
-  CHECK(gpu::unit_bytes(made.op, made.cut) == 2 * 16 * gpu::kept_packs_of(made.cut));
-  op.y.data += 2;
-  CHECK(gpu::make_map(op, limits, 256).cut.unit == 0);
-  gpu::moments_op<float> const of_float{nchw(far, 256, 64, 49)};
+  CHECK(cut(200000, 196, 4).unit == 0); // of more pieces than the last block would put together
+  gpu::moments_op<float> const of_float{nchw(far, 5, 64, 49)};
   CHECK(gpu::make_reduction(of_float, {}, {}, work, limits, 256).cut.unit == 0);
+}
+
+TEST_CASE("Rows of no whole packs are columns where their samples are contiguous and packs are then whole") {
+  int columns = 0, rows = 0;
+  auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y, mask_view const& mask,
+                         bool expected) {
+    gpu::normalize_op<float, true> op;
+    op.x = x, op.y = y, op.mask = mask;
+    CHECK(gpu::columns_of(op) == (expected ? x.spatial : 1));
+    auto const made = gpu::make_map(op, limits, 256);
+    CHECK(made.cut.columns == (expected ? x.spatial : 1));
+    ++(expected ? columns : rows);
+    if (!expected) return;
+    CHECK((made.cut.whole && made.cut.channels_of_layer<axis::channels>() == x.channels));
+    CHECK(gpu::axis_of(made.op.x) == axis::channels);
+    bool same = made.op.residual.data == nullptr;
+    for (std::int64_t n = 0; n < x.samples; ++n)
+      for (std::int64_t c = 0; c < x.channels; ++c)
+        for (std::int64_t s = 0; s < x.spatial; ++s) {
+          gpu::spot const before{n, s, c, {}}, after{0, n, c * x.spatial + s, {}};
+          same = same && gpu::address(x, before) == gpu::address(made.op.x, after) &&
+                 gpu::address(y, before) == gpu::address(made.op.y, after) &&
+                 made.cut.channel_of<axis::channels>(after.channel) == c;
+        }
+    CHECK(same);
+  };
+  auto* const to = const_cast<float*>(far) + (1 << 20);
+  auto const* const bytes = reinterpret_cast<std::uint8_t const*>(far + (1 << 21));
+  for (std::int64_t const n : {7, 8, 20})
+    for (std::int64_t const c : {4, 6, 8})
+      for (std::int64_t const s : {1, 3, 6, 8, 49}) {
+        auto const x = nchw(far, n, c, s);
+        auto const y = nchw(to, n, c, s);
+        bool const can = n >= 8 && s % 4 != 0 && c * s % 4 == 0 && s != 1;
+        check(x, y, {}, can);
+        check(x, y, mask_of(bytes, n, s), false);
+        check(nchw(far + 1, n, c, s), y, {}, false);
+        check(x, nchw(to + 2, n, c, s), {}, false);
+        if (s != 1) check(x, nhwc(to, n, c, s), {}, false);
+        auto apart = y, sparse = y, broadcast = y;
+        apart.stride_n += 4, sparse.stride_n += 2, broadcast.stride_n = 0;
+        check(x, apart, {}, can);
+        check(x, sparse, {}, can && sparse.stride_n % 4 == 0);
+        if (s != 1) check(x, broadcast, {}, false);
+        sparse = y, sparse.stride_c += 4, sparse.stride_n += 4 * c;
+        if (s != 1) check(x, sparse, {}, false);
+      }
+  CHECK((columns > 20 && rows > 100));
+  CHECK(gpu::columns_of(gpu::moments_op<float>{nchw(far, 8, std::int64_t{1} << 29, 3)}) == 1); // not narrow
+}
+
+TEST_CASE("Reductions take columns of whole channels, where threads have enough of them") {
+  auto const lanes = [](std::int64_t columns, int threads = 256, std::int64_t groups = 1, std::int64_t wave = 264) {
+    return gpu::lanes_of_channels<bfloat16>(columns, groups * columns * 8, threads, wave);
+  };
+  CHECK((lanes(49) == 49 && lanes(196) == 49 && lanes(9) == 9 && lanes(2) == 1));
+  CHECK((lanes(225) == 225 && lanes(169) == 0 && lanes(49, 128) == 49 && lanes(49, 64) == 49 && lanes(257) == 0));
+  CHECK((lanes(49, 256, 264) == 49 && lanes(49, 256, 265) == 98));
+  CHECK((lanes(196, 256, 264) == 196 && lanes(49, 64, 1000) == 49 && lanes(3, 256, 100000) == 24));
+  CHECK((lanes(81, 256, 1000) == 81 && lanes(25, 256, 1000) == 100));
+
+  cuda::workspace const work{const_cast<float*>(far), 0};
+  auto const columns = [&]<class T>(T, std::int64_t n, std::int64_t c, std::int64_t s) {
+    gpu::moments_op<T> const op{nchw(reinterpret_cast<T const*>(far), n, c, s)};
+    auto const cut = gpu::make_reduction(op, {}, {}, work, limits, 256).cut;
+    CHECK((cut.columns == 1 || (cut.lanes * gpu::pack_length<T> % cut.columns == 0 && cut.whole)));
+    return cut.columns;
+  };
+  CHECK((columns(bfloat16{}, 256, 2048, 49) == 49 && columns(float{}, 32, 512, 49) == 49));
+  CHECK((columns(bfloat16{}, 32, 512, 49) == 1 && columns(bfloat16{}, 64, 512, 169) == 1));
+  CHECK((columns(bfloat16{}, 256, 1024, 196) == 196 && columns(bfloat16{}, 64, 256, 196) == 1));
+
+  for (int by = 1; by < 1024; ++by) {
+    gpu::small_divisor const divisor{by};
+    bool right = true;
+    for (int i = 0; i < 1024; ++i) right = right && divisor.divide(i) == i / by;
+    CHECK(right);
+  }
 }
 
 TEST_CASE("Maps are as wide along channels as lines of the cache fill, and blocks have threads for") {
   auto const lanes = [](std::int64_t channels, int threads) {
     gpu::normalize_op<float, false> map;
     map.x = nhwc(far, 64, channels, 100);
-    return gpu::cut_for_map(map, threads, limits).lanes;
+    return gpu::cut_for_map(map, 1, threads, limits).lanes;
   };
   CHECK((lanes(12, 256) == 4 && lanes(30, 256) == 8 && lanes(144, 256) == 8));
   CHECK((lanes(192, 256) == 16 && lanes(256, 256) == 32 && lanes(1000, 256) == 32));
@@ -335,7 +409,7 @@ TEST_CASE("Packs of tensors whose extents or strides are not narrow are not whol
   auto const is_whole = [](std::int64_t n, std::int64_t spatial, std::int64_t stride_n) {
     auto x = nchw(far, n, 2, spatial);
     x.stride_n = stride_n;
-    return gpu::cut_for_reduction(gpu::moments_op<float>{x}, 256, limits).whole;
+    return gpu::cut_for_reduction(gpu::moments_op<float>{x}, 1, 256, limits).whole;
   };
   std::int64_t const narrow = std::int64_t{1} << 30;
   CHECK(is_whole(2, narrow - 4, narrow - 4));
@@ -364,6 +438,10 @@ TEST_CASE("Channels stay on the chip where they fit, of clusters two blocks to a
     CHECK(fits(float{}, true, 32, 512, 784, blocks));
     CHECK(!fits(float{}, false, 0, 512, 784, blocks));
   }
+  CHECK(!fits(bfloat16{}, false, 64, 512, 49, 8)); // two kernels by columns take less time
+  CHECK(fits(bfloat16{}, false, 32, 512, 49, 8));
+  CHECK((!fits(float{}, false, 64, 2048, 49, 8) && fits(float{}, false, 256, 512, 49, 8)));
+  CHECK(fits(bfloat16{}, false, 256, 1024, 196, 8));
   CHECK(!fits(float{}, true, 40, 512, 784, 1));
   CHECK(!fits(float{}, false, 50, 20, 784, 1)); // too few channels to be busy with
   CHECK(fits(float{}, false, 4, 20, 784, 1));

@@ -55,9 +55,12 @@ inline constexpr int few_threads = 64, most_threads = 128;
 template <class Op>
 void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launching const& how) {
   bool const along_positions = gpu::detail::axis_of(a.op.lead()) == axis::positions;
-  if (a.cut.groups != 0 && how.least != 0)
+  if (a.cut.groups != 0 && how.least != 0) {
+    auto const made = a.cut;
     a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : few_threads, how.blocks, how.least,
-                                    gpu::detail::most_pieces);
+                                    gpu::detail::most_pieces, made.lanes);
+    a.cut.columns = made.columns;
+  }
   set_access(a.cut, how, a.op);
   if (a.cut.groups != 0 && how.known == gpu::detail::known::whole)
     gpu::detail::cut_by_units(a.cut, a.op, how.threads, gpu::detail::most_pieces, how.limits);
@@ -72,17 +75,17 @@ void run_reduction(simt::machine& on, gpu::detail::reduce_arguments<Op> a, launc
 template <class Op>
 void run_map(simt::machine& on, gpu::detail::map_arguments<Op> a, launching const& how) {
   bool const along_positions = gpu::detail::axis_of(a.op.lead()) == axis::positions;
-  if (how.least != 0)
+  if (how.least != 0) {
+    auto const columns = a.cut.columns;
+    int const most_lanes = gpu::detail::map_lanes<typename Op::element_type>(how.map_threads);
     a.cut = gpu::detail::cut_tensor(a.op.lead(), along_positions ? how.threads : how.map_threads, how.blocks, how.least,
-                                    std::int64_t{1} << 20,
-                                    gpu::detail::map_lanes<typename Op::element_type>(how.map_threads));
+                                    std::int64_t{1} << 20, gpu::detail::lanes_of_lines(a.op.lead(), most_lanes));
+    a.cut.columns = columns;
+  }
   set_access(a.cut, how, a.op);
-  if (how.known == gpu::detail::known::whole)
-    gpu::detail::cut_by_units(a.cut, a.op, how.threads, std::int64_t{1} << 20, how.limits);
   gpu::detail::set_stream(a.cut, a.op, how.limits);
   simt::launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads, 0, how.order};
-  shape.dynamic_shared =
-      static_cast<std::size_t>(gpu::detail::stream_bytes<Op>(a.cut) + gpu::detail::unit_bytes(a.op, a.cut));
+  shape.dynamic_shared = static_cast<std::size_t>(gpu::detail::stream_bytes<Op>(a.cut));
   shape.early = how.early;
   if (along_positions)
     on.launch(shape, [&](auto const& hw) { gpu::detail::map_kernel<Op, axis::positions>(hw, a); });

@@ -16,14 +16,15 @@ namespace test {
 ///     L = Σ u·dx + Σ v·dresidual + Σ over ranks of a_r·(the gradient of gamma on rank r) + b_r·(that of beta)
 struct second_order_case {
   std::vector<std::int64_t> shares; // samples of each rank
-  std::int64_t channels = 2, spatial = 3;
+  std::int64_t channels, spatial = 3;
   double eps = 0.1, slope = 1;
   bool has_gamma = true, has_u = true, has_ab = true, has_residual = false, zeroes = false;
   std::int64_t batches = 1;                                     // of each rank
   std::vector<unsigned char> mask{};                            // `[N, S]`; empty: none
   std::vector<double> x, dy, u, v, residual, gamma, beta, a, b; // `[N, C, S]`, `[C]`, and `[P, C]`
 
-  explicit second_order_case(std::vector<std::int64_t> const& samples_of_ranks) : shares{samples_of_ranks} {
+  explicit second_order_case(std::vector<std::int64_t> const& samples_of_ranks, std::int64_t channels_ = 2)
+      : shares{samples_of_ranks}, channels{channels_} {
     auto const fill = [](std::uint64_t stream, std::int64_t size, double mean) {
       std::vector<double> values(static_cast<std::size_t>(size));
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = mean + noise(stream, i);

@@ -203,13 +203,14 @@ public:
   };
 
   template <class Hw>
-  SYNCNORM_DEVICE pack_accumulator(Hw const& hw, Op const& op, storage& shared, std::int64_t channel,
-                                   std::int64_t channels)
+  SYNCNORM_DEVICE pack_accumulator(Hw const& hw, Op const& op, storage& shared, geometry const& cut,
+                                   std::int64_t column)
       : op_{op}, shared_{shared} {
     SYNCNORM_UNROLL
     for (int e = 0; e < length; ++e) {
       // A pack's channels beyond the last one have nothing to count.
-      constants_[e] = op.constants_of(hw, channel + e < channels ? channel + e : channels - 1);
+      std::int64_t const last = cut.channels - 1;
+      constants_[e] = op.constants_of(hw, cut.channel_of<axis::channels>(column + e < last ? column + e : last));
       SYNCNORM_UNROLL
       for (int i = 0; i < cells; ++i) hw.store(&shared_.of[i][e][hw.thread()], 0.0);
     }

@@ -14,14 +14,13 @@
 // items of a cut.
 namespace syncnorm::cuda::detail {
 
-/// Whether kernels that keep nothing from one launch to the next take rows by units, which are then of 8 bytes: smaller ones take them longer
-/// than parts of packs.
+/// Whether a reduction takes rows by units, which are then of 8 bytes: smaller ones take it longer than parts of packs.
 template <class Op, axis Axis>
 inline constexpr bool has_units = Axis == axis::positions && sizeof(typename Op::element_type) == 2 &&
                                   requires(Op const& op) {
   op.input(0);
 };
-inline constexpr int unit_of_launches = 8;
+inline constexpr int unit_of_reductions = 8;
 
 /// f(bytes of a unit), as a constant.
 template <class T, class F>
@@ -138,8 +137,8 @@ gather_units(Hw const& hw, Sums const& sums, kept_packs<Sums> const& kept, part_
   return {part.group, elements, hw.thread(), hw.threads()};
 }
 
-/// Maps the units of a thread, of `Bytes`, and writes them.
-template <int Bytes, bool Forward, class Hw, class Sums, class Map>
+/// Maps the units of a thread, of `Bytes`, and writes them. Of a map that goes both ways, the forward one.
+template <int Bytes, class Hw, class Sums, class Map>
 SYNCNORM_DEVICE void map_units_of(Hw const& hw, Map const& map, kept_packs<Sums> const& kept, part_of_group const& part,
                                   unit_walk at, typename Map::A const (&k)[1][Map::coefficients]) {
   using T = typename Sums::element_type;
@@ -163,7 +162,7 @@ SYNCNORM_DEVICE void map_units_of(Hw const& hw, Map const& map, kept_packs<Sums>
     SYNCNORM_UNROLL
     for (int u = 0; u < Count; ++u, at.advance()) {
       pack<T, Bytes> out[Map::outputs];
-      apply_to_pack<Forward>(map, k, in[u], ~0u, out);
+      apply_to_pack<true>(map, k, in[u], ~0u, out);
       SYNCNORM_UNROLL
       for (int o = 0; o < Map::outputs; ++o) {
         auto const& to = map.output(o);
@@ -177,12 +176,12 @@ SYNCNORM_DEVICE void map_units_of(Hw const& hw, Map const& map, kept_packs<Sums>
   while (at.inside(1)) put(std::integral_constant<int, 1>{});
 }
 
-/// Maps the units of a thread, and writes them. `Forward`: as `apply_to_pack`.
-template <bool Forward, class Hw, class Sums, class Map>
+/// Maps the units of a thread, and writes them.
+template <class Hw, class Sums, class Map>
 SYNCNORM_DEVICE void map_units(Hw const& hw, Map const& map, kept_packs<Sums> const& kept, part_of_group const& part,
                                int unit, unit_walk const& at, typename Map::A const (&k)[1][Map::coefficients]) {
-  with_unit<typename Map::element_type>(
-      unit, [&](auto bytes) { map_units_of<bytes.value, Forward>(hw, map, kept, part, at, k); });
+  with_unit<typename Map::element_type>(unit,
+                                        [&](auto bytes) { map_units_of<bytes.value>(hw, map, kept, part, at, k); });
 }
 
 /// Bytes of dynamic shared memory of a block that takes rows by units.

@@ -113,7 +113,7 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
   k.read(hw, shared.coefficients, Axis == axis::positions ? 0 : hw.thread() % a.cut.lanes * length);
   if constexpr (Axis == axis::positions)
     if (by_units) {
-      map_units<true>(hw, a.map, kept, part, a.cut.unit, unit_walk{a.cut, part, hw.thread(), hw.threads()}, k.of);
+      map_units(hw, a.map, kept, part, a.cut.unit, unit_walk{a.cut, part, hw.thread(), hw.threads()}, k.of);
       return leave();
     }
   walk<Axis, T> items{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()};

@@ -22,7 +22,8 @@ inline constexpr int line_lanes = 8, most_map_lanes = 32;
 /// along positions, and `lanes` packs by packs along channels. What is in a group comes in items: the packs of its rows,
 /// of which there are `inner` in each of N; or its N·S positions.
 struct geometry {
-  std::int64_t samples = 0, channels = 0, spatial = 0;
+  std::int64_t samples = 0, channels = 0, spatial = 0; ///< of the tensors
+  std::int64_t columns = 1;                    ///< channels of the tensors that are one of the layer; `take_columns`
   std::int64_t inner = 1;                      ///< items of a sample
   std::int64_t per_piece = 1;                  ///< items of a piece
   std::int64_t step_outer = 0, step_inner = 1; ///< by what the items of a thread are apart, of samples and within one
@@ -36,6 +37,17 @@ struct geometry {
   bool aligned = false;  ///< every pack is one access of each tensor, along positions perhaps in part
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t items() const { return samples * inner; }
+  /// Of packs along `Axis`.
+  template <axis Axis>
+  [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t channels_of_layer() const {
+    return channel_of<Axis>(channels);
+  }
+  /// Of the layer, by that of the tensors.
+  template <axis Axis>
+  [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr std::int64_t channel_of(std::int64_t column) const {
+    if (Axis == axis::positions || columns == 1) return column;
+    return static_cast<std::uint32_t>(column) / static_cast<std::uint32_t>(columns);
+  }
   /// Of the launch.
   [[nodiscard]] constexpr std::uint32_t blocks() const { return groups * pieces; }
 };
@@ -112,7 +124,7 @@ public:
     begin_ = part.begin;
     item_ = begin_ + first;
     end_ = part.end;
-    if (channel_ >= cut.channels) end_ = item_;
+    if (channel_ >= cut.channels || first >= stride_) end_ = item_; // lanes may be no divisor of threads
     outer_ = item_ / cut.inner;
     inner_ = item_ - outer_ * cut.inner;
   }

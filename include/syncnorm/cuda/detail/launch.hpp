@@ -52,7 +52,7 @@ template <class Kernels, class Op>
 void launch_reduction(char const* call, Op const& op, packet_header const& header, packet_place const& packet,
                       workspace const& work, device_limits const& limits, cudaStream_t stream) {
   auto const a = make_reduction(op, header, packet, work, limits, Kernels::threads(op.threads));
-  along_packs(op, [&](auto along) {
+  along_packs(a.op, [&](auto along) {
     using entry = reduce_entry<Op, along()>;
     launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads};
     shape.static_shared = entry::static_shared;
@@ -66,12 +66,12 @@ void launch_reduction(char const* call, Op const& op, packet_header const& heade
 template <class Kernels, class Op>
 void launch_map(char const* call, Op const& op, device_limits const& limits, cudaStream_t stream, bool early = false) {
   auto const a = make_map(op, limits, Kernels::threads(op.threads));
-  along_packs(op, [&](auto along) {
+  along_packs(a.op, [&](auto along) {
     using entry = map_entry<Op, along()>;
     launch_shape shape{std::max(1u, a.cut.blocks()), a.cut.threads};
     shape.early = early && Kernels::has_clusters(limits.architecture);
     shape.static_shared = entry::static_shared;
-    shape.dynamic_shared = stream_bytes<Op>(a.cut) + unit_bytes(a.op, a.cut);
+    shape.dynamic_shared = stream_bytes<Op>(a.cut);
     shape.most_dynamic_shared = limits.shared_per_block - entry::static_shared;
     launch<Kernels, entry>(call, shape, a, stream);
   });

@@ -9,7 +9,6 @@
 #include <syncnorm/cuda/detail/apply.hpp>
 #include <syncnorm/cuda/detail/backward_op.hpp>
 #include <syncnorm/cuda/detail/channel_access.hpp>
-#include <syncnorm/cuda/detail/dense_rows.hpp>
 #include <syncnorm/cuda/detail/double_backward_op.hpp>
 #include <syncnorm/cuda/detail/forward_op.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
@@ -125,38 +124,35 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   auto packs = [&] {
     if constexpr (streams<Op, Axis>)
       return pack_stream<Op>{hw, a.op, items};
-    else if constexpr (has_units<Op, Axis>)
-      return kept_packs<Op>{hw.dynamic_shared(), cut};
     else
       return 0;
   }();
-  auto const units = [&] { return unit_walk{cut, part, hw.thread(), hw.threads()}; };
   if constexpr (streams<Op, Axis>)
     if (cut.streamed) packs.begin(hw);
-  if constexpr (has_units<Op, Axis>)
-    if (cut.unit != 0) fetch_units_of<unit_of_launches>(hw, a.op, packs, part, units());
-  if (!cut.streamed && cut.unit == 0) load_next();
+  if (!cut.streamed) load_next();
   hw.wait_for_previous();
 
   auto& shared = hw.template shared<map_storage<Op, Axis, most_map_lanes>>();
   // And so is all that the statistics are made of: nothing here waits before it is merged.
-  incoming_packets const from{statistics.packets, cut.channels};
+  std::int64_t const channels = cut.channels_of_layer<Axis>();
+  incoming_packets const from{statistics.packets, channels};
   bool const exchanged = statistics.packets.data != nullptr;
   auto const seen = exchanged ? from.look(hw) : incoming_packets::view_of_headers{};
-  int const channels = Axis == axis::positions ? 1 : cut.lanes * length;
-  std::int64_t const channel = static_cast<std::int64_t>(group) * channels + hw.thread();
-  bool const has_channel = hw.thread() < channels && channel < cut.channels;
+  int const columns = Axis == axis::positions ? 1 : cut.lanes * length;
+  std::int64_t const column = static_cast<std::int64_t>(group) * columns + hw.thread(),
+                     channel = cut.channel_of<Axis>(column);
+  bool const has_channel = hw.thread() < columns && column < cut.channels;
   bool refused = false;
   typename statistics_type::summary of_channel{};
   A made[Op::coefficients]{};
   if (has_channel) {
-    of_channel = statistics.merge_ranks(hw, cut.channels, channel);
+    of_channel = statistics.merge_ranks(hw, channels, channel);
     if constexpr (requires { statistics.refuses(hw, of_channel); }) refused = statistics.refuses(hw, of_channel);
     a.op.coefficients_of(of_channel, load_value(hw, statistics.affine.gamma, channel, 1),
                          load_value(hw, statistics.affine.beta, channel, 0), made);
   }
   bool const disagree = exchanged && from.disagree(hw, seen);
-  if (hw.thread() < channels) {
+  if (hw.thread() < columns) {
     SYNCNORM_UNROLL
     for (int i = 0; i < Op::coefficients; ++i) hw.store(&shared.k[i][hw.thread()], made[i]);
   }
@@ -168,18 +164,14 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
     return;
   }
   if (piece == 0) {
-    if (has_channel) statistics.commit(hw, channel, of_channel);
+    if (has_channel && (Axis == axis::positions || column == channel * cut.columns))
+      statistics.commit(hw, channel, of_channel);
     statistics.count_pass(hw, groups, of_channel.count);
   }
 
   int const first = Axis == axis::positions ? 0 : hw.thread() % cut.lanes * length;
   coefficient_set<Op, Axis> k;
   if constexpr (Axis == axis::positions) k.read(hw, shared, first);
-  if constexpr (has_units<Op, Axis>)
-    if (cut.unit != 0) {
-      hw.wait_for_copies();
-      return map_units_of<unit_of_launches, false>(hw, a.op, packs, part, units(), k.of);
-    }
   if constexpr (streams<Op, Axis>)
     if (cut.streamed) {
       while (items.inside(Op::unroll)) {

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <type_traits>
 
 #include <syncnorm/core/tensor_view.hpp>
@@ -21,13 +22,22 @@ template <class T>
   return x.stride_c == 1 && (x.stride_s != 1 || x.spatial == 1) ? axis::channels : axis::positions;
 }
 
+/// Packs along channels that a block takes side by side: up to `most`, but only as far as lines of the cache fill them.
+template <class T>
+[[nodiscard]] int lanes_of_lines(tensor_view<T> const& lead, int most) {
+  auto const packs = up_to(lead.channels, pack_length<std::remove_const_t<T>>);
+  auto const filled = [&](int lanes) { return up_to(packs, lanes) * lanes; };
+  int lanes = 1;
+  while (lanes < most && lanes < packs && filled(2 * lanes) <= filled(line_lanes)) lanes *= 2;
+  return lanes;
+}
+
 /// Cuts `[N, C, S]` into about `blocks` pieces in all, of at least `least` packs for each thread, and at most `most` pieces
 /// for a group. Blocks are of `threads` threads, or, along positions, of as few as leave each of them two packs: of small
-/// blocks more fit on a multiprocessor. Along channels, a group is up to `most_lanes` packs wide, but only
-/// as far as lines of the cache fill it.
+/// blocks more fit on a multiprocessor. Along channels, a group is `lanes` packs wide.
 template <class T>
 [[nodiscard]] geometry cut_tensor(tensor_view<T> const& lead, int threads, std::int64_t blocks, std::int64_t least,
-                                  std::int64_t most, int most_lanes = line_lanes) {
+                                  std::int64_t most, int lanes) {
   constexpr std::int64_t length = pack_length<std::remove_const_t<T>>;
   geometry cut;
   bool const is_empty = lead.samples == 0 || lead.spatial == 0;
@@ -46,9 +56,7 @@ template <class T>
     while (threads > 64 && cut.items() <= threads) threads /= 2;
     stride = threads;
   } else {
-    auto const packs = up_to(lead.channels, length);
-    auto const filled = [&](int lanes) { return up_to(packs, lanes) * lanes; };
-    while (cut.lanes < most_lanes && cut.lanes < packs && filled(2 * cut.lanes) <= filled(line_lanes)) cut.lanes *= 2;
+    cut.lanes = lanes;
     stride = threads / cut.lanes;
     cut.inner = std::max<std::int64_t>(1, lead.spatial);
     cut.groups = static_cast<std::uint32_t>(up_to(lead.channels, cut.lanes * length));
@@ -133,6 +141,46 @@ void flatten(Ops&... ops) {
   (void)(Ops::each_tensor(ops, of_one_sample) && ...);
 }
 
+/// The positions of a row where rows can be columns: of 8 samples or more, each contiguous, without a mask, and of rows that are no
+/// whole packs; else 1.
+template <class Op>
+[[nodiscard]] std::int64_t columns_of(Op const& op) {
+  constexpr std::int64_t length = pack_length<typename Op::element_type>;
+  auto const& lead = op.lead();
+  if (axis_of(lead) != axis::positions || op.mask.data != nullptr || lead.samples < 8 || lead.spatial % length == 0)
+    return 1;
+  constexpr std::int64_t limit = std::int64_t{1} << 30;
+  if (!is_narrow(lead) || lead.channels * lead.spatial >= limit || lead.channels * lead.spatial % length != 0) return 1;
+  auto const is_dense = [&](auto const& t) {
+    return t.stride_s == 1 && t.stride_c == t.spatial && t.stride_n >= t.channels * t.spatial &&
+           t.stride_n % length == 0 && is_narrow(t) && is_aligned(t.data);
+  };
+  return Op::each_tensor(op, is_dense) ? lead.spatial : 1;
+}
+
+/// Takes rows as columns, `[N, C, S]` as `[N, C·S]` along channels, whose packs are whole.
+template <class Op>
+void take_columns(Op& op) {
+  (void)Op::each_tensor(op, [](auto& t) {
+    t.channels *= t.spatial;
+    t.spatial = t.stride_c = 1;
+    return true;
+  });
+}
+
+/// Packs side by side in which channels of `columns` columns each are there in full, with packs for three quarters of the threads of a
+/// block; 0: there are none. Of `all` columns, more where groups would be more than a wave of blocks, up to as many channels as a line
+/// of the cache has elements.
+template <class T>
+[[nodiscard]] int lanes_of_channels(std::int64_t columns, std::int64_t all, int threads, std::int64_t wave) {
+  constexpr std::int64_t length = pack_length<T>;
+  auto const is_filled = [&](std::int64_t lanes) { return 4 * (threads / lanes * lanes) >= 3 * threads; };
+  std::int64_t lanes = columns / std::gcd(length, columns);
+  if (!is_filled(lanes)) return 0;
+  while (up_to(all, lanes * length) > wave && is_filled(2 * lanes) && 2 * lanes <= line_lanes * columns) lanes *= 2;
+  return static_cast<int>(lanes);
+}
+
 /// Whether every pack of `op` is there in full, and one access of each tensor and of the mask, and an address is had in 31 bits. Along
 /// channels there is no mask, and one sample.
 template <class Op>
@@ -202,17 +250,21 @@ template <class Op>
   return pieces;
 }
 
-/// Along channels, a reduction is one wave of blocks, each with as many packs as it takes: what the blocks leave to be put together is a
+/// Cuts tensors of which `columns` channels are one of the layer. Along channels, a reduction is one wave of blocks, each with as many packs as it takes: what the blocks leave to be put together is a
 /// table of pieces × channels. Along positions it is a number for each piece.
 template <class Op>
-[[nodiscard]] geometry cut_for_reduction(Op const& op, int threads, device_limits const& limits) {
+[[nodiscard]] geometry cut_for_reduction(Op const& op, std::int64_t columns, int threads, device_limits const& limits) {
+  using T = typename Op::element_type;
   std::int64_t const wave = wave_of(op, limits);
   bool const along_channels = axis_of(op.lead()) == axis::channels;
-  auto cut = cut_tensor(op.lead(), threads, along_channels ? wave : 0, 16, most_pieces);
+  int const lanes = columns == 1 ? lanes_of_lines(op.lead(), line_lanes)
+                                 : lanes_of_channels<T>(columns, op.lead().channels, threads, wave);
+  auto cut = cut_tensor(op.lead(), threads, along_channels ? wave : 0, 16, most_pieces, lanes);
   if (!along_channels) {
     auto const pieces = pieces_of_rows(cut.items(), cut.groups, cut.threads, wave);
-    cut = cut_tensor(op.lead(), threads, pieces * cut.groups, 1, most_pieces);
+    cut = cut_tensor(op.lead(), threads, pieces * cut.groups, 1, most_pieces, lanes);
   }
+  cut.columns = columns;
   set_access(cut, op);
   return cut;
 }
@@ -223,16 +275,18 @@ template <class T>
   return std::min(most_map_lanes, threads / pack_length<T>);
 }
 
-/// Blocks of a map do not wait for each other: 8 waves of them, each of 8 packs a thread at least, 32 KB for each tensor. Along channels,
+/// The same of a map, whose blocks do not wait for each other: 8 waves of them, each of 8 packs a thread at least, 32 KB for each tensor. Along channels,
 /// where each has many coefficients to make, they are fewer: one wave of up to 64 packs a thread, all of which have fetched their first
 /// packs before the packet is there; beyond that, 2 of maps of one tensor.
 template <class Op>
-[[nodiscard]] geometry cut_for_map(Op const& op, int threads, device_limits const& limits) {
+[[nodiscard]] geometry cut_for_map(Op const& op, std::int64_t columns, int threads, device_limits const& limits) {
   using T = typename Op::element_type;
   std::int64_t const wave = wave_of(op, limits), packs = op.lead().size() / pack_length<T>;
   bool const along_channels = axis_of(op.lead()) == axis::channels;
   std::int64_t const waves = !along_channels ? 8 : packs <= 64 * wave * threads ? 1 : Op::inputs == 1 ? 2 : 8;
-  auto cut = cut_tensor(op.lead(), threads, waves * wave, 8, std::int64_t{1} << 20, map_lanes<T>(threads));
+  auto cut = cut_tensor(op.lead(), threads, waves * wave, 8, std::int64_t{1} << 20,
+                        lanes_of_lines(op.lead(), map_lanes<T>(threads)));
+  cut.columns = columns;
   set_access(cut, op);
   return cut;
 }

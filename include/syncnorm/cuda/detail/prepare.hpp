@@ -84,14 +84,25 @@ template <class Op>
 void cut_by_units(geometry& cut, Op const& op, int threads, std::int64_t most, device_limits const& limits) {
   if constexpr (has_units<Op, axis::positions>) {
     if (cut.whole || axis_of(op.lead()) != axis::positions || op.lead().size() == 0) return;
-    auto by_units = cut_tensor(op.lead(), threads, 0, 1, 1);
+    auto by_units = cut_tensor(op.lead(), threads, 0, 1, 1, 1);
     std::int64_t const pieces =
         up_to(kept_bytes(op, by_units), std::min<std::int64_t>(64 * 1024, room_to_keep(limits, 2)));
-    if (unit_of_tensors(op) != unit_of_launches || pieces > most || by_units.items() >= std::int64_t{1} << 29) return;
+    if (unit_of_tensors(op) != unit_of_reductions || pieces > most || by_units.items() >= std::int64_t{1} << 29) return;
     by_units.pieces = static_cast<std::uint32_t>(pieces);
     take_units(by_units, op);
     cut = by_units;
   }
+}
+
+/// `columns_of` a reduction, which has to put them together in the end: 1 where threads have so few packs that it takes longer for that
+/// than for rows, or for their units.
+template <class Op>
+[[nodiscard]] std::int64_t summed_columns_of(Op const& op, int threads, device_limits const& limits) {
+  using T = typename Op::element_type;
+  auto const columns = columns_of(op), packs = op.lead().size() / pack_length<T>;
+  if (columns == 1 || lanes_of_channels<T>(columns, 0, threads, 0) == 0) return 1;
+  bool const by_units = has_units<Op, axis::positions> && unit_of_tensors(op) == unit_of_reductions;
+  return packs >= (by_units ? 32 : 4) * std::int64_t{threads} * limits.multiprocessors ? columns : 1;
 }
 
 template <class Op>
@@ -99,10 +110,12 @@ template <class Op>
                                                   workspace const& work, device_limits const& limits, int threads) {
   workspace_layout const layout{work, op.lead().channels};
   reduce_arguments<Op> a{{}, op, make_outgoing(header, packet, saved_count_of(op)), layout.tickets, layout.partials};
+  auto const columns = summed_columns_of(op, threads, limits);
+  if (columns != 1) take_columns(a.op);
   flatten(a.op);
   // Of a header with a fault the header alone is written.
   if (header.fault[0] != '\0') return a;
-  a.cut = cut_for_reduction(a.op, threads, limits);
+  a.cut = cut_for_reduction(a.op, columns, threads, limits);
   std::int64_t const parts = Op::parts * std::max<std::int64_t>(1, a.cut.groups);
   cut_by_units(a.cut, a.op, threads, std::clamp<std::int64_t>(room_for_parts(limits) / parts, 1, most_pieces), limits);
   return a;
@@ -121,9 +134,10 @@ void set_stream(geometry& cut, Op const& op, device_limits const& limits) {
 template <class Op>
 [[nodiscard]] map_arguments<Op> make_map(Op const& op, device_limits const& limits, int threads) {
   map_arguments<Op> a{{}, op};
+  auto const columns = columns_of(op);
+  if (columns != 1) take_columns(a.op);
   flatten(a.op);
-  a.cut = cut_for_map(a.op, threads, limits);
-  cut_by_units(a.cut, a.op, threads, std::int64_t{1} << 20, limits);
+  a.cut = cut_for_map(a.op, columns, threads, limits);
   set_stream(a.cut, a.op, limits);
   return a;
 }
@@ -279,11 +293,12 @@ template <class T>
 /// Where it does so anyway, blocks of half as many threads leave room for them.
 template <class Sums>
 [[nodiscard]] geometry cut_for_fused(Sums const& sums, int threads, device_limits const& limits) {
-  auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1);
+  int const lanes = lanes_of_lines(sums.lead(), line_lanes);
+  auto cut = cut_tensor(sums.lead(), threads, 0, 1, 1, lanes);
   if (axis_of(sums.lead()) != axis::positions) return cut;
   bool const whole = unit_of_tensors(sums) == 16;
   std::int64_t const bytes = kept_bytes(sums, cut), room = room_to_keep(limits, whole ? 2 : 3);
-  if (whole && cut.threads == 256 && bytes <= room / 2) return cut_tensor(sums.lead(), 128, 0, 1, 1);
+  if (whole && cut.threads == 256 && bytes <= room / 2) return cut_tensor(sums.lead(), 128, 0, 1, 1, lanes);
   while (cut.pieces < static_cast<std::uint32_t>(limits.cluster_blocks) && kept_bytes(sums, cut) > room) {
     cut.pieces *= 2;
     cut.per_piece = up_to(cut.items(), cut.pieces);
@@ -303,11 +318,21 @@ template <class Sums, class Map>
   return a;
 }
 
+/// Whether two kernels by columns take less time than one launch by units does: where these are of 2 bytes, or blocks are many and small.
+template <class Sums>
+[[nodiscard]] bool are_better_as_columns(Sums const& sums, int threads, device_limits const& limits) {
+  if (summed_columns_of(sums, threads, limits) == 1) return false;
+  int const unit = unit_of_tensors(sums);
+  auto const bytes = sums.lead().samples * sums.lead().spatial * static_cast<std::int64_t>(sizeof(*sums.lead().data));
+  return unit == 2 || (unit == 4 && Sums::needed_inputs * bytes <= 32 * 1024 &&
+                       sums.lead().channels >= std::int64_t{8} * limits.multiprocessors);
+}
+
 /// Whether a pass of one rank is better done by groups that stay on the chip: they fit, of clusters two blocks to a multiprocessor, and
 /// there are enough of them to keep half of the multiprocessors busy, or they are so short that a launch is most of the time.
 template <class Sums>
 [[nodiscard]] bool fits_on_chip(Sums const& sums, int threads, int static_shared, device_limits const& limits) {
-  if (sums.lead().size() == 0) return false;
+  if (sums.lead().size() == 0 || are_better_as_columns(sums, threads, limits)) return false;
   auto const cut = cut_for_fused(sums, threads, limits);
   auto const bytes = kept_bytes(sums, cut);
   auto const room = cut.pieces == 1 ? std::int64_t{limits.shared_per_block} - static_shared : room_to_keep(limits, 2);

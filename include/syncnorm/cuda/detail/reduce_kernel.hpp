@@ -24,6 +24,18 @@ struct reduce_arguments {
   double* partials;       ///< of each piece of each group: the parts of its channels
 };
 
+/// Divides by `value` what is less than 1024, as it is itself, by a product and a shift.
+struct small_divisor {
+  int value;
+  std::uint32_t factor;
+
+  explicit SYNCNORM_HOST_DEVICE constexpr small_divisor(int by)
+      : value{by}, factor{((1u << 20) + static_cast<std::uint32_t>(by) - 1) / static_cast<std::uint32_t>(by)} {}
+  [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr int divide(int what) const {
+    return static_cast<int>(static_cast<std::uint32_t>(what) * factor >> 20);
+  }
+};
+
 /// What the blocks of a group put together.
 template <class Op, axis Axis>
 inline constexpr int most_channels = Axis == axis::positions ? 1 : line_lanes* pack_length<typename Op::element_type>;
@@ -56,38 +68,60 @@ public:
       sums.finish(all);
       combine_block(hw, shared, all);
     } else {
-      pack_accumulator<Op, Threads> sums{hw, op, shared.cells, items.channel(), cut.channels};
+      pack_accumulator<Op, Threads> sums{hw, op, shared.cells, cut, items.channel()};
       add_items<Axis>(hw, op, from, items, sums);
       sums.finish(hw);
       hw.barrier();
-      int const channels = cut.lanes * length, channel = hw.thread() % channels;
-      auto const at = [&](int row, int p) {
-        int const thread = row * cut.lanes + channel / length;
+      int const channels = channels_of_group(cut), channel = hw.thread() % channels, rows = Threads / cut.lanes;
+      auto const cell = [&](int row, int column, int p) {
+        int const thread = row * cut.lanes + column / length;
         if constexpr (Op::counts)
           if (p == 0) return hw.load(&shared.cells.count[thread]);
-        return hw.load(&shared.cells.of[p - (Op::counts ? 1 : 0)][channel % length][thread]);
+        return hw.load(&shared.cells.of[p - (Op::counts ? 1 : 0)][column % length][thread]);
       };
-      combine_rows(hw, shared, at, channels, Threads / cut.lanes, all);
+      if (cut.columns == 1)
+        return combine_rows(
+            hw, shared, [&](int row, int p) { return cell(row, channel, p); }, channels, rows, all);
+      small_divisor const columns{static_cast<int>(cut.columns)};
+      auto const at = [&](int i, int p) {
+        int const row = columns.divide(i);
+        return cell(row, channel * columns.value + i - row * columns.value, p);
+      };
+      combine_rows(hw, shared, at, channels, rows * columns.value, all);
     }
   }
 
+  /// Of the layer.
+  [[nodiscard]] static SYNCNORM_DEVICE int channels_of_group(geometry const& cut) {
+    return Axis == axis::positions ? 1 : static_cast<int>(cut.channel_of<Axis>(cut.lanes * length));
+  }
+
   /// k parts of each channel, of channel number i in thread i: rows of threads take every so many parts, and then what they got is
-  /// put together.
+  /// put together, up to eight at a time.
   template <class Hw, class At>
   static SYNCNORM_DEVICE void combine_rows(Hw const& hw, storage& shared, At const& at, int channels, int k,
                                            double (&all)[Op::parts]) {
-    int const rows = Threads / channels, row = hw.thread() / channels;
+    int const row = hw.thread() / channels;
+    int rows = Threads / channels;
     auto const of_row = [&](int i, int p) { return at(i * rows + row, p); };
     Op::combine(of_row, k > row ? (k - row + rows - 1) / rows : 0, all);
     hw.barrier(); // the parts may be where the scratch is
     double* const scratch = &shared.cells.of[0][0][0];
     static_assert(sizeof(shared.cells.of) >= Op::parts * Threads * sizeof(double));
-    SYNCNORM_UNROLL
-    for (int p = 0; p < Op::parts; ++p) hw.store(scratch + p * Threads + hw.thread(), all[p]);
-    hw.barrier();
-    if (row != 0) return;
-    auto const of_thread = [&](int i, int p) { return hw.load(scratch + p * Threads + i * channels + hw.thread()); };
-    Op::combine(of_thread, rows, all);
+    while (rows > 1) {
+      SYNCNORM_UNROLL
+      for (int p = 0; p < Op::parts; ++p) hw.store(scratch + p * Threads + hw.thread(), all[p]);
+      hw.barrier();
+      int const left = (rows + 7) / 8;
+      if (row < left) {
+        auto const of_thread = [&](int i, int p) {
+          return hw.load(scratch + p * Threads + i * left * channels + hw.thread());
+        };
+        Op::combine(of_thread, (rows - row + left - 1) / left, all);
+      }
+      rows = left;
+      if (rows > 1) hw.barrier();
+    }
   }
 
   template <class Hw>
@@ -146,12 +180,12 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
   if constexpr (has_units<Op, Axis>)
     if (a.cut.unit != 0) {
       kept_packs<Op> const kept{hw.dynamic_shared(), a.cut};
-      fetch_units_of<unit_of_launches>(hw, a.op, kept, of, unit_walk{a.cut, of, hw.thread(), hw.threads()});
-      reducer::sum_part(hw, a.op, a.cut, kept, gather_units(hw, a.op, kept, of, unit_of_launches), shared, all);
+      fetch_units_of<unit_of_reductions>(hw, a.op, kept, of, unit_walk{a.cut, of, hw.thread(), hw.threads()});
+      reducer::sum_part(hw, a.op, a.cut, kept, gather_units(hw, a.op, kept, of, unit_of_reductions), shared, all);
     }
 
   constexpr int width = most_channels<Op, Axis>;
-  int const lane = hw.thread(), channels = Axis == axis::positions ? 1 : a.cut.lanes * reducer::length;
+  int const lane = hw.thread(), channels = reducer::channels_of_group(a.cut);
   if (of.pieces > 1) {
     auto const partial = [&](std::int64_t i, int p) {
       std::int64_t const place = static_cast<std::int64_t>(of.group) * of.pieces + i;
@@ -178,17 +212,18 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
     }
   }
   std::int64_t const channel = static_cast<std::int64_t>(of.group) * channels + lane;
-  if (lane >= channels || channel >= a.cut.channels) return;
+  std::int64_t const all_channels = a.cut.template channels_of_layer<Axis>();
+  if (lane >= channels || channel >= all_channels) return;
   double value[Op::values];
   a.op.values_of(hw, channel, all, value);
   if (a.packet.to.before != nullptr)
-    Op::add_before(hw, incoming_packets{{a.packet.to.before, 1}, a.cut.channels}, channel, all, value);
+    Op::add_before(hw, incoming_packets{{a.packet.to.before, 1}, all_channels}, channel, all, value);
   SYNCNORM_UNROLL
-  for (int v = 0; v < Op::values; ++v) hw.store(values_of(a.packet.to) + v * a.cut.channels + channel, value[v]);
+  for (int v = 0; v < Op::values; ++v) hw.store(values_of(a.packet.to) + v * all_channels + channel, value[v]);
   if constexpr (Op::counts)
     if (double* const weighted = a.packet.to.weighted; weighted != nullptr) {
       hw.store(weighted + channel, all[0] * value[0]);
-      if (channel == 0) hw.store(weighted + a.cut.channels, all[0]);
+      if (channel == 0) hw.store(weighted + all_channels, all[0]);
     }
   if (channel == 0) write_header(hw, a.packet, all[0], Op::counts);
 }
