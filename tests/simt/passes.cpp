@@ -352,7 +352,7 @@ TEST_CASE("Rows of 16-bit elements that are multiples of 8 bytes") {
   check(float16{}), check(bfloat16{});
 }
 
-TEST_CASE("Short rows that are no whole packs, by columns") {
+TEST_CASE("Short rows by columns") {
   auto const check = [&]<class T, bool Epilogue>(T, std::bool_constant<Epilogue>, pass_case of) {
     for (auto const& how : {launching{}, launching{.blocks = 40, .order = 1}, launching{.least = 0}}) {
       of.how = how;
@@ -367,6 +367,7 @@ TEST_CASE("Short rows that are no whole packs, by columns") {
   check(bfloat16{}, plain, {.samples = {48}, .channels = 6, .spatial = 49 * 4, .in_place = true});
   check(float16{}, plain, {.samples = {29, 30}, .channels = 40, .spatial = 7, .y_offset = 8});
   check(float{}, plain, {.samples = {21, 8}, .channels = 12, .spatial = 31});
+  check(float{}, plain, {.samples = {64, 9}, .channels = 5, .spatial = 8}); // of whole packs
   check(float{}, with_epilogue, {.samples = {39, 0, 41, 3}, .channels = 8, .spatial = 7, .residual = true, .slope = 0});
   check(double{}, plain, {.samples = {8, 31}, .channels = 6, .spatial = 15, .in_place = true});
 }

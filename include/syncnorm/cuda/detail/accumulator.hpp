@@ -202,15 +202,19 @@ public:
     double count[Threads];
   };
 
+  /// Of the pack at `column`, where `columns` of them are one of the `channels`.
   template <class Hw>
-  SYNCNORM_DEVICE pack_accumulator(Hw const& hw, Op const& op, storage& shared, geometry const& cut,
-                                   std::int64_t column)
+  SYNCNORM_DEVICE pack_accumulator(Hw const& hw, Op const& op, storage& shared, std::int64_t column,
+                                   std::int64_t channels, int columns)
       : op_{op}, shared_{shared} {
+    auto const unsigned_of = [](auto value) { return static_cast<std::uint32_t>(value); };
+    std::int64_t channel = columns == 1 ? column : unsigned_of(column) / unsigned_of(columns);
+    int left = columns == 1 ? 1 : columns - static_cast<int>(unsigned_of(column) - unsigned_of(channel * columns));
     SYNCNORM_UNROLL
     for (int e = 0; e < length; ++e) {
       // A pack's channels beyond the last one have nothing to count.
-      std::int64_t const last = cut.channels - 1;
-      constants_[e] = op.constants_of(hw, cut.channel_of<axis::channels>(column + e < last ? column + e : last));
+      constants_[e] = op.constants_of(hw, channel < channels ? channel : channels - 1);
+      if (--left == 0) ++channel, left = columns;
       SYNCNORM_UNROLL
       for (int i = 0; i < cells; ++i) hw.store(&shared_.of[i][e][hw.thread()], 0.0);
     }

@@ -65,18 +65,20 @@ SYNCNORM_DEVICE void fused_kernel(Hw const& hw, fused_arguments<Sums, Map> const
                beta = has_channel ? load_value(hw, statistics.affine.beta, channel, 0) : 0;
   double all[Sums::parts]{};
   if (by_units) {
-    reducer::sum_part(hw, a.sums, a.cut, kept, gather_units(hw, a.sums, kept, part, a.cut.unit), shared.sums, all);
+    reducer::template sum_part<false>(hw, a.sums, a.cut, kept, gather_units(hw, a.sums, kept, part, a.cut.unit),
+                                      shared.sums, all);
   } else {
     hw.wait_for_copies();
     if (a.cut.whole && a.sums.mask.data == nullptr) {
       std::int64_t const first = Axis == axis::positions ? part.group : channel_of_lane,
                          elements = (part.end - part.begin) * a.cut.lanes * length;
-      reducer::sum_part(hw, a.sums, a.cut, kept,
-                        kept_walk<T>{first, first < a.cut.channels ? elements : 0, hw.thread(), hw.threads()},
-                        shared.sums, all);
+      reducer::template sum_part<false>(
+          hw, a.sums, a.cut, kept,
+          kept_walk<T>{first, first < a.cut.channels ? elements : 0, hw.thread(), hw.threads()}, shared.sums, all);
     } else {
-      reducer::sum_part(hw, a.sums, a.cut, kept, walk<Axis, T>{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()},
-                        shared.sums, all);
+      reducer::template sum_part<false>(hw, a.sums, a.cut, kept,
+                                        walk<Axis, T>{a.cut, a.sums.lead(), part, hw.thread(), hw.threads()},
+                                        shared.sums, all);
     }
   }
   if (in_cluster) reducer::combine_cluster(hw, shared.of_block, static_cast<int>(part.pieces), all);

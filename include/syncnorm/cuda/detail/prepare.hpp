@@ -94,13 +94,23 @@ void cut_by_units(geometry& cut, Op const& op, int threads, std::int64_t most, d
   }
 }
 
+/// `columns_of` a map: of rows that are no whole packs, and of short ones of so many samples that the coefficients of all columns cost
+/// little; else 1.
+template <class Op>
+[[nodiscard]] std::int64_t mapped_columns_of(Op const& op) {
+  using T = typename Op::element_type;
+  auto const columns = columns_of(op);
+  bool const is_short = columns * static_cast<std::int64_t>(sizeof(T)) <= 8 * 1024;
+  return columns % pack_length<T> != 0 || (is_short && op.lead().samples >= 64) ? columns : 1;
+}
+
 /// `columns_of` a reduction, which has to put them together in the end: 1 where threads have so few packs that it takes longer for that
 /// than for rows, or for their units.
 template <class Op>
 [[nodiscard]] std::int64_t summed_columns_of(Op const& op, int threads, device_limits const& limits) {
   using T = typename Op::element_type;
   auto const columns = columns_of(op), packs = op.lead().size() / pack_length<T>;
-  if (columns == 1 || lanes_of_channels<T>(columns, 0, threads, 0) == 0) return 1;
+  if (columns % pack_length<T> == 0 || columns == 1 || lanes_of_channels<T>(columns, 0, threads, 0) == 0) return 1;
   bool const by_units = has_units<Op, axis::positions> && unit_of_tensors(op) == unit_of_reductions;
   return packs >= (by_units ? 32 : 4) * std::int64_t{threads} * limits.multiprocessors ? columns : 1;
 }
@@ -134,7 +144,7 @@ void set_stream(geometry& cut, Op const& op, device_limits const& limits) {
 template <class Op>
 [[nodiscard]] map_arguments<Op> make_map(Op const& op, device_limits const& limits, int threads) {
   map_arguments<Op> a{{}, op};
-  auto const columns = columns_of(op);
+  auto const columns = mapped_columns_of(op);
   if (columns != 1) take_columns(a.op);
   flatten(a.op);
   a.cut = cut_for_map(a.op, columns, threads, limits);
@@ -324,7 +334,7 @@ template <class Sums>
   if (summed_columns_of(sums, threads, limits) == 1) return false;
   int const unit = unit_of_tensors(sums);
   auto const bytes = sums.lead().samples * sums.lead().spatial * static_cast<std::int64_t>(sizeof(*sums.lead().data));
-  return unit == 2 || (unit == 4 && Sums::needed_inputs * bytes <= 32 * 1024 &&
+  return unit == 2 || (unit == 4 && Sums::needed_inputs * bytes <= 64 * 1024 &&
                        sums.lead().channels >= std::int64_t{8} * limits.multiprocessors);
 }
 

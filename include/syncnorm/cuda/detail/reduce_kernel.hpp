@@ -32,7 +32,7 @@ struct small_divisor {
   explicit SYNCNORM_HOST_DEVICE constexpr small_divisor(int by)
       : value{by}, factor{((1u << 20) + static_cast<std::uint32_t>(by) - 1) / static_cast<std::uint32_t>(by)} {}
   [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr int divide(int what) const {
-    return static_cast<int>(static_cast<std::uint32_t>(what) * factor >> 20);
+    return value == 1 ? what : static_cast<int>(static_cast<std::uint32_t>(what) * factor >> 20);
   }
 };
 
@@ -59,7 +59,8 @@ public:
   static constexpr int length = pack_length<T>;
 
   /// The parts of a group's channels over the items of each thread: of channel number i in thread i.
-  template <class Hw, class From, class Items>
+  /// Where channels of the tensors are those of the layer, it is compiled without `Columns`.
+  template <bool Columns, class Hw, class From, class Items>
   static SYNCNORM_DEVICE void sum_part(Hw const& hw, Op const& op, geometry const& cut, From const& from, Items items,
                                        storage& shared, double (&all)[Op::parts]) {
     if constexpr (Axis == axis::positions) {
@@ -68,24 +69,20 @@ public:
       sums.finish(all);
       combine_block(hw, shared, all);
     } else {
-      pack_accumulator<Op, Threads> sums{hw, op, shared.cells, cut, items.channel()};
+      small_divisor const columns{Columns ? static_cast<int>(cut.columns) : 1};
+      pack_accumulator<Op, Threads> sums{
+          hw, op, shared.cells, items.channel(), Columns ? cut.channels_of_layer<Axis>() : cut.channels, columns.value};
       add_items<Axis>(hw, op, from, items, sums);
       sums.finish(hw);
       hw.barrier();
-      int const channels = channels_of_group(cut), channel = hw.thread() % channels, rows = Threads / cut.lanes;
-      auto const cell = [&](int row, int column, int p) {
-        int const thread = row * cut.lanes + column / length;
+      int const rows = Threads / cut.lanes, channels = Columns ? channels_of_group(cut) : cut.lanes * length,
+                first = hw.thread() % channels * columns.value;
+      auto const at = [&](int i, int p) {
+        int const row = columns.divide(i), column = first + i - row * columns.value,
+                  thread = row * cut.lanes + column / length;
         if constexpr (Op::counts)
           if (p == 0) return hw.load(&shared.cells.count[thread]);
         return hw.load(&shared.cells.of[p - (Op::counts ? 1 : 0)][column % length][thread]);
-      };
-      if (cut.columns == 1)
-        return combine_rows(
-            hw, shared, [&](int row, int p) { return cell(row, channel, p); }, channels, rows, all);
-      small_divisor const columns{static_cast<int>(cut.columns)};
-      auto const at = [&](int i, int p) {
-        int const row = columns.divide(i);
-        return cell(row, channel * columns.value + i - row * columns.value, p);
       };
       combine_rows(hw, shared, at, channels, rows * columns.value, all);
     }
@@ -96,13 +93,13 @@ public:
     return Axis == axis::positions ? 1 : static_cast<int>(cut.channel_of<Axis>(cut.lanes * length));
   }
 
-  /// k parts of each channel, of channel number i in thread i: rows of threads take every so many parts, and then what they got is
-  /// put together, up to eight at a time.
+  /// k parts of each of `channels`, a power of two, of channel number i in thread i: rows of threads take every so many parts, and then
+  /// what they got is put together, up to eight at a time.
   template <class Hw, class At>
   static SYNCNORM_DEVICE void combine_rows(Hw const& hw, storage& shared, At const& at, int channels, int k,
                                            double (&all)[Op::parts]) {
-    int const row = hw.thread() / channels;
     int rows = Threads / channels;
+    int const row = hw.thread() / channels;
     auto const of_row = [&](int i, int p) { return at(i * rows + row, p); };
     Op::combine(of_row, k > row ? (k - row + rows - 1) / rows : 0, all);
     hw.barrier(); // the parts may be where the scratch is
@@ -112,14 +109,14 @@ public:
       SYNCNORM_UNROLL
       for (int p = 0; p < Op::parts; ++p) hw.store(scratch + p * Threads + hw.thread(), all[p]);
       hw.barrier();
-      int const left = (rows + 7) / 8;
-      if (row < left) {
+      int const together = rows < 8 ? rows : 8;
+      rows = rows < 8 ? 1 : rows / 8;
+      if (row < rows) {
         auto const of_thread = [&](int i, int p) {
-          return hw.load(scratch + p * Threads + i * left * channels + hw.thread());
+          return hw.load(scratch + p * Threads + i * rows * channels + hw.thread());
         };
-        Op::combine(of_thread, (rows - row + left - 1) / left, all);
+        Op::combine(of_thread, together, all);
       }
-      rows = left;
       if (rows > 1) hw.barrier();
     }
   }
@@ -174,14 +171,15 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
   auto const of = part_of_group::of_block(a.cut, hw.block());
   double all[Op::parts]{};
   if (a.cut.unit == 0)
-    reducer::sum_part(hw, a.op, a.cut, from_tensors{},
-                      walk<Axis, typename Op::element_type>{a.cut, a.op.lead(), of, hw.thread(), hw.threads()}, shared,
-                      all);
+    reducer::template sum_part<true>(
+        hw, a.op, a.cut, from_tensors{},
+        walk<Axis, typename Op::element_type>{a.cut, a.op.lead(), of, hw.thread(), hw.threads()}, shared, all);
   if constexpr (has_units<Op, Axis>)
     if (a.cut.unit != 0) {
       kept_packs<Op> const kept{hw.dynamic_shared(), a.cut};
       fetch_units_of<unit_of_reductions>(hw, a.op, kept, of, unit_walk{a.cut, of, hw.thread(), hw.threads()});
-      reducer::sum_part(hw, a.op, a.cut, kept, gather_units(hw, a.op, kept, of, unit_of_reductions), shared, all);
+      reducer::template sum_part<false>(hw, a.op, a.cut, kept, gather_units(hw, a.op, kept, of, unit_of_reductions),
+                                        shared, all);
     }
 
   constexpr int width = most_channels<Op, Axis>;
