@@ -108,6 +108,20 @@ void check_over_processes(int ranks, rank_options const& options, std::function<
   test_support::check_passed(over_processes(ranks, options, [&](auto const& comm, auto const&) { f(comm); }));
 }
 
+/// A layer, and what its forward passes need.
+struct forward_case {
+  layer_over<float> layer;
+  test::stream on;
+  layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 5}, y{test::layout::nchw, 2, 3, 5};
+
+  explicit forward_case(comm_type const& comm) : layer{comm, 3} {}
+  void pass() { pass_of(x.view); }
+  void pass_of(syncnorm::tensor_view<float> const& input) {
+    layer.forward(input, y.view, on);
+    layer.synchronize(on);
+  }
+};
+
 } // namespace
 
 TEST_CASE("processes over NCCL keep the contract of streams") {
@@ -137,24 +151,18 @@ TEST_CASE("processes over NCCL agree with the oracle, enqueued and replayed") {
 
 TEST_CASE("what is wrong in one process over NCCL is an error in every process, and nothing is written") {
   check_over_processes(2, {}, [](auto const& comm) {
-    layer_over<float> layer{comm, 3};
-    test::stream const on;
-    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 5}, y{test::layout::nchw, 2, 3, 5};
+    forward_case of{comm};
     for (bool const first : {true, false}) {
-      if (!first) layer.forward(x.view, y.view, on), layer.synchronize(on);
-      auto const before = y.get();
-      auto view = x.view;
-      if (comm.rank() == 1) view.data = x.host.storage.data();
-      auto const said = test_support::message_of<syncnorm::invalid_argument_error>([&] {
-        layer.forward(view, y.view, on);
-        layer.synchronize(on);
-      });
+      if (!first) of.pass();
+      auto const before = of.y.get();
+      auto view = of.x.view;
+      if (comm.rank() == 1) view.data = of.x.host.storage.data();
+      auto const said = test_support::message_of<syncnorm::invalid_argument_error>([&] { of.pass_of(view); });
       INFO(said);
       CHECK(test_support::contains(said, "batch_norm forward: rank 1: x is memory of the host, expected of device "));
-      CHECK(y.get() == before);
+      CHECK(of.y.get() == before);
     }
-    layer.forward(x.view, y.view, on);
-    layer.synchronize(on);
+    of.pass();
   });
 }
 
@@ -162,40 +170,29 @@ TEST_CASE("a process over NCCL that stays away ends the passes of the others aft
   for (bool const blocking : {true, false})
     test_support::check_passed(
         over_processes(2, {.blocking = blocking, .timeout = 3s}, [&](auto const& comm, auto const& others) {
-          layer_over<float> layer{comm, 3};
-          test::stream const on;
-          layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 5}, y{test::layout::nchw, 2, 3, 5};
-          auto const pass = [&] {
-            layer.forward(x.view, y.view, on);
-            layer.synchronize(on);
-          };
-          // Where NCCL blocks, ranks connect in passes of all.
-          if (blocking) pass(), pass();
+          forward_case of{comm};
+          if (blocking) of.pass(), of.pass(); // where NCCL blocks, ranks connect in passes of all
           if (comm.rank() == 1) return others.wait_for(1);
           auto const start = std::chrono::steady_clock::now();
-          test_support::message_of<syncnorm::timeout_error>(pass);
+          auto const said = test_support::message_of<syncnorm::timeout_error>([&] { of.pass(); });
+          CHECK(test_support::contains(said, "3000 ms"));
           CHECK(std::chrono::steady_clock::now() - start < 10s);
-          on.wait();
-          CHECK(
-              test_support::contains(test_support::message_of<syncnorm::nccl_error>(pass), "cannot be used any more"));
+          of.on.wait();
+          CHECK(test_support::contains(test_support::message_of<syncnorm::nccl_error>([&] { of.pass(); }),
+                                       "cannot be used any more"));
           others.arrive();
         }));
 }
 
 TEST_CASE("a process over NCCL that dies ends the passes of the others") {
   auto const outcomes = over_processes(3, {.timeout = 10s}, [](auto const& comm, auto const&) {
-    layer_over<float> layer{comm, 3};
-    test::stream const on;
-    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 5}, y{test::layout::nchw, 2, 3, 5};
-    auto const pass = [&] {
-      layer.forward(x.view, y.view, on);
-      layer.synchronize(on);
-    };
-    pass(), pass();
+    forward_case of{comm};
+    of.pass(), of.pass();
     if (comm.rank() == 1) std::raise(SIGKILL);
-    CHECK(test_support::contains(test_support::message_of<syncnorm::nccl_error>(pass), "nccl: "));
-    on.wait();
-    CHECK(test_support::contains(test_support::message_of<syncnorm::nccl_error>(pass), "cannot be used any more"));
+    CHECK(test_support::contains(test_support::message_of<syncnorm::nccl_error>([&] { of.pass(); }), "nccl: "));
+    of.on.wait();
+    CHECK(test_support::contains(test_support::message_of<syncnorm::nccl_error>([&] { of.pass(); }),
+                                 "cannot be used any more"));
   });
   CHECK(outcomes[1].signal == SIGKILL);
   test_support::check_passed({outcomes[0], outcomes[2]});
