@@ -237,6 +237,7 @@ inline std::vector<layer_case> cases() {
           {{0, 4, 0}, 37, 1, layout::nc, false, false, 1, syncnorm::masked_outputs::normalized, {}},
           {{2, 1, 2}, 2, 131, layout::strided},
           {{0, 0, 0}},
+          {{64, 9, 0}, 8, 0},
           {{3, 2, 0}, 4, 9, layout::tbc, true, true, 0, syncnorm::masked_outputs::zero},
           {{1, 2, 2}, 3, 33, layout::nchw, true, false, 0.1}};
 }

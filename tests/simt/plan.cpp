@@ -370,6 +370,7 @@ TEST_CASE("Rows can be columns where their samples are contiguous and packs are 
     return gpu::mapped_columns_of(op);
   };
   CHECK((mapped(64, 2048) == 2048 && mapped(64, 2052) == 1 && mapped(63, 2048) == 1 && mapped(8, 3001) == 3001));
+  CHECK(mapped(64, 0) == 1);
 }
 
 TEST_CASE("Reductions take columns of whole channels, where threads have enough of them") {

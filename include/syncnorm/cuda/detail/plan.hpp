@@ -146,7 +146,7 @@ template <class Op>
 [[nodiscard]] std::int64_t columns_of(Op const& op) {
   constexpr std::int64_t length = pack_length<typename Op::element_type>;
   auto const& lead = op.lead();
-  if (axis_of(lead) != axis::positions || op.mask.data != nullptr || lead.samples < 8) return 1;
+  if (axis_of(lead) != axis::positions || op.mask.data != nullptr || lead.samples < 8 || lead.size() == 0) return 1;
   constexpr std::int64_t limit = std::int64_t{1} << 30;
   if (!is_narrow(lead) || lead.channels * lead.spatial >= limit || lead.channels * lead.spatial % length != 0) return 1;
   auto const is_dense = [&](auto const& t) {
