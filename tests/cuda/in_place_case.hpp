@@ -107,6 +107,7 @@ inline std::vector<layer_case> in_place_cases() {
   using test::layout;
   return {{{3, 2, 4}, 6, 20},
           {{2, 0, 3}, 9, 7, layout::nhwc, false, true, 0.25},
+          {{9, 1, 8}, 4, 9, layout::nchw, false, true, 0.25}, // rows that are columns
           {{1, 2, 1}, 5, 33, layout::strided, false, false, -0.5},
           {{2, 1, 2}, 4, 9, layout::tbc, false, true, 0}};
 }

@@ -238,6 +238,7 @@ inline std::vector<layer_case> cases() {
           {{2, 1, 2}, 2, 131, layout::strided},
           {{0, 0, 0}},
           {{64, 9, 0}, 8, 0},
+          {{9, 1, 12}, 8, 7, layout::nchw, false, true, 0.25}, // rows that are columns
           {{3, 2, 0}, 4, 9, layout::tbc, true, true, 0, syncnorm::masked_outputs::zero},
           {{1, 2, 2}, 3, 33, layout::nchw, true, false, 0.1}};
 }
