@@ -25,8 +25,8 @@
 #include "support/message_of.hpp"
 #include "support/processes.hpp"
 
-// Ranks of NCCL that are processes, on as many GPUs as there are, where a GPU may have several. What initializes CUDA belongs into the
-// processes, as a process that has cannot fork them.
+// Ranks of NCCL that are processes, on as many GPUs as there are, where a GPU may have several. CUDA is initialized in the processes alone,
+// as one that has done so cannot fork them.
 namespace {
 
 using namespace std::chrono_literals;

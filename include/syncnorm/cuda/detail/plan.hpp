@@ -248,8 +248,8 @@ template <class Op>
   return pieces;
 }
 
-/// Cuts tensors of which `columns` channels are one of the layer. Along channels, a reduction is one wave of blocks, each with as many packs as it takes: what the blocks leave to be put together is a
-/// table of pieces × channels. Along positions it is a number for each piece.
+/// Cuts tensors of which `columns` channels are one of the layer. Along channels, a reduction is one wave of blocks, each with as many
+/// packs as it takes: what the blocks leave to be put together is a table of pieces × channels. Along positions it is a number for each piece.
 template <class Op>
 [[nodiscard]] geometry cut_for_reduction(Op const& op, std::int64_t columns, int threads, device_limits const& limits) {
   using T = typename Op::element_type;
@@ -273,9 +273,9 @@ template <class T>
   return std::min(most_map_lanes, threads / pack_length<T>);
 }
 
-/// The same of a map, whose blocks do not wait for each other: 8 waves of them, each of 8 packs a thread at least, 32 KB for each tensor. Along channels,
-/// where each has many coefficients to make, they are fewer: one wave of up to 64 packs a thread, all of which have fetched their first
-/// packs before the packet is there; beyond that, 2 of maps of one tensor.
+/// The same of a map, whose blocks do not wait for each other: 8 waves of them, each of 8 packs a thread at least, 32 KB for each tensor.
+/// Along channels, where each has many coefficients to make, they are fewer: one wave of up to 64 packs a thread, all of which have fetched
+/// their first packs before the packet is there; beyond that, 2 of maps of one tensor.
 template <class Op>
 [[nodiscard]] geometry cut_for_map(Op const& op, std::int64_t columns, int threads, device_limits const& limits) {
   using T = typename Op::element_type;

@@ -58,8 +58,8 @@ public:
   using storage = reduce_storage<Op, Axis, Threads>;
   static constexpr int length = pack_length<T>;
 
-  /// The parts of a group's channels over the items of each thread: of channel number i in thread i.
-  /// Where channels of the tensors are those of the layer, it is compiled without `Columns`.
+  /// The parts of a group's channels over the items of each thread: of channel number i in thread i. Without `Columns`, channels of the
+  /// tensors are those of the layer.
   template <bool Columns, class Hw, class From, class Items>
   static SYNCNORM_DEVICE void sum_part(Hw const& hw, Op const& op, geometry const& cut, From const& from, Items items,
                                        storage& shared, double (&all)[Op::parts]) {
@@ -88,7 +88,7 @@ public:
     }
   }
 
-  /// Of the layer.
+  /// Those of the layer.
   [[nodiscard]] static SYNCNORM_DEVICE int channels_of_group(geometry const& cut) {
     return Axis == axis::positions ? 1 : static_cast<int>(cut.channel_of<Axis>(cut.lanes * length));
   }
