@@ -2,6 +2,8 @@
 # says whether they have it. Included at the top, since a language is enabled for a directory and those below.
 
 option(SYNCNORM_WITH_CUDA_LANGUAGE "Compile the CUDA sources of tests, examples and benchmarks where the toolkit is" ON)
+option(SYNCNORM_FAST_DEVICE_EXAMPLES "Compile the device code of examples and consumers in a third less time, hardly optimized" OFF)
+set(SYNCNORM_DEVICE_EXAMPLE_OPTIONS)
 set(SYNCNORM_COMPILE_CUDA FALSE)
 if(SYNCNORM_HAVE_CUDA AND SYNCNORM_WITH_CUDA_LANGUAGE)
   find_package(CUDAToolkit QUIET)
@@ -11,6 +13,9 @@ if(SYNCNORM_HAVE_CUDA AND SYNCNORM_WITH_CUDA_LANGUAGE)
     endif()
     enable_language(CUDA)
     set(SYNCNORM_COMPILE_CUDA TRUE)
+    if(SYNCNORM_FAST_DEVICE_EXAMPLES AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+      set(SYNCNORM_DEVICE_EXAMPLE_OPTIONS --Ofast-compile=max)
+    endif()
     list(JOIN CMAKE_CUDA_ARCHITECTURES ", sm_" architectures)
     string(APPEND syncnorm_summary "\n  CUDA sources of tests are compiled by nvcc ${CMAKE_CUDA_COMPILER_VERSION} for sm_${architectures}")
   endif()

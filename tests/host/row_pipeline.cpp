@@ -132,6 +132,7 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
     CAPTURE(test::name_of(shape));
     auto const values = test::deviates<T>(n, c, s, 1), gradients = test::deviates<T>(n, c, s, 2);
     for (auto const order : {test::arrangement::nchw, test::arrangement::padded_rows}) {
+      if (test::sanitized && order != test::arrangement::nchw && n * c * s > 30'000) continue;
       CAPTURE(test::name_of(order));
       test::tensor<T> x{order, n, c, s, values, 1}, dy{order, n, c, s, gradients}, y{order, n, c, s, 3},
           dx{order, n, c, s};
