@@ -126,7 +126,7 @@ struct row_cut {
 /// The pieces of a channel, in order of samples, in groups of consecutive pieces. A group is summed about a pivot of its
 /// own, and groups merge in order; so the result does not depend on who computes which group.
 struct groups {
-  static constexpr std::int64_t most = 32, fewest_elements = 512, fewest_pieces = 4, long_piece = 256;
+  static constexpr std::int64_t most = 32, fewest_elements = 512, fewest_pieces = 8, long_piece = 256;
 
   row_cut cut;
   std::int64_t pieces, length = 1, count = 0;
