@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
@@ -10,9 +11,18 @@
 
 namespace syncnorm::host {
 
-/// What the inputs of a block of channels may take of the second-level cache, in bytes; the inputs of the next block are
-/// fetched beside it.
-[[nodiscard]] inline std::int64_t channel_block_bytes() { return detail::processor::here().second_level / 4; }
+/// What a block of channels may take, in bytes.
+struct block_room {
+  std::int64_t cache; ///< its inputs, of the second-level cache
+  /// Rows of a sample that follow each other, of several channels.
+  std::int64_t run = std::numeric_limits<std::int64_t>::max();
+
+  /// On the processor at hand; the inputs of the next block are fetched beside it.
+  [[nodiscard]] static block_room here() {
+    auto const& on = detail::processor::here();
+    return {on.second_level / 4, on.longest_run()};
+  }
+};
 
 /// The narrowest column of contiguous channels that a block may be, in bytes: narrower ones are slower to read than the
 /// whole rows are to read twice.
@@ -20,14 +30,15 @@ inline constexpr std::int64_t narrowest_column_bytes = 1 << 10;
 
 /// How many channels to read, reduce and read again before going on to the next ones, so that the second reading comes
 /// from the cache; at least one. All channels where these are contiguous and a column of fitting width is too narrow.
-/// `inputs` tensors like `x` are read; `block_bytes`: what they may take of the cache.
+/// `inputs` tensors like `x` are read.
 template <class T>
 [[nodiscard]] std::int64_t channel_block(tensor_view<T> const& x, std::int64_t inputs = 1,
-                                         std::int64_t block_bytes = channel_block_bytes()) {
+                                         block_room const& room = block_room::here()) {
   constexpr std::int64_t bytes = sizeof(T), line = detail::line_elements<T>;
   std::int64_t const channel = std::max<std::int64_t>(1, x.count() * bytes * inputs);
-  std::int64_t const fit = block_bytes / channel, all = std::max<std::int64_t>(1, x.channels);
-  if (detail::has_rows(x) && x.stride_c == x.spatial) return std::min(detail::in_whole_lines<T>(fit, x.spatial), all);
+  std::int64_t const fit = room.cache / channel, all = std::max<std::int64_t>(1, x.channels);
+  if (detail::has_rows(x) && x.stride_c == x.spatial)
+    return std::min(detail::in_whole_lines<T>(std::min(fit, room.run / (x.spatial * bytes)), x.spatial), all);
   if (detail::channels_share_lines(x)) return all;
   if (detail::common_layout(x) != detail::layout::channels) return std::clamp<std::int64_t>(fit, 1, all);
   return fit * bytes < narrowest_column_bytes ? all : std::min(all, fit / line * line);

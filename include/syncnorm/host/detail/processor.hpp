@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #if __has_include(<unistd.h>)
 #include <unistd.h>
@@ -24,6 +25,11 @@ struct processor {
   /// The same of a block that is mapped and the next one, which is fetched meanwhile. What AMD's second level has no room for, the third
   /// takes, of which a core's part is 2 to 4 MB, and more while others rest.
   [[nodiscard]] std::int64_t room_for_next() const { return foresees ? room_for_blocks() : std::int64_t{8} << 20; }
+
+  /// What the rows of a block in one sample had better take at most: where they begin anew with each sample, a page.
+  [[nodiscard]] std::int64_t longest_run() const {
+    return foresees ? std::numeric_limits<std::int64_t>::max() : std::int64_t{1} << 12;
+  }
 
   /// The one at hand.
   [[nodiscard]] static processor const& here() {

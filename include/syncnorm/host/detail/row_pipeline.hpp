@@ -56,6 +56,8 @@ public:
   row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
                processor const& on = processor::here())
       : parts_{parts}, samples_{block.samples}, takes_turns_{on.foresees}, map_fetches_{reading.map_fetches},
+        reads_long_rows_{reading.summed == 1 && sizeof(T) >= 4 &&
+                         parts.cut.spatial * static_cast<std::int64_t>(sizeof(T)) >= long_row},
         fetch_{takes_turns_ ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
     // Of several tensors it is no gain: memory takes longer to read than to write.
     if (reading.summed == 1) limit_lead(block.size() * static_cast<std::int64_t>(sizeof(T)), on);
@@ -69,15 +71,17 @@ public:
     map(boxes::box{0, channels, 0, samples_, 0, parts_.cut.spatial}, fetch.channels_ahead);
   }
 
-  /// The sums `a`, `b` of `rows`, of `length` channels; meanwhile maps the `mapped` channels before these by `map`, no more.
+  /// The sums `a`, `b` of `rows`, of `length` channels, which are `fetched` already or not; meanwhile maps the `mapped` channels before
+  /// these by `map`, no more.
   [[gnu::noinline]] void operator()(Rows& rows, std::int64_t length, double* a, double* b, Map const* map,
-                                    std::int64_t mapped) const {
+                                    std::int64_t mapped, bool fetched = false) const {
+    fetching const fetch = fetched && reads_long_rows_ ? fetching{0, 0} : fetch_;
     std::array<double, Rows::channels_at_once> next_a, next_b;
     std::int64_t const to_map = map == nullptr ? 0 : parts_.pieces, both = std::min(length, mapped);
     std::int64_t before = 0, summed = 0, done = 0;
     for (std::int64_t g = 0; g < parts_.count; ++g) {
       bool begun = false;
-      for_each_piece_read(parts_, g, length, fetch_, [&](groups::piece const& now, read_ahead later) {
+      for_each_piece_read(parts_, g, length, fetch, [&](groups::piece const& now, read_ahead later) {
         std::int64_t const due = std::min(to_map, ceil_div(++summed * to_map, lead_)) - done;
         bool const map_fetches = map_fetches_ && due == 1 && !is_short(now);
         if (map_fetches) later.level = 0;
@@ -108,6 +112,10 @@ public:
   }
 
 private:
+  /// Bytes of rows of one tensor that a processor, once they are in some level of the cache, reads faster by itself; of 16-bit elements,
+  /// whose arithmetic takes longer, it does not.
+  static constexpr std::int64_t long_row = 1 << 15;
+
   /// Has a block of `bytes` mapped before more of the next one is read than fits beside it; not where both fit, nor where not even
   /// one does, which is read from memory again in any case.
   void limit_lead(std::int64_t bytes, processor const& on) {
@@ -139,7 +147,7 @@ private:
 
   Parts parts_;
   std::int64_t samples_;
-  bool takes_turns_, map_fetches_;
+  bool takes_turns_, map_fetches_, reads_long_rows_;
   fetching fetch_;
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
@@ -182,18 +190,20 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
     scratch_lease<A> table{map_type::table_size(x.channel_range(0, blocks.size(blocks.count - 1)))};
     std::optional<map_type> map;
     std::int64_t mapped = 0;
+    bool fetched = false;
     for (std::int64_t i = begin; i < end; ++i) {
       std::int64_t const first = blocks.first(i), length = blocks.size(i);
       auto rows = make_rows(first, length);
       pipeline(rows, length, a.data() + first, b.data() + first, map && pipeline.takes_turns() ? &*map : nullptr,
-               mapped);
+               mapped, fetched);
       finish(first, length);
       map.emplace(make_map(first, length, table.data()));
       mapped = length;
       bool const last = i + 1 == end;
-      if (last || !pipeline.takes_turns())
-        pipeline.map_block(*map, length,
-                           next_block::of(x.channel_range(first, length), reading.summed, last ? 0 : length, on));
+      if (!last && pipeline.takes_turns()) continue;
+      auto const next = next_block::of(x.channel_range(first, length), reading.summed, last ? 0 : length, on);
+      pipeline.map_block(*map, length, next);
+      fetched = next.channels_ahead != 0;
     }
     stream_fence();
   });

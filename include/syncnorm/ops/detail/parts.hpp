@@ -31,7 +31,7 @@ template <class C, class T>
   constexpr std::int64_t part_bytes = 1 << 19; // smaller ones, though more would fit, are exchanged more often
   if (x.size() == 0) return {0, false};
   std::int64_t const concurrency = exec.concurrency(), half = (x.channels + 1) / 2;
-  std::int64_t const block = std::min(host::channel_block(x, tensors, part_bytes) * concurrency, x.channels);
+  std::int64_t const block = std::min(host::channel_block(x, tensors, {part_bytes}) * concurrency, x.channels);
   auto const seconds = [&](std::int64_t channels) {
     return static_cast<double>(channels * x.count() * static_cast<std::int64_t>(sizeof(T)) * tensors) /
            (bytes_per_second * static_cast<double>(concurrency));
