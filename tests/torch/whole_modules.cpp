@@ -298,6 +298,23 @@ TEST_CASE("SyncBatchNorms that a model has already get the communicator, and los
   });
 }
 
+TEST_CASE("a setting of all SyncBatchNorms of a model") {
+  Net net = convert_sync_batchnorm(Net{}, syncnorm::self_communicator{});
+  int norms = 0;
+  auto const freeze = [&](syncnorm::torch::SyncBatchNormImpl& norm) {
+    norm.freeze_statistics();
+    ++norms;
+  };
+  syncnorm::torch::for_each_sync_batch_norm(*net, freeze);
+  CHECK(norms == 4);
+  net->forward(torch::randn({2, 2, 3, 3}));
+  for (auto const& buffer : net->named_buffers())
+    if (buffer.key().ends_with("num_batches_tracked")) CHECK(buffer.value().item<std::int64_t>() == 0);
+  syncnorm::torch::SyncBatchNorm alone{BatchNormOptions{3}};
+  syncnorm::torch::for_each_sync_batch_norm(*alone, freeze);
+  CHECK(alone->has_frozen_statistics());
+}
+
 TEST_CASE("a module in several places is converted to one module") {
   nn::BatchNorm2d const shared{3};
   nn::Sequential first{shared, nn::ReLU{}, shared}, second{shared};

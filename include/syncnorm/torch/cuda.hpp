@@ -180,12 +180,8 @@ void use_cuda(::torch::nn::Module& root, C const& comm) {
   static_assert(allgathers_on_stream<C, std::byte> || std::same_as<C, self_communicator>,
                 "use_cuda: the communicator is for host memory; syncnorm::staged makes one for device memory of it");
   detail::cuda_passes<Kernels, C> const passes{comm};
-  root.apply([&](::torch::nn::Module& module) {
-    if (auto const* norm = module.as<SyncBatchNormImpl>()) detail::device_of::check(*norm, passes);
-  });
-  root.apply([&](::torch::nn::Module& module) {
-    if (auto* norm = module.as<SyncBatchNormImpl>()) detail::device_of::set(*norm, passes.renewed());
-  });
+  for_each_sync_batch_norm(root, [&](SyncBatchNormImpl const& norm) { detail::device_of::check(norm, passes); });
+  for_each_sync_batch_norm(root, [&](SyncBatchNormImpl& norm) { detail::device_of::set(norm, passes.renewed()); });
 }
 
 } // namespace syncnorm::torch

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <ostream>
@@ -243,18 +244,24 @@ public:
   using ::torch::nn::ModuleHolder<SyncBatchNormImpl>::ModuleHolder;
 };
 
+/// Calls f(norm) for every SyncBatchNorm in `root`, which may be one itself, as for a setting of them all:
+///
+///     for_each_sync_batch_norm(*net, [](SyncBatchNormImpl& norm) { norm.freeze_statistics(); });
+template <std::invocable<SyncBatchNormImpl&> F>
+void for_each_sync_batch_norm(::torch::nn::Module& root, F const& f) {
+  root.apply([&](::torch::nn::Module& module) {
+    if (auto* norm = module.as<SyncBatchNormImpl>()) f(*norm);
+  });
+}
+
 /// `set_backward_exchange` of every SyncBatchNorm in `root`.
 inline void set_backward_exchange(::torch::nn::Module& root, bool on) {
-  root.apply([on](::torch::nn::Module& module) {
-    if (auto* norm = module.as<SyncBatchNormImpl>()) norm->set_backward_exchange(on);
-  });
+  for_each_sync_batch_norm(root, [on](SyncBatchNormImpl& norm) { norm.set_backward_exchange(on); });
 }
 
 /// `synchronize` of every SyncBatchNorm in `root`.
 inline void synchronize(::torch::nn::Module& root) {
-  root.apply([](::torch::nn::Module& module) {
-    if (auto* norm = module.as<SyncBatchNormImpl>()) norm->synchronize();
-  });
+  for_each_sync_batch_norm(root, [](SyncBatchNormImpl& norm) { norm.synchronize(); });
 }
 
 } // namespace syncnorm::torch
