@@ -81,7 +81,7 @@ TEST_CASE("boxes hold every element once") {
 
 TEST_CASE("a channel block fits the cache, and is at least one row or one line") {
   float* const x = nullptr;
-  constexpr host::block_room half_megabyte{1 << 19}, pages{1 << 19, 1 << 12};
+  constexpr host::block_room half_megabyte{1 << 19}, pages{1 << 18, 1 << 12};
   CHECK(host::channel_block(nchw(x, 32, 512, 784), 1, half_megabyte) == 5);
   CHECK(host::channel_block(nchw(x, 32, 64, 112 * 112), 1, half_megabyte) == 1);
   CHECK(host::channel_block(nchw(x, 1, 8, 4), 1, half_megabyte) == 8);
@@ -91,6 +91,7 @@ TEST_CASE("a channel block fits the cache, and is at least one row or one line")
   CHECK(host::channel_block(nc(x, 4096, 1024), 1, half_megabyte) == 1024);
   CHECK(host::channel_block(nhwc(x, 32, 512, 784), 1, half_megabyte) == 512);
   CHECK(host::channel_block(nchw(x, 32, 512, 784), 1, pages) == 1);
-  CHECK(host::channel_block(nchw(x, 32, 1024, 196), 1, pages) == 4); // of which whole lines are
+  CHECK(host::channel_block(nchw(x, 32, 1024, 196), 1, pages) == 4); // which are whole lines
+  CHECK(host::channel_block(nchw(x, 16, 512, 784), 1, pages) == 5);  // more than three pages
   CHECK(host::channel_block(nhwc(x, 32, 512, 784), 1, pages) == 512);
 }

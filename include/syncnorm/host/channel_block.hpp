@@ -14,7 +14,7 @@ namespace syncnorm::host {
 /// What a block of channels may take, in bytes.
 struct block_room {
   std::int64_t cache; ///< its inputs, of the second-level cache
-  /// Rows of a sample that follow each other, of several channels.
+  /// Rows of a sample that follow each other, of several channels, unless the cache has room for three times as many.
   std::int64_t run = std::numeric_limits<std::int64_t>::max();
 
   /// On the processor at hand; the inputs of the next block are fetched beside it.
@@ -37,8 +37,10 @@ template <class T>
   constexpr std::int64_t bytes = sizeof(T), line = detail::line_elements<T>;
   std::int64_t const channel = std::max<std::int64_t>(1, x.count() * bytes * inputs);
   std::int64_t const fit = room.cache / channel, all = std::max<std::int64_t>(1, x.channels);
-  if (detail::has_rows(x) && x.stride_c == x.spatial)
-    return std::min(detail::in_whole_lines<T>(std::min(fit, room.run / (x.spatial * bytes)), x.spatial), all);
+  if (detail::has_rows(x) && x.stride_c == x.spatial) {
+    std::int64_t const row = x.spatial * bytes, some = fit * row / 3 < room.run ? std::min(fit, room.run / row) : fit;
+    return std::min(detail::in_whole_lines<T>(some, x.spatial), all);
+  }
   if (detail::channels_share_lines(x)) return all;
   if (detail::common_layout(x) != detail::layout::channels) return std::clamp<std::int64_t>(fit, 1, all);
   return fit * bytes < narrowest_column_bytes ? all : std::min(all, fit / line * line);

@@ -26,7 +26,8 @@ struct processor {
   /// takes, of which a core's part is 2 to 4 MB, and more while others rest.
   [[nodiscard]] std::int64_t room_for_next() const { return foresees ? room_for_blocks() : std::int64_t{8} << 20; }
 
-  /// What the rows of a block in one sample had better take at most: where they begin anew with each sample, a page.
+  /// What the rows of a block in one sample had better take at most, unless they take far more: where reading begins anew with each
+  /// sample, a page.
   [[nodiscard]] std::int64_t longest_run() const {
     return foresees ? std::numeric_limits<std::int64_t>::max() : std::int64_t{1} << 12;
   }
