@@ -180,8 +180,7 @@ public:
       throw invalid_argument_error{"thread_group: timeout " + std::to_string(timeout.count()) +
                                    " ms, expected more than 0"};
     bool const a_core_each = static_cast<unsigned>(size) <= std::thread::hardware_concurrency();
-    state_ =
-        std::make_shared<detail::thread_state>(size, timeout, a_core_each, std::make_shared<detail::thread_family>());
+    state_ = detail::thread_state::make(size, timeout, a_core_each, std::make_shared<detail::thread_family>());
     state_->family().add(state_);
   }
 

@@ -18,6 +18,7 @@
 #include <syncnorm/comm/detail/signature.hpp>
 #include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/core/detail/cache_line.hpp>
+#include <syncnorm/core/detail/line_allocator.hpp>
 #include <syncnorm/core/error.hpp>
 
 namespace syncnorm::detail {
@@ -53,7 +54,7 @@ struct alignas(cache_line) thread_slot {
   std::atomic<int> arrived{0}, consumed{0};
   std::atomic<thread_slot*> next{nullptr};
   std::int64_t sequence = 0;
-  std::vector<thread_deposit> deposits;
+  std::vector<thread_deposit, line_allocator<thread_deposit>> deposits;
 };
 
 class thread_state;
@@ -77,6 +78,10 @@ private:
 /// recycled, last one first: repeated extents allocate nothing, and stay in the cache.
 class thread_state {
 public:
+  [[nodiscard]] static std::shared_ptr<thread_state> make(int size, std::chrono::milliseconds timeout, bool spin,
+                                                          std::shared_ptr<thread_family> family) {
+    return std::allocate_shared<thread_state>(line_allocator<thread_state>{}, size, timeout, spin, std::move(family));
+  }
   thread_state(int size, std::chrono::milliseconds timeout, bool spin, std::shared_ptr<thread_family> family)
       : family_{std::move(family)}, size_{size}, timeout_{within_a_year(timeout)}, spin_{spin},
         upcoming_(static_cast<std::size_t>(size)) {
@@ -173,7 +178,7 @@ public:
     auto found =
         std::ranges::find_if(newborn_, [&](newborn const& n) { return n.sequence == sequence && n.color == color; });
     if (found == newborn_.end()) {
-      auto made = std::make_shared<thread_state>(size, timeout_, spin_, family_);
+      auto made = make(size, timeout_, spin_, family_);
       family_->add(made);
       found = newborn_.insert(newborn_.end(), {sequence, color, size, std::move(made)});
     }
@@ -326,7 +331,7 @@ private:
   int size_;
   std::chrono::milliseconds timeout_;
   bool spin_;
-  std::vector<cursor> upcoming_;
+  std::vector<cursor, line_allocator<cursor>> upcoming_;
 
   alignas(cache_line) std::atomic<thread_slot*> spare_{nullptr}; // the slot that was used last
   alignas(cache_line) std::atomic<int> sleepers_{0};

@@ -85,16 +85,20 @@ template <class T, int Lanes, class A = accumulate_t<T>>
 /// How many of the bytes are not 0.
 [[nodiscard]] inline std::int64_t count_nonzero(std::uint8_t const* bytes, std::int64_t n) {
   constexpr std::uint64_t low = 0x7f7f7f7f7f7f7f7f, ones = 0x0101010101010101;
+  // The upper bit of each byte is set where the byte is not 0; the product adds these up.
+  auto const count_in = [](std::uint64_t word) {
+    std::uint64_t const some = (((word & low) + low) | word) & ~low;
+    return static_cast<std::int64_t>(((some >> 7) * ones) >> 56);
+  };
   std::int64_t count = 0, i = 0;
   for (; i + 8 <= n; i += 8) {
     std::uint64_t word;
     std::memcpy(&word, bytes + i, sizeof word);
-    // The upper bit of each byte is set where the byte is not 0; the product adds these up.
-    std::uint64_t const some = (((word & low) + low) | word) & ~low;
-    count += static_cast<std::int64_t>(((some >> 7) * ones) >> 56);
+    count += count_in(word);
   }
-  for (; i < n; ++i) count += bytes[i] != 0;
-  return count;
+  std::uint64_t rest = 0;
+  if (i < n) std::memcpy(&rest, bytes + i, static_cast<std::size_t>(n - i));
+  return count + count_in(rest);
 }
 
 /// A mask as kernels take it: rows of contiguous bytes, and what there is to count in each piece and group of pieces.

@@ -2,35 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <new>
 #include <utility>
 #include <vector>
 
-#include <syncnorm/core/detail/cache_line.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
+#include <syncnorm/core/detail/line_allocator.hpp>
 
 namespace syncnorm::host::detail {
-
-/// Gives whole lines of the cache: a vector that lies in two of them takes twice as long to read.
-template <class T>
-struct line_allocator {
-  using value_type = T;
-
-  line_allocator() = default;
-  template <class U>
-  line_allocator(line_allocator<U> const&) {}
-
-  [[nodiscard]] T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), line)); }
-  void deallocate(T* memory, std::size_t) noexcept { ::operator delete(memory, line); }
-
-  template <class U>
-  friend bool operator==(line_allocator const&, line_allocator<U> const&) {
-    return true;
-  }
-
-private:
-  static constexpr std::align_val_t line{syncnorm::detail::cache_line};
-};
 
 /// Memory that the calling thread keeps from call to call, so that repeated calls allocate nothing. It is the lease's
 /// alone while that lives: leases nest, and an executor may run another operation on a thread that waits for its own. A lease
@@ -56,7 +34,7 @@ public:
   [[nodiscard]] T const* data() const { return memory_.data(); }
 
 private:
-  using array = std::vector<T, line_allocator<T>>;
+  using array = std::vector<T, syncnorm::detail::line_allocator<T>>;
   static constexpr std::size_t most = 64;
 
   struct pool {
