@@ -29,3 +29,19 @@
 /// Whether what is compiled is for devices on which blocks may be a cluster.
 #define SYNCNORM_HAS_CLUSTERS 0
 #endif
+
+#if defined(__FLT16_MANT_DIG__) && (defined(__clang__) || __GNUC__ >= 13 || defined(__x86_64__))
+#define SYNCNORM_HAS_FLOAT16 1
+#else
+/// Whether there is `_Float16`. g++ 12 describes it for other processors than x86, but has it there in C alone.
+#define SYNCNORM_HAS_FLOAT16 0
+#endif
+
+#if !defined(SYNCNORM_HAS_SSE2)
+#if defined(__x86_64__) && defined(__SSE2__)
+#define SYNCNORM_HAS_SSE2 1
+#else
+/// Whether to use what all x86-64 have; 0 where it is set to that, too.
+#define SYNCNORM_HAS_SSE2 0
+#endif
+#endif

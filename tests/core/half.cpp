@@ -114,7 +114,7 @@ TEST_CASE("the formats are known of all types that name them") {
   static_assert(syncnorm::format_of<float16> == element_format::binary16);
   static_assert(syncnorm::format_of<bfloat16 const> == element_format::bfloat16);
   static_assert(syncnorm::format_of<float> == element_format::other);
-#if defined(__FLT16_MANT_DIG__)
+#if SYNCNORM_HAS_FLOAT16
   static_assert(syncnorm::element<_Float16> && syncnorm::format_of<_Float16> == element_format::binary16);
   for (unsigned bits = 0; bits < 0x7c00; ++bits) {
     auto const own = float16::from_bits(static_cast<std::uint16_t>(bits));

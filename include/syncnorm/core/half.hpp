@@ -115,7 +115,7 @@ struct element_traits<bfloat16> {
   static constexpr auto format = element_format::bfloat16;
 };
 
-#if defined(__FLT16_MANT_DIG__)
+#if SYNCNORM_HAS_FLOAT16
 /// The compiler's own binary16, which is also std::float16_t where there is one.
 template <>
 struct element_traits<_Float16> {

@@ -28,7 +28,7 @@ template <int Lanes>
     return reinterpret<vector_t<std::uint32_t, 8>>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(low)));
   }
 #endif
-#if defined(__x86_64__) && defined(__SSE2__)
+#if SYNCNORM_HAS_SSE2
   if constexpr (Lanes == 4) {
     int low;
     std::memcpy(&low, from, sizeof low);

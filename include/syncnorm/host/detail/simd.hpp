@@ -72,10 +72,16 @@ template <int Lanes, class T>
   }
 }
 
-/// The lanes of `a` and then those of `b`, in registers.
+/// Lanes of `a` and, counted on, of `b`, in registers.
 template <class Vector, std::size_t... Lane>
-[[nodiscard, gnu::always_inline]] inline auto join(Vector const& a, Vector const& b, std::index_sequence<Lane...>) {
+[[nodiscard, gnu::always_inline]] inline auto shuffle(Vector const& a, Vector const& b, std::index_sequence<Lane...>) {
+#if __has_builtin(__builtin_shufflevector)
   return __builtin_shufflevector(a, b, Lane...);
+#else
+  using A = std::remove_cvref_t<decltype(a[0])>;
+  constexpr std::size_t lanes = sizeof(Vector) / sizeof(A);
+  return vector_t<A, sizeof...(Lane)>{(Lane < lanes ? a[Lane % lanes] : b[Lane % lanes])...};
+#endif
 }
 
 /// The bits of two vectors one after the other.
@@ -88,8 +94,8 @@ requires packs<T>
     return narrow_two_bfloat16<Lanes>(v0, v1);
   else
 #endif
-    return join(pack<T, Lanes>(v0), pack<T, Lanes>(v1),
-                std::make_index_sequence<static_cast<std::size_t>(2 * Lanes)>{});
+    return shuffle(pack<T, Lanes>(v0), pack<T, Lanes>(v1),
+                   std::make_index_sequence<static_cast<std::size_t>(2 * Lanes)>{});
 }
 
 /// Two vectors one after the other, of any alignment.
@@ -203,9 +209,9 @@ template <class T>
     __builtin_prefetch(reinterpret_cast<void const*>(at), 0, 3);
 }
 
-template <int First, class Vector, std::size_t... Lane>
+template <std::size_t First, class Vector, std::size_t... Lane>
 [[nodiscard, gnu::always_inline]] inline auto pick_lanes(Vector const& v, std::index_sequence<Lane...>) {
-  return __builtin_shufflevector(v, v, (First + static_cast<int>(Lane))...);
+  return shuffle(v, v, std::index_sequence<(First + Lane)...>{});
 }
 
 /// Lanes [First, First + Count) of `v`, in registers.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include <syncnorm/config.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/host/detail/convert.hpp>
 #include <syncnorm/host/detail/simd.hpp>
@@ -15,7 +16,7 @@ namespace syncnorm::host::detail {
 /// Whether `stream` bypasses the cache for vectors of elements of type `T`.
 template <class T>
 inline constexpr bool can_stream =
-#if defined(__x86_64__) && defined(__SSE2__)
+#if SYNCNORM_HAS_SSE2
     packs<T>;
 #else
     false;
@@ -25,7 +26,7 @@ inline constexpr bool can_stream =
 template <class Bits>
 [[gnu::always_inline]] inline void stream_bits(void* to, Bits const& bits) {
   constexpr std::size_t bytes = sizeof bits;
-#if defined(__x86_64__) && defined(__SSE2__)
+#if SYNCNORM_HAS_SSE2
   if constexpr (bytes == 4) {
     _mm_stream_si32(static_cast<int*>(to), reinterpret<int>(bits));
     return;
@@ -114,15 +115,17 @@ template <int Lanes, class T>
 /// Aligned like `stream_two`.
 template <int Lanes, class T>
 [[gnu::always_inline]] inline void stream_pair(T* to, std::array<vector_t<accumulate_t<T>, Lanes>, 2> const& v) {
-  if constexpr (weaves<T, Lanes> && can_stream<T> && stream_lanes<T> == 2 * Lanes)
+  if constexpr (!weaves<T, Lanes>)
+    stream_two<Lanes>(to, v[0], v[1]);
+  else if constexpr (can_stream<T> && stream_lanes<T> == 2 * Lanes)
     stream_bits(to, weave_bfloat16<Lanes>(v[0], v[1]));
   else
-    stream_two<Lanes>(to, v[0], v[1]);
+    store_pair<Lanes>(to, v);
 }
 
 /// Makes the streamed stores of this thread visible before what it stores next.
 [[gnu::always_inline]] inline void stream_fence() {
-#if defined(__x86_64__) && defined(__SSE2__)
+#if SYNCNORM_HAS_SSE2
   _mm_sfence();
 #endif
 }

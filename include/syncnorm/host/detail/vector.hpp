@@ -2,11 +2,12 @@
 
 #include <cstdint>
 
+#include <syncnorm/config.hpp>
 #include <syncnorm/core/detail/cache_line.hpp>
 
 #if defined(__AVX__)
 #include <immintrin.h>
-#elif defined(__x86_64__) && defined(__SSE2__)
+#elif SYNCNORM_HAS_SSE2
 #include <emmintrin.h>
 #endif
 
