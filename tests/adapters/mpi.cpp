@@ -85,6 +85,28 @@ TEST_CASE("ranks that disagree all learn of it") {
     refused([&](auto const& comm) { syncnorm::allgather_async(comm, in, std::span{gathered}).wait(); });
     refused([&](auto const& comm) { syncnorm::broadcast(comm, std::span{reduced}, 0); });
   }
+  // What one rank sends is more than another has room for.
+  for (auto const extent : {std::size_t{700}, std::size_t{30'000}, std::size_t{300'000}}) {
+    INFO("extent ", extent);
+    std::size_t const own = world.rank() == 0 ? 10 : extent;
+    std::vector<double> const in(own);
+    std::vector<double> gathered(own * ranks), reduced(own);
+    refused([&](auto const& comm) { syncnorm::allgather(comm, in, std::span{gathered}); });
+    refused([&](auto const& comm) { syncnorm::allreduce(comm, in, std::span{reduced}); });
+    refused([&](auto const& comm) { syncnorm::allgather_async(comm, in, std::span{gathered}).wait(); });
+    refused([&](auto const& comm) { syncnorm::allreduce_async(comm, in, std::span{reduced}).wait(); });
+    refused([&](auto const& comm) {
+      std::vector<double> const few(10);
+      std::vector<double> of_few(10 * ranks);
+      auto first = syncnorm::allgather_async<double>(comm, world.rank() == 0 ? few : in,
+                                                     std::span{world.rank() == 0 ? of_few : gathered});
+      auto second = syncnorm::allgather_async<double>(comm, few, std::span{of_few});
+      first.wait();
+    });
+    // Memory that was written beyond its end would be noticed here.
+    std::vector<std::vector<std::byte>> blocks;
+    for (std::size_t i = 1; i < 2000; ++i) blocks.emplace_back(i * 7 % 5000 + 1);
+  }
   std::vector<float> floats(100);
   std::vector<std::int32_t> integers(100);
   refused([&](auto const& comm) {

@@ -39,8 +39,10 @@ using mpi_work = detail::channel_work<detail::mpi_channel, detail::mpi_slot>;
 /// standard advises.
 ///
 /// Ranks that call different collectives, or with different extents, types or roots, get mismatch_error, after which the
-/// communicator is unusable. A failure of MPI is an mpi_error only if the error handler of the MPI_Comm is
-/// MPI_ERRORS_RETURN, which `duplicate` and `split` set; otherwise MPI ends the process.
+/// communicator is unusable. So that this is known before more is sent than there is room for, an asynchronous allgather of
+/// more than 256 KiB of a rank, or allreduce of more than 128 KiB over all ranks, waits for them to agree before it returns.
+/// A failure of MPI is an mpi_error only if the error handler of the MPI_Comm is MPI_ERRORS_RETURN, which `duplicate` and
+/// `split` set; otherwise MPI ends the process.
 class mpi_communicator {
 public:
   /// Does not own `comm`, which must outlive the communicator. Other users of `comm` must not start collectives in between
@@ -61,11 +63,11 @@ public:
   template <wire_type T>
   void allgather(std::span<T const> in, std::span<T> out) const {
     auto const said = detail::make_header<T>(detail::collective_kind::allgather, in.size());
-    bool const whole = in.size_bytes() <= piece_bytes;
-    if (!whole) agree_on(said);
+    bool const agree = in.size_bytes() <= detail::mpi_channel::most_unagreed;
+    if (!agree) agree_on(said);
     for_each_piece(in.size_bytes(), piece_bytes, [&](std::size_t first, std::size_t bytes) {
       return detail::mpi_collectives::allgather(channel_, said, std::as_bytes(in), std::as_writable_bytes(out).data(),
-                                                first, bytes, whole);
+                                                first, bytes, agree);
     });
   }
   template <reducible_type T>
@@ -74,21 +76,23 @@ public:
     if (folds(in.size_bytes())) return detail::mpi_collectives::fold(channel_, said, in, out).wait();
     agree_on(said);
     for_each_piece(in.size(), piece_bytes / sizeof(T), [&](std::size_t first, std::size_t n) {
-      return detail::mpi_collectives::reduction(channel_, said, in.subspan(first, n), out.subspan(first, n), true,
-                                                false);
+      return detail::mpi_collectives::reduction(channel_, said, in.subspan(first, n), out.subspan(first, n), true);
     });
   }
   template <wire_type T>
   [[nodiscard]] mpi_work allgather_async(std::span<T const> in, std::span<T> out) const {
-    return detail::mpi_collectives::allgather(
-        channel_, detail::make_header<T>(detail::collective_kind::allgather, in.size()), std::as_bytes(in),
-        std::as_writable_bytes(out).data(), 0, in.size_bytes(), true);
+    auto const said = detail::make_header<T>(detail::collective_kind::allgather, in.size());
+    bool const agree = in.size_bytes() <= detail::mpi_channel::most_unagreed;
+    if (!agree) agree_on(said);
+    return detail::mpi_collectives::allgather(channel_, said, std::as_bytes(in), std::as_writable_bytes(out).data(), 0,
+                                              in.size_bytes(), agree);
   }
   template <reducible_type T>
   [[nodiscard]] mpi_work allreduce_async(std::span<T const> in, std::span<T> out, reduce_op op) const {
     auto const said = detail::make_header<T>(detail::collective_kind::allreduce, in.size(), -1, op);
     if (folds(in.size_bytes())) return detail::mpi_collectives::fold(channel_, said, in, out);
-    return detail::mpi_collectives::reduction(channel_, said, in, out, true, true);
+    agree_on(said);
+    return detail::mpi_collectives::reduction(channel_, said, in, out, true);
   }
 
   template <wire_type T>
@@ -119,7 +123,7 @@ public:
     agree_on(said);
     for_each_piece(in.size(), piece_bytes / sizeof(T), [&](std::size_t first, std::size_t n) {
       auto const to = rank() == root ? out.subspan(first, n) : std::span<T>{};
-      return detail::mpi_collectives::reduction(channel_, said, in.subspan(first, n), to, false, false);
+      return detail::mpi_collectives::reduction(channel_, said, in.subspan(first, n), to, false);
     });
   }
   void barrier() const { agree_on({}); }
@@ -133,10 +137,11 @@ public:
   void abort() const { channel_->fail("aborted on rank " + std::to_string(rank())); }
 
 private:
-  static constexpr std::size_t piece_bytes = 512 * 1024;
+  static constexpr std::size_t piece_bytes = 512 * 1024, most_folded = 128 * 1024;
+  static_assert(most_folded <= detail::mpi_channel::most_unagreed);
 
   /// Gathering moves more than a reduction does, but in fewer steps.
-  [[nodiscard]] bool folds(std::size_t bytes) const { return bytes * static_cast<std::size_t>(size()) <= 128 * 1024; }
+  [[nodiscard]] bool folds(std::size_t bytes) const { return bytes * static_cast<std::size_t>(size()) <= most_folded; }
 
   explicit mpi_communicator(std::shared_ptr<detail::mpi_channel> channel) : channel_{std::move(channel)} {}
 
@@ -174,7 +179,8 @@ private:
 
 inline mpi_communicator mpi_communicator::duplicate(MPI_Comm comm, std::chrono::milliseconds timeout) {
   auto const original = make_channel(comm, false, timeout);
-  detail::mpi_collectives::work work{original, original->open({})};
+  detail::mpi_collectives::work work{original,
+                                     original->open({.called = {.kind = detail::collective_kind::duplication}})};
   MPI_Comm& copy = work.slot().made; // MPI may write to it after a timeout, too
   original->start(work.slot(), "MPI_Comm_idup",
                   [&](MPI_Request* request) { return MPI_Comm_idup(comm, &copy, request); });

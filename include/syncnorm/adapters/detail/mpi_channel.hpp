@@ -145,13 +145,17 @@ public:
     });
   }
 
-  /// Starts gathering the data of every rank.
+  /// How much a rank may send beside its header, before it is known that all ranks say the same.
+  static constexpr std::size_t most_unagreed = 256 * 1024;
+
+  /// Starts gathering the data of every rank. Where processes share memory, Open MPI writes all that a rank sends, however
+  /// little was to be received; so there is room for that behind the last rank's part.
   void gather(mpi_slot& slot, std::span<std::byte const> data) {
     auto const unit = mpi_unit(data.size());
     auto const count = static_cast<int>((data.size() + unit - 1) / unit);
     slot.received_pitch = static_cast<std::size_t>(count) * unit;
     slot.sent.hold(slot.received_pitch);
-    slot.received.hold(slot.received_pitch * static_cast<std::size_t>(size_));
+    slot.received.hold(slot.received_pitch * static_cast<std::size_t>(size_) + most_unagreed);
     if (!data.empty()) std::memcpy(slot.sent.data.get(), data.data(), data.size());
     MPI_Datatype type = MPI_BYTE;
     if (unit > 1) {

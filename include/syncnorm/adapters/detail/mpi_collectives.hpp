@@ -15,8 +15,7 @@
 #include <syncnorm/adapters/detail/rank_order.hpp>
 #include <syncnorm/comm/wire.hpp>
 
-// The collectives over an mpi_channel. Each starts the operation. Those of a part of the data expect that the ranks
-// have agreed on the whole.
+// The collectives over an mpi_channel. Each starts the operation. Those that are not told to agree expect that the ranks have agreed.
 namespace syncnorm::detail::mpi_collectives {
 
 using work = channel_work<mpi_channel, mpi_slot>;
@@ -76,8 +75,8 @@ work fold(channel_ptr const& channel, collective_header const& header, std::span
 /// MPI's own reduction, to every rank or to the root alone.
 template <reducible_type T>
 work reduction(channel_ptr const& channel, collective_header const& header, std::span<T const> in, std::span<T> out,
-               bool to_all, bool agree) {
-  auto result = begin(channel, header, agree);
+               bool to_all) {
+  auto result = begin(channel, header, false);
   auto& slot = result.slot();
   slot.out = reinterpret_cast<std::byte*>(out.data());
   slot.bytes = to_all || channel->rank() == header.called.root ? in.size_bytes() : 0;

@@ -36,7 +36,16 @@ decltype(auto) visit_wire(wire_id id, F&& f) {
   }
 }
 
-enum class collective_kind : std::uint8_t { allgather, allreduce, barrier, split, broadcast, scatter, reduce };
+enum class collective_kind : std::uint8_t {
+  allgather,
+  allreduce,
+  barrier,
+  split,
+  broadcast,
+  scatter,
+  reduce,
+  duplication
+};
 
 /// What one rank believes it is computing together with the others. It crosses ranks as bytes, so it has no
 /// padding.
@@ -55,11 +64,12 @@ static_assert(std::has_unique_object_representations_v<signature>);
 
 [[nodiscard]] inline std::string describe(signature const& s) {
   static constexpr char const* kinds[] = {"allgather", "allreduce", "barrier", "split",
-                                          "broadcast", "scatter",   "reduce"};
+                                          "broadcast", "scatter",   "reduce",  "duplication"};
   static constexpr char const* types[] = {"byte", "float", "double", "int32", "int64"};
   static constexpr char const* ops[] = {"sum", "min", "max"};
   std::string text = kinds[static_cast<int>(s.kind)];
-  if (s.kind == collective_kind::barrier || s.kind == collective_kind::split) return text;
+  if (s.kind == collective_kind::barrier || s.kind == collective_kind::split || s.kind == collective_kind::duplication)
+    return text;
   if (s.kind == collective_kind::allreduce || s.kind == collective_kind::reduce)
     text += std::string{" ("} + ops[static_cast<int>(s.op)] + ")";
   text += " of " + std::to_string(s.extent) + " " + types[static_cast<int>(s.type)];

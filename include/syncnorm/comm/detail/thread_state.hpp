@@ -268,6 +268,7 @@ private:
     };
     switch (what.kind) {
     case collective_kind::barrier:
+    case collective_kind::duplication:
       return;
     case collective_kind::allgather:
     case collective_kind::split:
