@@ -40,8 +40,9 @@ using gloo_work = detail::channel_work<detail::gloo_channel, detail::gloo_slot>;
 /// same mismatch_error, and the communicator works on.
 ///
 /// The context may be shared with other users of Gloo; the tags are disjoint from theirs. A failure or a timeout closes
-/// its connections, as Gloo's own timeouts do, so that every rank that waits for this one fails at once; one that has all from it
-/// already, and waits for a third rank, does not take that for a failure, as a rank may also have ended after its last collective.
+/// its connections, as Gloo's own timeouts do, so that the ranks that wait for this one fail: at once, or, as a rank waits for one after
+/// the other, beginning with the next, when those before have come or its own timeout ends. One that has all from it already does not
+/// take that for a failure, as a rank may also have ended after its last collective.
 /// `split` gives a communicator with connections of its own. What a communicator has announced stays in the context, some KB for each
 /// that is made. A process whose SIGPIPE has the default action ignores it from here on, because writing to a
 /// dead peer would otherwise end the process.
@@ -56,6 +57,8 @@ public:
     if (!context) throw invalid_argument_error{"gloo_communicator: the context is null"};
     if (timeout <= std::chrono::milliseconds::zero())
       throw invalid_argument_error{"gloo_communicator: the timeout is not positive"};
+    if (tag && *tag >= 0x80'0000u)
+      throw invalid_argument_error{"gloo_communicator: the tag " + std::to_string(*tag) + " is not below 2^23"};
     auto const own_tag = tag ? *tag : 0x80'0000u | static_cast<std::uint32_t>(context->nextSlot());
     channel_ = std::make_shared<detail::gloo_channel>(std::move(context), timeout, own_tag);
   }
@@ -112,8 +115,8 @@ public:
   /// connections of its own. Collective.
   [[nodiscard]] gloo_communicator split(int color, int key) const;
 
-  /// Closes the connections of the context, so that this rank, and every rank that waits for it, fails at once. The one member that
-  /// another thread may call.
+  /// Closes the connections of the context, so that this rank fails at once, and the ranks that wait for it as above. The one member
+  /// that another thread may call.
   void abort() const { channel_->fail("aborted on rank " + std::to_string(rank())); }
 
 private:
