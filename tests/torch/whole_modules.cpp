@@ -313,6 +313,10 @@ TEST_CASE("a setting of all SyncBatchNorms of a model") {
   syncnorm::torch::SyncBatchNorm alone{BatchNormOptions{3}};
   syncnorm::torch::for_each_sync_batch_norm(*alone, freeze);
   CHECK(alone->has_frozen_statistics());
+  nn::Sequential const twice{alone, nn::ReLU{}, alone};
+  norms = 0;
+  syncnorm::torch::for_each_sync_batch_norm(*twice, freeze);
+  CHECK(norms == 1);
 }
 
 TEST_CASE("a module in several places is converted to one module") {

@@ -244,14 +244,17 @@ public:
   using ::torch::nn::ModuleHolder<SyncBatchNormImpl>::ModuleHolder;
 };
 
-/// Calls f(norm) for every SyncBatchNorm in `root`, which may be one itself, as for a setting of them all:
+/// Calls f(norm) once for every SyncBatchNorm in `root`, which may be one itself, as for a setting of them all:
 ///
 ///     for_each_sync_batch_norm(*net, [](SyncBatchNormImpl& norm) { norm.freeze_statistics(); });
 template <std::invocable<SyncBatchNormImpl&> F>
 void for_each_sync_batch_norm(::torch::nn::Module& root, F const& f) {
+  std::vector<SyncBatchNormImpl*> found; // a module may be in several places
   root.apply([&](::torch::nn::Module& module) {
-    if (auto* norm = module.as<SyncBatchNormImpl>()) f(*norm);
+    auto* const norm = module.as<SyncBatchNormImpl>();
+    if (norm != nullptr && std::ranges::find(found, norm) == found.end()) found.push_back(norm);
   });
+  for (auto* const norm : found) f(*norm);
 }
 
 /// `set_backward_exchange` of every SyncBatchNorm in `root`.

@@ -40,7 +40,10 @@ public:
     if (any([](forward_pass const& pass) { return pass.outputs().empty(); })) return;
     outputs_ = recorded();
   }
-  pending_outputs(pending_outputs&&) = default;
+  pending_outputs(pending_outputs&& other) noexcept
+      : passes_{std::move(other.passes_)}, outputs_{std::move(other.outputs_)}, grouped_{other.grouped_},
+        in_place_{other.in_place_}, anchored_{other.anchored_}, done_{std::exchange(other.done_, true)},
+        begun_{std::move(other.begun_)} {}
   pending_outputs& operator=(pending_outputs&& other) noexcept {
     begun_.reset(); // waits, before what it borrows goes
     passes_ = std::move(other.passes_);
@@ -49,11 +52,11 @@ public:
     grouped_ = other.grouped_;
     in_place_ = other.in_place_;
     anchored_ = other.anchored_;
-    done_ = other.done_;
+    done_ = std::exchange(other.done_, true);
     return *this;
   }
 
-  [[nodiscard]] bool ready() { return begun_->ready(); }
+  [[nodiscard]] bool ready() { return begun_ == nullptr || begun_->ready(); }
 
   /// Completes the passes, and returns their outputs. Once.
   [[nodiscard]] std::vector<at::Tensor> finish() {
