@@ -45,3 +45,16 @@
 #define SYNCNORM_HAS_SSE2 0
 #endif
 #endif
+
+#if defined(__AVX512F__)
+#define SYNCNORM_VECTOR_BYTES 64
+#define SYNCNORM_VECTORS vectors_of_64
+#elif defined(__AVX__)
+#define SYNCNORM_VECTOR_BYTES 32
+#define SYNCNORM_VECTORS vectors_of_32
+#else
+/// Of the widest registers that the source is compiled for.
+#define SYNCNORM_VECTOR_BYTES 16
+/// The inline namespace of what is made of vectors: so sources of one program may be compiled for different processors.
+#define SYNCNORM_VECTORS vectors_of_16
+#endif

@@ -12,7 +12,7 @@
 #include <syncnorm/host/detail/streaming.hpp>
 #include <syncnorm/host/executor.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// `channel_block`, or, where positions are taken for channels, fewer: `channels_of_table`.
 template <class T>
@@ -74,4 +74,4 @@ void reduce_and_map(executor_ref exec, channel_blocks const& blocks, tensor_view
   });
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

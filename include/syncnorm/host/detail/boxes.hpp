@@ -9,7 +9,7 @@
 #include <syncnorm/host/detail/streaming.hpp>
 #include <syncnorm/host/executor.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Cuts `[N, C, S]` into boxes of about `box_elements`, of which every element belongs to one.
 class boxes {
@@ -64,4 +64,4 @@ void map_boxes(executor_ref exec, Map const& map, std::int64_t channels_ahead = 
   });
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

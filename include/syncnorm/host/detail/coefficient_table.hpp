@@ -8,7 +8,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// From one coefficient of so many lanes to the next: whole lines of the cache, and some more, lest those of a lane share a set of it
 /// where the lanes are a page of it.
@@ -64,4 +64,4 @@ void fill_coefficients(A* table, Terms const& terms, std::int64_t lanes, std::in
   }
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

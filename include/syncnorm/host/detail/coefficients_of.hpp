@@ -10,7 +10,7 @@
 #include <syncnorm/host/detail/simd.hpp>
 
 // What an elementwise_map multiplies vector `i` of a run of elements by, get(i), and which of its lanes count, counted(i).
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Of one channel, at consecutive positions.
 template <class T, std::size_t Count, bool Masked>
@@ -93,4 +93,4 @@ struct seam_coefficients {
   [[gnu::always_inline]] every_lane counted(std::int64_t) const { return {}; }
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

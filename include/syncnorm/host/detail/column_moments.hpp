@@ -13,7 +13,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// x − pivot, to be summed and squared.
 template <class A>
@@ -112,4 +112,4 @@ void column_moments(tensor_view<T const> const& x, groups const& parts, prepared
   }
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

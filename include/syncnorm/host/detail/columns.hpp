@@ -14,7 +14,7 @@
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Rows of some tensors with contiguous channels, whose columns are summed in the type of the elements' arithmetic. A row is one
 /// position, or several that follow each other: then what a loop goes through is long, and no sum is needed again before it is written.
@@ -245,4 +245,4 @@ void sum_channels(Op const& op, std::array<tensor_view<T const>, Op::inputs> con
   });
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -10,7 +10,7 @@
 #include <syncnorm/host/detail/vector.hpp>
 
 // Vectors of 16-bit elements to and from vectors of float, with the results of core/half.hpp bit by bit.
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 template <int Lanes>
 using bits16 = vector_t<std::uint16_t, Lanes>;
@@ -318,4 +318,4 @@ template <element_format Format, int Lanes>
   }
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -11,7 +11,7 @@
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/streaming.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// How an `elementwise_map` computes contiguous elements, with coefficients as `coefficients_of.hpp` has them: in whole vectors, and
 /// past the cache those outputs that are streamed.
@@ -223,4 +223,4 @@ private:
   per_output streams_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -10,7 +10,7 @@
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// f(v) of an activation of negative slope `slope`. 0 takes all that is negative to 0, infinity, too.
 template <class V, class A>
@@ -105,4 +105,4 @@ struct epilogue_gradient_op {
   }
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -5,7 +5,7 @@
 
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Σ in_j·scale_j + (x − center)·scale + shift, x being the last of the inputs. The coefficients are scale_j…, scale, center, shift.
 template <std::size_t Inputs>
@@ -23,4 +23,4 @@ struct linear_op {
   }
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

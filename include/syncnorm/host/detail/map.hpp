@@ -25,7 +25,7 @@
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// From one row to another, and to another position.
 struct row_distance {
@@ -324,4 +324,4 @@ template <class T, class Op, class Make>
   };
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

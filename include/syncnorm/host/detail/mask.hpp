@@ -10,7 +10,7 @@
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Bytes as numbers of 32 bits.
 template <int Lanes>
@@ -166,4 +166,4 @@ struct masked_groups : groups {
   prepared_mask const& mask;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

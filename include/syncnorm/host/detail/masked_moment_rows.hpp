@@ -13,7 +13,7 @@
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// The differences of elements that count, and 0 of others, which may be anything, no numbers, too.
 template <class T>
@@ -115,4 +115,4 @@ private:
   std::array<bool, static_cast<std::size_t>(channels_at_once)> begun_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -12,7 +12,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Moments of the elements that count, over one group of pieces; see reduce_channels and masked_moment_rows.
 template <class T>
@@ -56,4 +56,4 @@ private:
   layout layout_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -12,7 +12,7 @@
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Which differences of `pivoted_sums` are added: all of them.
 struct all_count {
@@ -220,4 +220,4 @@ private:
   std::array<pivoted_sums<A>, channels_at_once> sums_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

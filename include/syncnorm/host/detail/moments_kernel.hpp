@@ -14,7 +14,7 @@
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Means and centred second moments of channels over one group of pieces; see reduce_channels.
 template <class T>
@@ -85,4 +85,4 @@ private:
   layout layout_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -14,7 +14,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/stores.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// What is contiguous in every view of an operation.
 enum class layout : std::uint8_t { rows, channels, strided };
@@ -253,4 +253,4 @@ template <class T>
   return in_whole_lines<T>(chunk_channels<accumulate_t<T>> / spatial, spatial);
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

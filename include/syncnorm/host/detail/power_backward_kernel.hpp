@@ -12,7 +12,7 @@
 #include <syncnorm/host/detail/power_kernel.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// One reading of dy and x: the sums of dy and of dy·u, and dx from du = dy·dy_scale + u·u_scale; see run_power. `Scaled`:
 /// u is x with its groups of channels scaled, and dx = r·(du − u·mean of du·u in the group), else u is x and dx is du.
@@ -197,4 +197,4 @@ private:
   layout layout_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

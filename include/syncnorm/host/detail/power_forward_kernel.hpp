@@ -12,7 +12,7 @@
 #include <syncnorm/host/detail/power_kernel.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// One reading of x: the sums of u² over positions that are not masked and over those that are, and y = u·scale + shift;
 /// see run_power. `Scaled`: u is x with its groups of channels scaled, else x. `Sums`, `Map`: what of it is wanted.
@@ -147,4 +147,4 @@ private:
   layout layout_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

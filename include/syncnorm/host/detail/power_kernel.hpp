@@ -23,7 +23,7 @@
 
 // What the kernels of power norm have in common. Each of its passes reads its tensors once, sums and writes on the way,
 // and scales groups of channels first where it has to.
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Groups of channels that are scaled, u = x·r with r = 1/√(mean of x² in the group + eps). `width` channels make a group; 0:
 /// nothing is scaled, u = x.
@@ -247,4 +247,4 @@ void run_power(executor_ref exec, groups const& parts, std::int64_t channels, st
     }
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -20,7 +20,7 @@
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/executor.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Σ a and Σ a·b of channels over one group of pieces, for `reduce_channels`; `Terms` are `terms_of_lanes`.
 template <class T, class Terms>
@@ -106,4 +106,4 @@ void reduce_products(executor_ref exec, Terms const& terms, std::array<tensor_vi
   }
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -13,7 +13,7 @@
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// What is contiguous in all of `in`.
 template <class T, std::size_t Inputs>
@@ -218,4 +218,4 @@ private:
   std::array<double, channels_at_once> first_, second_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

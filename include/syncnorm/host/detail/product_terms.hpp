@@ -16,7 +16,7 @@
 //     std::array<A, coefficients> operator()(channel)
 //     std::array<V, 2> apply(std::array<V, inputs>, std::array<V, coefficients>)        a and b
 //     double excess(channel)        by which b is too large: the elements' arithmetic takes the mean rounded to their type
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// What the mean of a channel loses where it is rounded to `A`.
 template <class A>
@@ -108,4 +108,4 @@ private:
   }
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

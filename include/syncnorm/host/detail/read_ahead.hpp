@@ -9,7 +9,7 @@
 #include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/stores.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// How far a reduction reads ahead at least, in bytes: what arrives while the latency of memory passes.
 inline constexpr std::int64_t lookahead_bytes = 2048;
@@ -97,4 +97,4 @@ void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t chan
   rows.finish(g, a, b);
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

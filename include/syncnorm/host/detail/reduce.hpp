@@ -11,7 +11,7 @@
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Computes two sums per channel. `Kernel` has
 ///
@@ -74,4 +74,4 @@ void reduce_channels(executor_ref exec, Parts const& parts, std::int64_t channel
   }
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

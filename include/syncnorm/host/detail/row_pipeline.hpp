@@ -24,7 +24,7 @@
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Whether `row_pipeline` can take blocks of so many channels.
 template <class Rows, class T, std::size_t Inputs, std::size_t Outputs>
@@ -209,4 +209,4 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
   });
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -11,7 +11,7 @@
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// The coefficients of `second_order_op`.
 template <class A>
@@ -71,4 +71,4 @@ struct second_order_op {
   }
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

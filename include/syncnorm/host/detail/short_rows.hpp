@@ -13,7 +13,7 @@
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Elements whose mean is the pivot of short rows.
 inline constexpr std::int64_t short_row_pilot = 16;
@@ -190,4 +190,4 @@ private:
   std::int64_t channels_, spatial_;
 };
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -12,7 +12,7 @@
 #include <syncnorm/host/detail/convert.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 template <class A, int Lanes>
 [[nodiscard, gnu::always_inline]] inline vector_t<A, Lanes> splat(A value) {
@@ -303,4 +303,4 @@ template <class A, int Lanes>
   }
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -11,7 +11,7 @@
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// Whether `stream` bypasses the cache for vectors of elements of type `T`.
 template <class T>
@@ -130,4 +130,4 @@ template <int Lanes, class T>
 #endif
 }
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -15,15 +15,9 @@
 // a template over its vector type, and a plain `float` or `double` serves as the vector of one lane. Whatever it calls for
 // each vector is always inlined, and loops over what a vector consists of are unrolled: a call, or a vector that goes through
 // memory, takes longer than the arithmetic, and compilers that optimize a little less make them.
-namespace syncnorm::host::detail {
+namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
-#if defined(__AVX512F__)
-inline constexpr int simd_bytes = 64;
-#elif defined(__AVX__)
-inline constexpr int simd_bytes = 32;
-#else
-inline constexpr int simd_bytes = 16;
-#endif
+inline constexpr int simd_bytes = SYNCNORM_VECTOR_BYTES;
 
 template <class A, int Lanes>
 struct vector_of {
@@ -48,4 +42,4 @@ inline constexpr std::int64_t line_elements = static_cast<std::int64_t>(cache_li
 template <class A>
 inline constexpr int native_lanes = simd_bytes / static_cast<int>(sizeof(A));
 
-} // namespace syncnorm::host::detail
+} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS
