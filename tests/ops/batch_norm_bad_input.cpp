@@ -364,7 +364,9 @@ TEST_CASE("what a rank throws between the parts of a pass ends it on every rank,
         everywhere += texts[0].empty() ? 0 : 1;
         if (!texts[0].empty()) CHECK_MESSAGE(texts[0].find(": rank 1") != std::string::npos, texts[0]);
       }
-      CHECK(everywhere >= (overhead == 0 ? 3 : 2));
+      // Where the next block is summed while one is written, no executor has a part in that.
+      bool const by_executor = !syncnorm::host::detail::processor::here().foresees;
+      CHECK(everywhere >= (overhead != 0 ? 2 : by_executor ? 3 : 1));
     }
 }
 

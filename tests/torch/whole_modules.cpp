@@ -313,7 +313,7 @@ TEST_CASE("a setting of all SyncBatchNorms of a model") {
   syncnorm::torch::SyncBatchNorm alone{BatchNormOptions{3}};
   syncnorm::torch::for_each_sync_batch_norm(*alone, freeze);
   CHECK(alone->has_frozen_statistics());
-  nn::Sequential const twice{alone, nn::ReLU{}, alone};
+  nn::Sequential twice{alone, nn::ReLU{}, alone};
   norms = 0;
   syncnorm::torch::for_each_sync_batch_norm(*twice, freeze);
   CHECK(norms == 1);

@@ -7,8 +7,8 @@
 
 namespace syncnorm::detail {
 
-/// Gives whole lines of the cache: a vector that lies in two of them takes twice as long to read. In C++23, clang++ 14 with the standard
-/// library of g++ 12 has std::allocator forget what is aligned to more than 16 bytes.
+/// Gives whole lines of the cache: a vector that lies in two of them takes twice as long to read. In C++23, by clang++ 14
+/// and the standard library of g++ 12, std::allocator forgets alignments of more than 16 bytes.
 template <class T>
 struct line_allocator {
   static_assert(alignof(T) <= cache_line);
