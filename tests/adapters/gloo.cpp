@@ -207,6 +207,30 @@ TEST_CASE("abort fails every rank that waits") {
   }));
 }
 
+TEST_CASE("a rank hears of one that aborts or dies while it waits for another, too") {
+  for (bool const dies : {false, true})
+    for (int const lost : {1, 2}) {
+      INFO("rank ", lost, std::string{dies ? " dies" : " aborts"});
+      auto const outcomes = run_ranks(3, [&](int rank, auto context) {
+        gloo_communicator const comm{std::move(context), 10s};
+        comm.barrier();
+        if (rank == lost) {
+          std::this_thread::sleep_for(100ms);
+          if (dies) _exit(9);
+          comm.abort();
+        } else if (rank == 0) {
+          auto const message = message_of<syncnorm::communicator_error>([&] { comm.barrier(); });
+          CHECK_MESSAGE(contains(message, "lost its connection to rank " + std::to_string(lost) + " in barrier"),
+                        message);
+        } else {
+          std::this_thread::sleep_for(1s); // and never comes
+        }
+      });
+      test_support::check_passed({outcomes[0], outcomes[static_cast<std::size_t>(3 - lost)]});
+      CHECK(outcomes[static_cast<std::size_t>(lost)].exit_code == (dies ? 9 : 0));
+    }
+}
+
 TEST_CASE("communicators share a context with each other and with Gloo's own collectives") {
   test_support::check_passed(run_ranks(3, [](int rank, auto context) {
     gloo_communicator const a{context, 60s}, b{context, 60s}, c{context, 60s, 7};

@@ -40,9 +40,9 @@ using gloo_work = detail::channel_work<detail::gloo_channel, detail::gloo_slot>;
 /// same mismatch_error, and the communicator works on.
 ///
 /// The context may be shared with other users of Gloo; the tags are disjoint from theirs. A failure or a timeout closes
-/// its connections, as Gloo's own timeouts do, so that the ranks that wait for this one fail: at once, or, as a rank waits for one after
-/// the other, beginning with the next, when those before have come or its own timeout ends. One that has all from it already does not
-/// take that for a failure, as a rank may also have ended after its last collective.
+/// its connections, as Gloo's own timeouts do, so that every rank that waits for this one to join a collective fails at
+/// once, whoever else it waits for. One that has all from it already does not take that for a failure, as a rank may also
+/// have ended after its last collective.
 /// `split` gives a communicator with connections of its own. What a communicator has announced stays in the context, some KB for each
 /// that is made. A process whose SIGPIPE has the default action ignores it from here on, because writing to a
 /// dead peer would otherwise end the process.
@@ -115,8 +115,8 @@ public:
   /// connections of its own. Collective.
   [[nodiscard]] gloo_communicator split(int color, int key) const;
 
-  /// Closes the connections of the context, so that this rank fails at once, and the ranks that wait for it as above. The one member
-  /// that another thread may call.
+  /// Closes the connections of the context, so that this rank, and every rank that waits for it, fails at once. The one
+  /// member that another thread may call.
   void abort() const { channel_->fail("aborted on rank " + std::to_string(rank())); }
 
 private:

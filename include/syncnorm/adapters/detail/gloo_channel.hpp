@@ -115,7 +115,7 @@ public:
     slot.resume = resume;
     guarded([&] {
       for_each_peer([&](int r) { send_own(slot, r, 0, sizeof header + data.size()); });
-      for_each_peer([&](int r) { await(slot, r); });
+      slot.missing_packets = size() - 1;
     });
     announce_ahead();
   }
@@ -124,14 +124,14 @@ public:
   void announce_bulk(gloo_slot& slot, int phase, int from, std::span<std::byte> to) {
     guarded([&] {
       auto* const buffer = add_bulk(slot, to);
-      receive_from(*buffer, from, slot_tag(slot, phase), to.size());
+      receive_from(*buffer, from, slot_tag(slot, phase), 0, to.size());
       slot.bulk_receives.push_back({buffer, from, gloo_transfer::kind::receive});
     });
     announce_signal(slot, phase, from);
   }
   /// Announces a signal of phase `phase` (1 to 3) from rank `from`. Signals arrive in the order in which they are sent.
   void announce_signal(gloo_slot& slot, int phase, int from) {
-    guarded([&] { receive_from(*slot.peers[index(from)], from, signal_tag(slot, phase), 0); });
+    guarded([&] { receive_from(*slot.peers[index(from)], from, signal_tag(slot, phase), 0, 0); });
   }
 
   // The rest is for the steps of an operation.
@@ -237,15 +237,15 @@ private:
     try {
       buffer.send(to, slot_tag(slot, phase), 0, bytes);
     } catch (std::exception const& failure) {
-      lose(header_of(slot, rank()).called, to, failure);
+      lose(header_of(slot, rank()).called, std::to_string(to), failure);
     }
   }
   /// For the collective that is being started.
-  void receive_from(gloo_buffer& buffer, int from, std::uint64_t tag, std::size_t bytes) {
+  void receive_from(gloo_buffer& buffer, int from, std::uint64_t tag, std::size_t offset, std::size_t bytes) {
     try {
-      buffer.recv(from, tag, 0, bytes);
+      buffer.recv(from, tag, offset, bytes);
     } catch (std::exception const& failure) {
-      lose(opened_, from, failure);
+      lose(opened_, std::to_string(from), failure);
     }
   }
   static void confirm_sends(gloo_slot& slot, std::chrono::milliseconds timeout) {
@@ -267,7 +267,8 @@ private:
     }
     for (; next_peer_ < size(); ++next_peer_) {
       int const from = (rank() + next_peer_) % size();
-      receive_from(*next_->peers[index(from)], from, slot_tag(*next_, 0), stride());
+      std::memset(packet(*next_, from), -1, sizeof(collective_header)); // of no collective
+      receive_from(*next_->packets, from, slot_tag(*next_, 0), stride() * index(from), stride());
     }
     announced_.push_back(std::move(next_));
     ++next_sequence_;
@@ -295,6 +296,7 @@ private:
     auto slot = std::make_unique<gloo_slot>();
     slot->memory = std::make_unique_for_overwrite<std::byte[]>(stride() * index(size()));
     slot->own = context_->createUnboundBuffer(packet(*slot, rank()), stride());
+    slot->packets = context_->createUnboundBuffer(slot->memory.get(), stride() * index(size()));
     slot->peers.resize(index(size()));
     for_each_peer([&](int r) { slot->peers[index(r)] = context_->createUnboundBuffer(packet(*slot, r), stride()); });
     return slot;
@@ -318,6 +320,7 @@ private:
     try {
       guarded([&] {
         do {
+          for (; slot.missing_packets > 0; --slot.missing_packets) wait_for_packet(slot);
           for (auto const& transfer : slot.pending) wait_for(slot, transfer);
           slot.pending.clear();
         } while (!slot.resume(*this, slot));
@@ -328,33 +331,68 @@ private:
     slot.done = true;
   }
 
-  void wait_for(gloo_slot const& slot, gloo_transfer const& transfer) {
-    auto const left = std::chrono::ceil<std::chrono::milliseconds>(slot.deadline - clock::now());
+  [[nodiscard]] static std::chrono::milliseconds left(gloo_slot const& slot) {
+    return std::max(std::chrono::ceil<std::chrono::milliseconds>(slot.deadline - clock::now()),
+                    std::chrono::milliseconds{0});
+  }
+
+  void wait_for_packet(gloo_slot const& slot) {
     try {
-      transfer.wait(std::max(left, std::chrono::milliseconds{0}));
+      slot.packets->waitRecv(left(slot));
     } catch (std::exception const& failure) {
-      if (clock::now() >= slot.deadline && !failed_) time_out(slot, transfer);
-      lose(header_of(slot, rank()).called, transfer.peer, failure);
+      bool const late = clock::now() >= slot.deadline && !failed_;
+      std::string missing, lost;
+      for_each_peer([&](int r) {
+        if (header_of(slot, r).called.sequence == slot.sequence) return;
+        add_rank(missing, r);
+        if (!late && !is_connected(slot, r)) add_rank(lost, r);
+      });
+      if (late) time_out(slot, missing);
+      lose(header_of(slot, rank()).called, lost.empty() ? missing : lost, failure);
     }
   }
 
-  [[noreturn]] void lose(signature const& called, int peer, std::exception const& failure) {
-    require_usable(); // another thread may have aborted
-    throw gloo_error{"rank " + std::to_string(rank()) + " lost its connection to rank " + std::to_string(peer) +
-                     " in " + describe(called) + "; that rank ended, or gave up because of another (" + failure.what() +
-                     ")"};
+  static void add_rank(std::string& list, int rank) { list += (list.empty() ? "" : ", ") + std::to_string(rank); }
+
+  [[nodiscard]] bool is_connected(gloo_slot const& slot, int peer) const {
+    try {
+      slot.peers[index(peer)]->recv(peer, signal_tag(slot, 0), 0, 0); // which nobody sends
+      return true;
+    } catch (std::exception const&) {
+      return false;
+    }
   }
 
-  [[noreturn]] void time_out(gloo_slot const& slot, gloo_transfer const& late) {
+  void wait_for(gloo_slot const& slot, gloo_transfer const& transfer) {
+    try {
+      transfer.wait(left(slot));
+    } catch (std::exception const& failure) {
+      if (clock::now() >= slot.deadline && !failed_) time_out(slot, still_missing(slot, transfer));
+      lose(header_of(slot, rank()).called, std::to_string(transfer.peer), failure);
+    }
+  }
+
+  /// `late`, and what has not arrived of the transfers behind it.
+  [[nodiscard]] static std::string still_missing(gloo_slot const& slot, gloo_transfer const& late) {
     std::string missing = std::to_string(late.peer);
     for (bool behind = false; auto const& other : slot.pending) {
       try {
         if (behind) other.wait(std::chrono::milliseconds{0}); // nothing arrives any more; this tells what has
       } catch (std::exception const&) {
-        missing += ", " + std::to_string(other.peer);
+        add_rank(missing, other.peer);
       }
       behind = behind || &other == &late;
     }
+    return missing;
+  }
+
+  [[noreturn]] void lose(signature const& called, std::string const& peers, std::exception const& failure) {
+    require_usable(); // another thread may have aborted
+    throw gloo_error{"rank " + std::to_string(rank()) + " lost its connection to rank " + peers + " in " +
+                     describe(called) + "; that rank ended, or gave up because of another (" + failure.what() + ")"};
+  }
+
+  [[noreturn]] void time_out(gloo_slot const& slot, std::string const& missing) {
     throw timeout_error{"gloo", "rank " + std::to_string(rank()) + " waited " + std::to_string(timeout_.count()) +
                                     " ms in " + describe(header_of(slot, rank()).called) + " for rank " + missing};
   }

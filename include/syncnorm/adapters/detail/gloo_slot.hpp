@@ -69,10 +69,12 @@ struct gloo_slot {
   std::uint32_t sequence = 0;
   std::unique_ptr<std::byte[]> memory; // size packets; this rank's own is sent, the others are received
   std::unique_ptr<gloo_buffer> own;
-  std::vector<std::unique_ptr<gloo_buffer>> peers; // none at this rank
+  std::unique_ptr<gloo_buffer> packets; // those of all peers, so that a wait for one hears of what fails at any
+  std::vector<std::unique_ptr<gloo_buffer>> peers; // for the signals of each; none at this rank
   int unconfirmed = 0;                             // sends of `own` whose completion has not been waited for
 
   std::chrono::steady_clock::time_point deadline;
+  int missing_packets = 0; // which are waited for before what is in `pending`
   std::vector<gloo_transfer> pending;
   step resume = nullptr;
   bool queued = false;            // the channel's thread drives it
