@@ -69,7 +69,8 @@ TEST_CASE_TEMPLATE("streamed vectors are the stored ones", T, float16, bfloat16)
   vectors::stream<1>(streamed.data(), 2.5F);
   vectors::stream_fence();
   stored[0] = T{2.5F};
-  CHECK(std::memcmp(stored.data(), streamed.data(), sizeof stored) == 0);
+  bool const same = std::memcmp(stored.data(), streamed.data(), sizeof stored) == 0;
+  CHECK(same);
   static_assert(!vectors::can_stream<T> == !vectors::can_stream<float>);
 }
 
