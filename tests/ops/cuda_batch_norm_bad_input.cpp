@@ -13,6 +13,7 @@
 
 namespace {
 
+namespace cuda = syncnorm::cuda;
 using test::layer_over;
 using test::state_of;
 using test::step_memory;
@@ -371,4 +372,49 @@ TEST_CASE("an error of NCCL comes up in the layer, too") {
     CHECK_THROWS_AS(step.forward(layer, on), syncnorm::nccl_error);
     on.wait();
   });
+}
+
+namespace {
+
+/// Passes of 3 channels without a layer.
+template <class C>
+struct loose_passes {
+  C comm;
+  cuda::device_limits limits = cuda::current_limits();
+  cuda::batch_norm_workspace workspace{3, syncnorm::size(comm), limits, cuda::workspace_bytes(3, limits)};
+  step_memory memory{};
+  test::stream on{};
+
+  void forward(cuda::batch_norm_saved& saved) {
+    syncnorm::tensor_view<float const> const x = memory.x.view;
+    cuda::detail::forward<test::simt_kernels, float, float>(
+        comm, {{&x, 1}, {&memory.y.view, 1}, {}, {}, syncnorm::statistics_scope::all_ranks}, {}, saved, workspace, on);
+  }
+};
+
+} // namespace
+
+TEST_CASE("what a pass leaves, and its workspace, have to be as large as it takes") {
+  using syncnorm::self_communicator;
+  loose_passes<self_communicator> one{{}};
+  cuda::batch_norm_saved fitting{3}, other{2};
+  one.forward(fitting);
+  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] { one.forward(other); }) ==
+        "batch_norm forward: what a forward pass leaves is for 2 channels, expected 3");
+  test::over_nccl(2, [](auto const& comm) {
+    loose_passes<std::remove_cvref_t<decltype(comm)>> passes{comm};
+    cuda::batch_norm_saved saved{comm.rank() == 1 ? 5 : 3};
+    auto const said = test::thrown<syncnorm::invalid_argument_error>([&] {
+      passes.forward(saved);
+      passes.on.wait();
+      passes.workspace.raise();
+    });
+    CHECK(said == "batch_norm forward: rank 1: what a forward pass leaves is for 5 channels, expected 3");
+  });
+  auto const needed = cuda::workspace_bytes(3, one.limits);
+  CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {
+          cuda::batch_norm_workspace{3, 1, one.limits, needed - 1};
+        }) == "batch_norm_workspace: the kernels' workspace has " + std::to_string(needed - 1) +
+                  " bytes, expected at least " + std::to_string(needed));
+  test::check_no_violations();
 }

@@ -221,6 +221,32 @@ TEST_CASE("what is wrong with one layer of a group on one rank is an error on ev
   test::check_no_violations();
 }
 
+TEST_CASE("on a device, one rank alone hears what cannot be in a group, and nothing has changed") {
+  using C = syncnorm::self_communicator;
+  pending_data<C> a{C{}, 3}, b{C{}, 3};
+  cuda::batch_norm_group<C> group{C{}};
+  test::stream const on;
+  a.step(on), b.step(on);
+  on.wait();
+  auto const of_a = a.results(), of_b = b.results();
+  auto const message_of = [&](auto passes) {
+    return test::thrown<syncnorm::invalid_argument_error>([&] { group.run(std::move(passes), on); });
+  };
+  CHECK(message_of(cuda::passes(a.plan_forward(), b.plan_forward(), a.plan_forward())) ==
+        "batch_norm forward: two forward passes of one group are of the same layer");
+  a.step(on), b.step(on); // what failed has left nothing for a backward pass
+  on.wait();
+  auto const later_a = a.results(), later_b = b.results();
+  CHECK(message_of(cuda::passes(a.plan_forward(), b.plan_backward())) ==
+        "batch_norm backward: a forward and a backward pass cannot travel together");
+  on.wait();
+  CHECK(a.results() == later_a);
+  CHECK(b.results() == later_b);
+  CHECK(later_a[0] == of_a[0] + 1);
+  CHECK(later_b[0] == of_b[0] + 1);
+  test::check_no_violations();
+}
+
 TEST_CASE(
     "on a device, ranks that disagree on which layers of a group exchange, and passes that overwrite, are told so") {
   for (auto const policy : policies)

@@ -60,6 +60,7 @@ public:
     check_caller();
     check_.place(stream);
     check_.require(saved_->exists, [] { return "there was no forward pass"; });
+    check_.saved(*saved_, channels);
     check_.require(in_.y.size() == in_.kept.size(), [&] {
       return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", in_.kept.size(),
                          " as of the forward pass in place");

@@ -67,6 +67,7 @@ public:
     check_caller();
     check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
     check_.place(stream);
+    check_.saved(*saved_, channels);
     check_.require(in_.y.size() == batches, [&] {
       return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", batches, " as of x");
     });

@@ -28,7 +28,8 @@ using syncnorm::list_of, syncnorm::passes;
 /// All ranks pass the same layers in the same order; the exchange policy is that of the first. The first time for layers of some
 /// channels it waits for the stream, for the ranks to agree. What is wrong with one of them on one rank is thrown on every rank, by a
 /// later call or by `synchronize`, and then no layer has changed, except layers that need no exchange, in evaluation or with frozen
-/// statistics, which may be among them.
+/// statistics, which may be among them. With one rank, what the device alone finds wrong with a layer, that a mask leaves one value per
+/// channel, keeps only that layer as it was.
 template <communicator C>
 class batch_norm_group {
 public:

@@ -115,8 +115,8 @@ public:
     run_forward(read_only(x), x, epilogues, kept_of(in_place_), stream);
   }
 
-  /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards. dx
-  /// may be y or dy.
+  /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards,
+  /// if a position of some rank counts, but not in channels where inv_std is 0, nor elements whose y was not finite. dx may be y or dy.
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
                          batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
                          batch_norm_backward_options const& options, cudaStream_t stream) {

@@ -4,19 +4,21 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/operands.hpp>
+#include <syncnorm/cuda/workspace.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 #include <syncnorm/ops/detail/cuda_packets.hpp>
-
 #include <syncnorm/ops/detail/cuda_report.hpp>
 #include <syncnorm/ops/detail/cuda_side_stream.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
@@ -26,16 +28,18 @@ namespace syncnorm::cuda {
 /// What a forward pass leaves for its backward pass, besides x, on the current device.
 class batch_norm_saved {
 public:
-  explicit batch_norm_saved(std::int64_t channels) : memory_{bytes(channels)} {
+  explicit batch_norm_saved(std::int64_t channels) : channels_{channels}, memory_{bytes(channels)} {
     statistics_ = in_memory(memory_.data(), channels);
   }
   /// The same in `memory` of `bytes(channels)`, aligned to 16 bytes, which it borrows.
-  batch_norm_saved(std::int64_t channels, std::byte* memory) : statistics_{in_memory(memory, channels)} {}
+  batch_norm_saved(std::int64_t channels, std::byte* memory)
+      : channels_{channels}, statistics_{in_memory(memory, channels)} {}
   [[nodiscard]] static std::size_t bytes(std::int64_t channels) {
     detail::memory_cutter sizes;
     (void)cut(sizes, channels);
     return sizes.used();
   }
+  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
 
   statistics_scope scope = statistics_scope::all_ranks; ///< of the latest pass that was enqueued
   bool exists = false;                                  ///< there was one
@@ -59,6 +63,7 @@ private:
     return cut(cutter, channels);
   }
 
+  std::int64_t channels_;
   detail::device_memory memory_; // empty where it is borrowed
   saved_statistics statistics_;
 };
@@ -86,12 +91,15 @@ private:
 /// ranks' standing agreement on the channels. Passes that use it are of one stream at a time; they allocate nothing.
 class batch_norm_workspace {
 public:
-  /// `work_bytes`: of the kernels' workspace. Where forward and backward passes, or double backward passes, never gather, there is
+  /// `work_bytes`: of the kernels' workspace, `workspace_bytes` at least, else invalid_argument_error. Where forward and backward passes, or double backward passes, never gather, there is
   /// no room for it.
   batch_norm_workspace(std::int64_t channels, int ranks, device_limits const& limits, std::size_t work_bytes,
                        bool gathers = true, bool double_gathers = true)
       : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks},
         pool_{{channels}, ranks}, packets_{{&channels, 1}, 2, ranks, gathers}, double_gathers_{double_gathers} {
+    if (auto const needed = workspace_bytes(channels, limits); work_bytes < needed)
+      throw invalid_argument_error{"batch_norm_workspace: the kernels' workspace has " + std::to_string(work_bytes) +
+                                   " bytes, expected at least " + std::to_string(needed)};
     syncnorm::detail::require_cuda(cudaGetDevice(&device_), "cudaGetDevice");
     detail::memory_cutter sizes;
     cut(sizes, work_bytes);

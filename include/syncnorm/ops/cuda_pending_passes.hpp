@@ -6,6 +6,7 @@
 #include <numeric>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -118,7 +119,8 @@ public:
 
   /// Enqueues what completes the passes, after the exchange. Not collective, and does not wait for the device. What is wrong on some
   /// rank comes up as after a pass in one phase: in a later call, or where the layer or group is synchronized; with one rank at
-  /// once. Then nothing was written, except by layers that exchange nothing. Once.
+  /// once. Then nothing was written, except by layers that exchange nothing, which with one rank is all of them: of what the device
+  /// alone finds wrong, that a mask leaves one value per channel, the others do not hear. Once.
   void finish(cudaStream_t stream) {
     if (done_) throw invalid_argument_error{"finish: these passes are finished already"};
     done_ = true;
@@ -184,10 +186,26 @@ private:
     return pass.name() == std::string_view{"batch_norm backward"};
   }
 
+  /// Why pass l cannot be in a group with those before it; empty: it can.
+  [[nodiscard]] std::string_view clash_of(std::size_t l) const {
+    auto const& steps = passes_[l].steps();
+    for (auto const& before : std::span{passes_}.first(l))
+      if (steps.saves_to() != nullptr && before.steps().saves_to() == steps.saves_to())
+        return "two forward passes of one group are of the same layer";
+    if (is_backward(steps) != is_backward(passes_.front().steps()))
+      return "a forward and a backward pass cannot travel together";
+    return {};
+  }
+
   /// Of passes that exchange nothing.
   void throw_faults() const {
     try {
-      for (auto const& pass : passes_) detail::throw_fault(pass.steps());
+      for (std::size_t l = 0; l < passes_.size(); ++l) {
+        auto const& steps = passes_[l].steps();
+        detail::throw_fault(steps);
+        if (auto const clash = clash_of(l); steps.collective() && !clash.empty())
+          throw invalid_argument_error{std::string{steps.name()} + ": " + std::string{clash}};
+      }
     } catch (...) {
       for (auto const& pass : passes_) pass.steps().fail();
       throw;
@@ -215,11 +233,8 @@ private:
       header.two_phase = pass.steps().collective() ? 1 : 2;
       header.policy = static_cast<std::int32_t>(policy);
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
-      if (is_backward(pass.steps()) != is_backward(first))
-        syncnorm::detail::set_text(header.fault, "a forward and a backward pass cannot travel together");
-      for (auto const& before : std::span{passes_}.first(headers.size() - 1))
-        if (pass.steps().saves_to() != nullptr && before.steps().saves_to() == pass.steps().saves_to())
-          syncnorm::detail::set_text(header.fault, "two forward passes of one group are of the same layer");
+      if (auto const clash = clash_of(headers.size() - 1); !clash.empty())
+        syncnorm::detail::set_text(header.fault, clash);
     }
     first.workspace().on_own_device(stream_, first.stream_device(), [&](cudaStream_t on) {
       if (!agreed) {

@@ -88,6 +88,14 @@ public:
     if (given.mask && x.count() != 0) memory(given.mask.data, mask);
   }
 
+  /// `of` is what passes of so many channels leave.
+  template <class Saved>
+  void saved(Saved const& of, std::int64_t channels) {
+    require(of.channels() == channels, [&] {
+      return text("what a forward pass leaves is for ", of.channels(), " channels, expected ", channels);
+    });
+  }
+
   /// There is one of `what`, or none where that will do, for each micro-batch of x.
   void batches_of(std::size_t found, std::size_t batches, std::string_view what, bool optional) {
     require(found == batches || (optional && found == 0),
