@@ -91,8 +91,8 @@ private:
 /// ranks' standing agreement on the channels. Passes that use it are of one stream at a time; they allocate nothing.
 class batch_norm_workspace {
 public:
-  /// `work_bytes`: of the kernels' workspace, `workspace_bytes` at least, else invalid_argument_error. Where forward and backward passes, or double backward passes, never gather, there is
-  /// no room for it.
+  /// `work_bytes`: of the kernels' workspace, at least `workspace_bytes`. Where forward and backward passes, or double backward passes,
+  /// never gather, there is no room for it. Throws invalid_argument_error, cuda_error.
   batch_norm_workspace(std::int64_t channels, int ranks, device_limits const& limits, std::size_t work_bytes,
                        bool gathers = true, bool double_gathers = true)
       : channels_{channels}, ranks_{ranks}, agreed_{ranks == 1}, limits_{limits}, report_{ranks},
