@@ -49,7 +49,7 @@ public:
     check_caller();
     check_.place(stream);
     check_.require(saved_->exists, [] { return "there was no forward pass"; });
-    check_.saved(*saved_, workspace_->channels());
+    check_.saved(*saved_, channels);
     check_.batches_of(in_.dy.size(), batches, "micro-batches of dy", false);
     check_.batches_of(in_.u.size(), batches, "micro-batches of the gradient with respect to dx", true);
     check_.batches_of(in_.v.size(), batches, "micro-batches of the gradient with respect to dresidual", true);
