@@ -326,6 +326,27 @@ TEST_CASE("a peer that fails in between is an error, at finish and at its end") 
   CHECK(data.state() == before);
 }
 
+TEST_CASE("local passes of a group that are finished or dropped in any order leave the ranks in step") {
+  for (bool const drops : {false, true})
+    syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+      layer_data<float, thread_communicator> frozen{comm, 3, exchange_policy::gather},
+          trained{comm, 3, exchange_policy::gather};
+      frozen.layer.freeze_statistics();
+      syncnorm::batch_norm_group group{comm};
+      {
+        auto local = group.begin(syncnorm::passes(frozen.layer.plan_forward(frozen.x(), frozen.y())));
+        auto exchanged = group.begin(syncnorm::passes(trained.layer.plan_forward(trained.x(), trained.y())));
+        bool const other_way = comm.rank() == 1;
+        if (!other_way) local.finish();
+        exchanged.finish();
+        if (other_way && !drops) local.finish();
+      }
+      auto const before = trained.layer.num_batches_tracked();
+      for (int i = 0; i < 2; ++i) group.run(syncnorm::passes(trained.layer.plan_forward(trained.x(), trained.y())));
+      CHECK(trained.layer.num_batches_tracked() == before + 2);
+    });
+}
+
 TEST_CASE("what is wrong with a local pass of a group leaves all its layers as they were") {
   syncnorm::run_ranks(2, [](thread_communicator const& comm) {
     using data_type = layer_data<double, thread_communicator>;

@@ -71,6 +71,7 @@ public:
       for_each_layer([](std::size_t, detail::pass_steps& steps) { steps.fail(); });
       throw;
     }
+    if (home_->agreed()) exchange_.agree(); // by passes that were begun meanwhile
     *home_ = std::move(exchange_);
     passes_.clear(); // so that the next ones take their memory
   }
