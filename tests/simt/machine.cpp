@@ -1,6 +1,5 @@
 #include <simt/machine.hpp>
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -150,7 +149,7 @@ TEST_CASE("A copy to shared memory is there once its thread has waited for it, a
           hw.template copy<16>(room + 4 * hw.thread(), &data[8]);
           hw.wait_for_copies();
           auto const some = hw.load_pack(static_cast<float const*>(room + 4 * hw.thread()), {});
-          std::copy_n(some.of, 4, got.begin());
+          for (int e = 0; e < 4; ++e) got[static_cast<std::size_t>(e)] = some[e];
         }).empty());
   CHECK(got == std::array<float, 4>{8, 9, 10, 11});
   CHECK(begins(with([&](auto const& hw, float* room) {
@@ -307,7 +306,7 @@ TEST_CASE("A load of a part of a pack has to be aligned and of one buffer, and r
       if (hw.thread() == 2) hw.store(&data[9], 9.0f);
       if (hw.thread() != 3) return;
       auto const some = hw.load_part(&data[first], part, {});
-      std::copy_n(some.of, 4, got.begin());
+      for (int e = 0; e < 4; ++e) got[static_cast<std::size_t>(e)] = some[e];
     });
   };
   std::array<float, 4> got{};

@@ -445,10 +445,10 @@ template <class T>
 syncnorm::cuda::detail::pack<T> hardware::load_part(T const* at, syncnorm::cuda::detail::extent_of_pack const& part,
                                                     syncnorm::cuda::detail::cached) const {
   machine_->memory.check_place(at, 16, machine_->accessor_of(thread_));
-  syncnorm::cuda::detail::pack<T> some;
-  std::memset(static_cast<void*>(&some), 0xa5, sizeof some);
-  for (int e = part.first; e < part.last; ++e) some.of[e] = load(at + e);
-  return some;
+  T some[syncnorm::cuda::detail::pack_length<T>];
+  std::memset(static_cast<void*>(some), 0xa5, sizeof some);
+  for (int e = part.first; e < part.last; ++e) some[e] = load(at + e);
+  return syncnorm::cuda::detail::pack<T>{some};
 }
 template <class T, int Bytes>
 void hardware::store_pack(T* at, syncnorm::cuda::detail::pack<T, Bytes> const& some,

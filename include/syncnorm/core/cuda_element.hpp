@@ -11,6 +11,7 @@
 
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/half.hpp>
 
 template <>
 struct syncnorm::element_traits<__half> {
@@ -26,7 +27,10 @@ struct syncnorm::element_traits<__nv_bfloat16> {
   using accumulate_type = float;
   static constexpr std::string_view name = "bfloat16";
   static constexpr auto format = element_format::bfloat16;
-  static SYNCNORM_HOST_DEVICE float to_accumulate(__nv_bfloat16 value) { return __bfloat162float(value); }
+  /// As `__bfloat162float`, in one operation of a word of two.
+  static SYNCNORM_HOST_DEVICE float to_accumulate(__nv_bfloat16 value) {
+    return detail::from_bfloat16(__bfloat16_as_ushort(value));
+  }
   static SYNCNORM_HOST_DEVICE __nv_bfloat16 from_accumulate(float sum) { return __float2bfloat16_rn(sum); }
 };
 

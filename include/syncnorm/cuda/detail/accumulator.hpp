@@ -74,7 +74,7 @@ SYNCNORM_DEVICE void add_element(Op const& op, typename Op::fine& to, typename O
                                  batch<Op, Unroll> const& some, int u, int e) {
   typename Op::element_type in[Op::inputs];
   SYNCNORM_UNROLL
-  for (int i = 0; i < Op::inputs; ++i) in[i] = some.in[u][i].of[e];
+  for (int i = 0; i < Op::inputs; ++i) in[i] = some.in[u][i][e];
   bool const counts = Full || (some.bits[u] >> e & 1u) != 0;
   if constexpr (sums_all<Op>)
     op.add(to, k, in, counts, Full || (some.present[u] >> e & 1u) != 0);
@@ -168,7 +168,7 @@ private:
       SYNCNORM_UNROLL
       for (int e = 0; e < length; ++e)
         if (!found && (some.bits[u] >> e & 1u) != 0) {
-          Op::set_pivot(fine_, some.in[u][0].of[e]);
+          Op::set_pivot(fine_, some.in[u][0][e]);
           found = true;
         }
     }
@@ -269,7 +269,7 @@ private:
     for (int u = 0; u < Unroll; ++u) {
       if (found || some.bits[u] == 0) continue;
       SYNCNORM_UNROLL
-      for (int e = 0; e < length; ++e) Op::set_pivot(fine_[e], some.in[u][0].of[e]);
+      for (int e = 0; e < length; ++e) Op::set_pivot(fine_[e], some.in[u][0][e]);
       found = true;
     }
   }

@@ -76,7 +76,7 @@ struct gradient_op {
   static constexpr int inputs = Epilogue ? 3 : 2, needed_inputs = 2, outputs = Epilogue ? 2 : 1,
                        coefficients = Epilogue ? 6 : 4;
   static constexpr int unroll = Epilogue && sizeof(T) == 2 ? 1 : 2, unroll_aligned = unroll, threads = 256;
-  static constexpr int resident[2] = {Epilogue || format_of<T> == element_format::bfloat16 ? 2 : 3, 2};
+  static constexpr int resident[2] = {Epilogue ? 2 : 3, 2};
 
   tensor_view<T const> dy, x, residual{}; ///< residual without data: none
   tensor_view<T> dx, dresidual{};         ///< without data: not needed

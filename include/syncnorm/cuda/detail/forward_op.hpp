@@ -128,8 +128,7 @@ struct normalize_op {
   static constexpr int inputs = Epilogue ? 2 : 1, needed_inputs = 1, outputs = 1, coefficients = 3, threads = 256;
   static constexpr int unroll = Epilogue ? 2 : 4,
                        unroll_aligned = Epilogue ? (sizeof(T) == 8 ? 1 : 2) : (sizeof(T) == 4 ? 4 : 2);
-  static constexpr int resident[2] = {sizeof(T) == 2 && (Epilogue || format_of<T> != element_format::binary16) ? 2 : 3,
-                                      2};
+  static constexpr int resident[2] = {Epilogue && sizeof(T) == 2 ? 2 : 3, 2};
 
   tensor_view<T const> x, residual{}; ///< residual without data: none
   tensor_view<T> y;

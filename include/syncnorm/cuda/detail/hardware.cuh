@@ -114,6 +114,9 @@ struct hardware {
     memcpy(&bits, &some, sizeof bits);
     if (use == cached::last)
       __stcs(reinterpret_cast<word<Bytes>*>(at), bits);
+    else if constexpr (Bytes == 16) // an assignment may become four
+      asm volatile("st.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+                   : "memory");
     else
       *reinterpret_cast<word<Bytes>*>(at) = bits;
   }

@@ -53,7 +53,7 @@ struct coefficient_set {
         for (int e = 0; e < sets; e += step) {
           pack<A> const some = hw.load_pack(&shared.k[i][first + e], cached::normally);
           SYNCNORM_UNROLL
-          for (int j = 0; j < step; ++j) of[e + j][i] = some.of[j];
+          for (int j = 0; j < step; ++j) of[e + j][i] = some[j];
         }
       }
     }

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include <syncnorm/config.hpp>
 
@@ -10,9 +12,34 @@ namespace syncnorm::cuda::detail {
 template <class T>
 inline constexpr int pack_length = 16 / static_cast<int>(sizeof(T));
 
+/// Elements that are loaded or stored at once. Those of 16 bits stay in words until they are asked for: compilers take elements apart
+/// where they are loaded, which waits for the load, and takes twice the registers.
 template <class T, int Bytes = 16>
-struct alignas(Bytes) pack {
-  T of[Bytes / static_cast<int>(sizeof(T))];
+class alignas(Bytes) pack {
+public:
+  static constexpr int length = Bytes / static_cast<int>(sizeof(T));
+
+  pack() = default;
+  explicit SYNCNORM_HOST_DEVICE pack(T const (&elements)[length]) {
+    std::memcpy(static_cast<void*>(this), elements, Bytes);
+  }
+
+  [[nodiscard]] SYNCNORM_HOST_DEVICE T operator[](int e) const {
+    if constexpr (per_word == 1) {
+      return words_[e];
+    } else {
+      auto const bits = static_cast<std::uint16_t>(words_[e / 2] >> e % 2 * 16);
+      T element;
+      std::memcpy(static_cast<void*>(&element), &bits, sizeof bits);
+      return element;
+    }
+  }
+
+private:
+  using word = std::conditional_t<sizeof(T) == 2 && Bytes >= 4, std::uint32_t, T>;
+  static constexpr int per_word = static_cast<int>(sizeof(word) / sizeof(T));
+
+  word words_[length / per_word];
 };
 
 template <class T>
@@ -50,11 +77,11 @@ template <known K, class Hw, class T>
     return some;
   } else {
     if (step == 1 && part.template full<T>() && is_aligned(at)) return hw.load_pack(at, use);
-    pack<T> some{};
+    T some[pack_length<T>]{};
     SYNCNORM_UNROLL
     for (int e = 0; e < pack_length<T>; ++e)
-      if (e >= part.first && e < part.last) some.of[e] = hw.load(at + e * step);
-    return some;
+      if (e >= part.first && e < part.last) some[e] = hw.load(at + e * step);
+    return pack<T>{some};
   }
 }
 
@@ -68,7 +95,7 @@ SYNCNORM_DEVICE void store_pack(Hw const& hw, T* at, std::int64_t step, extent_o
     if (one_access && part.template full<T>()) return hw.store_pack(at, some, use);
     SYNCNORM_UNROLL
     for (int e = 0; e < pack_length<T>; ++e)
-      if (e >= part.first && e < part.last) hw.store(K == known::aligned ? at + e : at + e * step, some.of[e]);
+      if (e >= part.first && e < part.last) hw.store(K == known::aligned ? at + e : at + e * step, some[e]);
   }
 }
 
