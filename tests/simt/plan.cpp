@@ -325,7 +325,7 @@ TEST_CASE("Rows can be columns where their samples are contiguous and packs are 
     CHECK(gpu::columns_of(op) == (expected ? x.spatial : 1));
     ++(expected ? columns : rows);
     auto const made = gpu::make_map(op, limits, 256);
-    bool const taken = expected && (x.spatial % 4 != 0 || x.samples >= 64);
+    bool const taken = expected && (x.spatial % 4 != 0 || x.samples >= 256);
     CHECK(made.cut.columns == (taken ? x.spatial : 1));
     if (!taken) return;
     CHECK((made.cut.whole && made.cut.channels_of_layer<axis::channels>() == x.channels));
@@ -343,7 +343,7 @@ TEST_CASE("Rows can be columns where their samples are contiguous and packs are 
   };
   auto* const to = const_cast<float*>(far) + (1 << 20);
   auto const* const bytes = reinterpret_cast<std::uint8_t const*>(far + (1 << 21));
-  for (std::int64_t const n : {7, 8, 64})
+  for (std::int64_t const n : {7, 8, 256})
     for (std::int64_t const c : {4, 6, 8})
       for (std::int64_t const s : {1, 3, 6, 8, 49}) {
         auto const x = nchw(far, n, c, s);
@@ -369,8 +369,8 @@ TEST_CASE("Rows can be columns where their samples are contiguous and packs are 
     op.x = nchw(far, n, 4, s), op.y = nchw(to, n, 4, s);
     return gpu::mapped_columns_of(op);
   };
-  CHECK((mapped(64, 2048) == 2048 && mapped(64, 2052) == 1 && mapped(63, 2048) == 1 && mapped(8, 3001) == 3001));
-  CHECK(mapped(64, 0) == 1);
+  CHECK((mapped(256, 256) == 256 && mapped(256, 260) == 1 && mapped(255, 256) == 1 && mapped(8, 3001) == 3001));
+  CHECK(mapped(256, 0) == 1);
 }
 
 TEST_CASE("Reductions take columns of whole channels, where threads have enough of them") {
@@ -464,12 +464,14 @@ TEST_CASE("Clusters are for devices which have them, and code which knows of the
   CHECK(!gpu::runs_clusters<800, 900>(860));
 }
 
-TEST_CASE("Reductions along rows fill a device once, and more where pieces are long") {
-  constexpr std::int64_t wave = 396;
-  CHECK(gpu::pieces_of_rows(64 * 784, 256, 256, wave) == 1);
-  CHECK(gpu::pieces_of_rows(256 * 3136, 64, 256, wave) == 24);
+TEST_CASE("Reductions along rows fill waves of blocks, where pieces are not short") {
+  constexpr std::int64_t wave = 528;
+  CHECK(gpu::pieces_of_rows(64 * 784, 256, 256, wave) == 2);
+  CHECK(gpu::pieces_of_rows(256 * 3136, 64, 256, wave) == 8);
   CHECK(gpu::pieces_of_rows(32 * 196, 512, 256, wave) == 1);
+  CHECK(gpu::pieces_of_rows(32 * 98, 256, 256, wave) == 1);  // one more wave, or a ticket, takes longer
   CHECK(gpu::pieces_of_rows(64 * 196, 16, 256, wave) == 4);  // of no less than 16 packs a thread
-  CHECK(gpu::pieces_of_rows(64 * 784, 400, 256, wave) == 4); // a fifth wave is hardly filled, and short
+  CHECK(gpu::pieces_of_rows(64 * 784, 600, 256, wave) == 4); // 4.5 waves of a quarter each, not 1.1
+  CHECK(gpu::pieces_of_rows(std::int64_t{1} << 40, 1, 256, wave) == 256);
   CHECK(gpu::pieces_of_rows(0, 5, 64, wave) == 1);
 }

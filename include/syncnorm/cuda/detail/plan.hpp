@@ -32,12 +32,12 @@ template <class T>
   return lanes;
 }
 
-/// Cuts `[N, C, S]` into about `blocks` pieces in all, of at least `least` packs for each thread, and at most `most` pieces
-/// for a group. Blocks are of `threads` threads, or, along positions, of as few as leave each of them two packs: of small
+/// Cuts `[N, C, S]` into about `blocks` pieces in all, of at least `least` packs for each thread, in multiples of `together`, and at most
+/// `most` pieces for a group. Blocks are of `threads` threads, or, along positions, of as few as leave each of them two packs: of small
 /// blocks more fit on a multiprocessor. Along channels, a group is `lanes` packs wide.
 template <class T>
 [[nodiscard]] geometry cut_tensor(tensor_view<T> const& lead, int threads, std::int64_t blocks, std::int64_t least,
-                                  std::int64_t most, int lanes) {
+                                  std::int64_t most, int lanes, std::int64_t together = 1) {
   constexpr std::int64_t length = pack_length<std::remove_const_t<T>>;
   geometry cut;
   bool const is_empty = lead.samples == 0 || lead.spatial == 0;
@@ -64,7 +64,8 @@ template <class T>
   cut.threads = threads;
   std::int64_t const items = cut.items(), groups = std::max<std::int64_t>(1, cut.groups);
   std::int64_t const wanted = std::min({blocks / groups, up_to(items, stride * least), most});
-  cut.per_piece = std::max<std::int64_t>(1, up_to(up_to(items, std::max<std::int64_t>(1, wanted)), stride)) * stride;
+  std::int64_t const step = stride * together;
+  cut.per_piece = std::max<std::int64_t>(1, up_to(up_to(items, std::max<std::int64_t>(1, wanted)), step)) * step;
   cut.pieces = static_cast<std::uint32_t>(std::max<std::int64_t>(1, up_to(items, cut.per_piece)));
   cut.step_outer = stride / cut.inner;
   cut.step_inner = stride % cut.inner;
@@ -230,22 +231,30 @@ inline constexpr std::int64_t most_pieces = 256, most_resident = 6;
 template <class Op>
 [[nodiscard]] std::int64_t wave_of(Op const& op, device_limits const& limits) {
   std::int64_t const resident = Op::resident[static_cast<int>(axis_of(op.lead()))];
-  return std::min(resident, most_resident) * limits.multiprocessors;
+  return std::max<std::int64_t>(1, std::min(resident, most_resident) * limits.multiprocessors);
 }
 
-/// Pieces of a group of a reduction along positions: as many as fill a wave of blocks of 16 packs a thread, 64 KB a block, and more of
-/// 128 packs a thread, so that multiprocessors which are done early have something left to do. Blocks that run at a time are then of
-/// samples close to each other, which memory likes. A last wave that is hardly filled takes as long as another, so pieces are shorter then.
+/// Pieces of a group of a reduction along positions, of 16 packs a thread at least: as many as take the least time, by a model of what was
+/// measured on an H200. A wave of blocks takes as long as a thread has packs, or 0.7 of it if fewer blocks share the memory; to begin one, and to put
+/// pieces together, takes as long as 6 packs each.
 [[nodiscard]] constexpr std::int64_t pieces_of_rows(std::int64_t items, std::int64_t groups, std::int64_t threads,
                                                     std::int64_t wave) {
-  std::int64_t const some = std::max<std::int64_t>(1, groups), most = up_to(items, 16 * threads);
-  std::int64_t pieces = std::max(std::min(wave / some, most), std::min(4 * wave / some, items / (128 * threads)));
-  pieces = std::max<std::int64_t>(1, pieces);
-  auto const is_hardly_filled = [&](std::int64_t blocks) {
-    return blocks > wave && blocks % wave != 0 && blocks % wave < wave / 4;
+  std::int64_t const some = std::max<std::int64_t>(1, groups);
+  std::int64_t const most = std::max<std::int64_t>(1, up_to(items, 16 * threads));
+  auto const cost = [&](std::int64_t pieces) {
+    auto const real = [](std::int64_t value) { return static_cast<double>(value); };
+    std::int64_t const blocks = some * pieces, rest = blocks % wave;
+    double const waves = real(blocks / wave) + (rest == 0 ? 0 : std::max(0.7, real(rest) / real(wave)));
+    return waves * real(items) / real(threads * pieces) + 6 * real(up_to(blocks, wave) + (pieces > 1 ? 1 : 0));
   };
-  while (pieces < std::min<std::int64_t>(4, most) && is_hardly_filled(some * pieces)) ++pieces;
-  return pieces;
+  std::int64_t best = 1;
+  auto const consider = [&](std::int64_t pieces) {
+    if (pieces <= most && cost(pieces) < cost(best)) best = pieces;
+  };
+  for (std::int64_t pieces = 2; pieces <= 4; ++pieces) consider(pieces);
+  for (std::int64_t waves = 1; waves <= 4; ++waves)
+    consider(std::clamp<std::int64_t>(waves * wave / some, 1, std::min(most, most_pieces)));
+  return best;
 }
 
 /// Cuts tensors of which `columns` channels are one of the layer. Along channels, a reduction is one wave of blocks, each with as many
@@ -273,17 +282,17 @@ template <class T>
   return std::min(most_map_lanes, threads / pack_length<T>);
 }
 
-/// The same of a map, whose blocks do not wait for each other: 8 waves of them, each of 8 packs a thread at least, 32 KB for each tensor.
-/// Along channels, where each has many coefficients to make, they are fewer: one wave of up to 64 packs a thread, all of which have fetched
-/// their first packs before the packet is there; beyond that, 2 of maps of one tensor.
+/// The same of a map, whose blocks do not wait for each other: each of 8 packs a thread, 32 KB for each tensor, or 16 of columns, for all of
+/// which there are coefficients to make. Along channels, where each block has those of many channels to make, they are fewer of smaller tensors: of
+/// up to 32 packs a thread one wave, all of which have fetched their first packs before the packet is there, and of up to 64 four.
 template <class Op>
 [[nodiscard]] geometry cut_for_map(Op const& op, std::int64_t columns, int threads, device_limits const& limits) {
   using T = typename Op::element_type;
-  std::int64_t const wave = wave_of(op, limits), packs = op.lead().size() / pack_length<T>;
-  bool const along_channels = axis_of(op.lead()) == axis::channels;
-  std::int64_t const waves = !along_channels ? 8 : packs <= 64 * wave * threads ? 1 : Op::inputs == 1 ? 2 : 8;
-  auto cut = cut_tensor(op.lead(), threads, waves * wave, 8, std::int64_t{1} << 20,
-                        lanes_of_lines(op.lead(), map_lanes<T>(threads)));
+  std::int64_t const wave = wave_of(op, limits), packs = op.lead().size() / pack_length<T>,
+                     of_thread = packs / (wave * threads);
+  bool const is_small = axis_of(op.lead()) == axis::channels && of_thread <= 64;
+  auto cut = cut_tensor(op.lead(), threads, is_small ? (of_thread > 32 ? 4 : 1) * wave : packs, columns == 1 ? 8 : 16,
+                        std::int64_t{1} << 20, lanes_of_lines(op.lead(), map_lanes<T>(threads)), Op::unroll);
   cut.columns = columns;
   set_access(cut, op);
   return cut;

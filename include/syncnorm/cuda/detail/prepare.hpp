@@ -100,8 +100,8 @@ template <class Op>
 [[nodiscard]] std::int64_t mapped_columns_of(Op const& op) {
   using T = typename Op::element_type;
   auto const columns = columns_of(op);
-  bool const is_short = columns * static_cast<std::int64_t>(sizeof(T)) <= 8 * 1024;
-  return columns % pack_length<T> != 0 || (is_short && op.lead().samples >= 64) ? columns : 1;
+  bool const is_short = columns * static_cast<std::int64_t>(sizeof(T)) <= 1024;
+  return columns % pack_length<T> != 0 || (is_short && op.lead().samples >= 256) ? columns : 1;
 }
 
 /// `columns_of` a reduction, which has to put them together in the end: 1 where threads have so few packs that it takes longer for that

@@ -64,9 +64,10 @@ struct added_parts {
   }
 };
 
-/// Count, mean and m2. k of them are put together by Chan's formula for all at once: mean = r + Σ n·(meanᵢ − r) / Σ n and m2 =
-/// Σ m2 + Σ n·(meanᵢ − mean)², which divides once where merging one after the other would divide k times. r is the mean of the
-/// first part with elements, so that equal means have that very mean, and no m2.
+/// Count, mean and m2. k of them are put together by Chan's formula for all at once: with d = meanᵢ − r, mean = r + Σ n·d / Σ n and
+/// m2 = Σ (m2 + n·d²) − (Σ n·d)² / Σ n, which divides once where merging one after the other would divide k times. r is the mean of the
+/// first part with elements, so that equal means have that very mean, and no m2. What the difference loses is as much as r's part of the
+/// elements is small, which doubles, having no more digits than that, do not bear: they take a second look, m2 = Σ m2 + Σ n·(meanᵢ − mean)².
 template <class T>
 struct moments_op {
   using element_type = T;
@@ -75,7 +76,7 @@ struct moments_op {
   /// Packs of each input that are in flight, of packs along positions and along channels; of those that may be there in part.
   static constexpr int unroll[2] = {4, sizeof(T) == 8 ? 4 : 8}, unroll_aligned = sizeof(T) == 4 ? 4 : 2;
   /// Blocks that a multiprocessor holds at a time by their registers.
-  static constexpr int resident[2] = {3, 2};
+  static constexpr int resident[2] = {sizeof(T) == 8 ? 3 : 4, 2};
   static constexpr bool counts = true; ///< part 0 is the count
   static constexpr bool pivoted = true;
 
@@ -142,14 +143,21 @@ struct moments_op {
     double count = 0, sum = 0, m2 = 0;
     SYNCNORM_UNROLL_FOUR
     for (int i = some; i < k; ++i) {
-      count += at(i, 0);
-      sum += at(i, 0) * (at(i, 1) - first);
+      double const n = at(i, 0), d = at(i, 1) - first;
+      count += n;
+      sum += n * d;
+      if constexpr (sizeof(T) < 8) m2 += at(i, 2) + n * (d * d);
     }
-    double const mean = count > 0 ? first + sum / count : 0;
-    SYNCNORM_UNROLL_FOUR
-    for (int i = 0; i < k; ++i) {
-      double const d = at(i, 1) - mean;
-      m2 += at(i, 2) + at(i, 0) * (d * d);
+    double const shift = count > 0 ? sum / count : 0, mean = first + shift;
+    if constexpr (sizeof(T) < 8) {
+      m2 -= sum * shift;
+      if (m2 < 0) m2 = 0;
+    } else {
+      SYNCNORM_UNROLL_FOUR
+      for (int i = some; i < k; ++i) {
+        double const d = at(i, 1) - mean;
+        m2 += at(i, 2) + at(i, 0) * (d * d);
+      }
     }
     all[0] = count, all[1] = mean, all[2] = m2;
   }
@@ -187,8 +195,8 @@ struct backward_sums_op : added_parts<2> {
   static constexpr int inputs = Epilogue ? 3 : 2, needed_inputs = 2, threads = 256;
   static constexpr int unroll[2] = {(Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0),
                                     Epilogue ? (sizeof(T) == 2 ? 1 : 2) : 4},
-                       unroll_aligned = Epilogue || format_of<T> == element_format::bfloat16 ? 1 : 2;
-  static constexpr int resident[2] = {sizeof(T) == 8 ? 2 : 3, 2};
+                       unroll_aligned = Epilogue || sizeof(T) == 2 ? 1 : 2;
+  static constexpr int resident[2] = {sizeof(T) == 8 ? 2 : Epilogue ? 3 : 4, 2};
   static constexpr bool pivoted = false;
 
   tensor_view<T const> dy, x, residual{}; ///< residual without data: none
