@@ -108,7 +108,7 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   auto const& statistics = a.op.statistics;
   std::uint32_t const block = hw.blocks() - 1 - hw.block();
   auto const part = cut.groups > 0 ? part_of_group::of_block(cut, block) : part_of_group{0, block, 1, 0, 0};
-  std::uint32_t const groups = cut.groups > 0 ? cut.groups : 1, group = part.group, piece = part.piece;
+  std::uint32_t const groups = cut.groups > 0 ? cut.groups : 1, group = part.group;
 
   // The first loads are in flight while the statistics are merged.
   walk<Axis, T> items{cut, a.op.lead(), part, hw.thread(), hw.threads()};
@@ -163,7 +163,7 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
     statistics.fail(hw, from, others ? pass_fault::disagreement : pass_fault::one_value);
     return;
   }
-  if (piece == 0) {
+  if (part.piece == part.pieces - 1) { // which are among the first that run, while others have yet to read and write
     if (has_channel && (Axis == axis::positions || column == channel * cut.columns))
       statistics.commit(hw, channel, of_channel);
     statistics.count_pass(hw, groups, of_channel.count);

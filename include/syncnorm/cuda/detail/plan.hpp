@@ -283,16 +283,18 @@ template <class T>
 }
 
 /// The same of a map, whose blocks do not wait for each other: each of 8 packs a thread, 32 KB for each tensor, or 16 of columns, for all of
-/// which there are coefficients to make. Along channels, where each block has those of many channels to make, they are fewer of smaller tensors: of
-/// up to 32 packs a thread one wave, all of which have fetched their first packs before the packet is there, and of up to 64 four.
+/// which there are coefficients to make. Along channels, where each block has those of many channels to make, they are fewer of smaller tensors: one
+/// wave, all of which have fetched their first packs before the packet is there, or four.
 template <class Op>
 [[nodiscard]] geometry cut_for_map(Op const& op, std::int64_t columns, int threads, device_limits const& limits) {
   using T = typename Op::element_type;
   std::int64_t const wave = wave_of(op, limits), packs = op.lead().size() / pack_length<T>,
                      of_thread = packs / (wave * threads);
-  bool const is_small = axis_of(op.lead()) == axis::channels && of_thread <= 64;
-  auto cut = cut_tensor(op.lead(), threads, is_small ? (of_thread > 32 ? 4 : 1) * wave : packs, columns == 1 ? 8 : 16,
-                        std::int64_t{1} << 20, lanes_of_lines(op.lead(), map_lanes<T>(threads)), Op::unroll);
+  constexpr std::int64_t few = Op::inputs == 1 ? 64 : 32;
+  bool const along_channels = axis_of(op.lead()) == axis::channels;
+  std::int64_t const blocks = !along_channels || of_thread > 2 * few ? packs : of_thread > few ? 4 * wave : wave;
+  auto cut = cut_tensor(op.lead(), threads, blocks, columns == 1 ? 8 : 16, std::int64_t{1} << 20,
+                        lanes_of_lines(op.lead(), map_lanes<T>(threads)), Op::unroll);
   cut.columns = columns;
   set_access(cut, op);
   return cut;
