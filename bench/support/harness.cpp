@@ -269,6 +269,16 @@ int run(settings const& how, std::vector<row> const& rows, process_group const& 
 
   std::ostringstream json;
   std::string separator;
+  // After each row, and for a filter that none matches: whoever ends this program finds the rows so far.
+  auto const write = [&] {
+    if (group.rank != 0 || how.json.empty()) return true;
+    std::string const part = how.json + ".part";
+    std::ofstream file{part};
+    file << '[' << json.str() << "]\n";
+    file.close();
+    return file.good() && std::rename(part.c_str(), how.json.c_str()) == 0;
+  };
+  bool written = write();
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     auto const& what = *chosen[i];
     if (group.rank == 0) std::cerr << '[' << i + 1 << '/' << chosen.size() << "] " << name_of(what.key) << std::flush;
@@ -281,16 +291,10 @@ int run(settings const& how, std::vector<row> const& rows, process_group const& 
     json << separator;
     write_json(json, what, results, memory);
     separator = ",\n ";
+    written = write();
   }
-  if (group.rank == 0 && !how.json.empty()) {
-    std::ofstream file{how.json};
-    file << '[' << json.str() << "]\n";
-    if (!file.flush()) {
-      std::cerr << how.json << ": cannot be written\n";
-      return 1;
-    }
-  }
-  return 0;
+  if (!written) std::cerr << how.json << ": cannot be written\n";
+  return written ? 0 : 1;
 }
 
 std::int64_t iterations_for(double bytes) {

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Runs `dev` as far as it goes without building, and bench/run over programs that measure nothing."""
 
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -95,12 +97,30 @@ class BenchRun(Case):
         self.assertIn("no row matches --filter nothing", done.stderr)
         self.assertEqual(self.rows(), [])
 
+    def test_no_row_replaces_none(self):
+        self.program("bench.ops", WRITES.format("[]"))
+        with open(self.path("rows.json"), "w") as file:
+            json.dump([ROW], file)
+        self.assertEqual(self.run_bench("--filter", "nothing").returncode, 1)
+        self.assertEqual(self.rows(), [ROW])
+
+    @unittest.skipUnless(shutil.which("gnuplot"), "there is no gnuplot")
+    def test_rows_of_one_direction_are_drawn(self):
+        self.program("bench.ops", WRITES.format(json.dumps([{**ROW, "op": "forward", "comm": "self"}])))
+        done = self.run_bench("--pictures", ".")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(self.path("share_of_floor.svg")) as file:
+            self.assertIn("</svg>", file.read())
+
     def test_a_signal_leaves_the_rows_so_far_and_nothing_else(self):
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            self.program("bench.ops", WRITES.format(json.dumps([ROW])))
-            self.program("bench.host", "echo $$ > started.new; mv started.new started; exec sleep 60\n")
+        waits = "echo $$ > started.new; mv started.new started; exec sleep 60\n"
+        writes = WRITES.format(json.dumps([ROW]))
+        for number, of_the_same in ((signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGINT, True)):
+            self.program("bench.ops", writes + (waits if of_the_same else ""))
+            self.program("bench.host", waits)
             bench = subprocess.Popen([os.path.join(ROOT, "bench/run"), "--build", ".", "--json", "rows.json"],
-                                     cwd=self.folder, env=self.environment, stderr=subprocess.DEVNULL)
+                                     cwd=self.folder, env=self.environment, stderr=subprocess.DEVNULL,
+                                     preexec_fn=functools.partial(signal.signal, number, signal.SIG_DFL))
             while not os.path.exists(self.path("started")):
                 self.assertIsNone(bench.poll())
                 time.sleep(0.01)
@@ -112,6 +132,7 @@ class BenchRun(Case):
             self.assertEqual(os.listdir(self.path("tmp")), [])
             self.assertRaises(ProcessLookupError, os.kill, sleeping, 0)
             os.remove(self.path("started"))
+            os.remove(self.path("rows.json"))
 
     def test_nohup_lets_it_go_on(self):
         self.program("bench.ops", "kill -HUP $PPID\n" + WRITES.format(json.dumps([ROW])))
