@@ -110,6 +110,73 @@ TEST_CASE("what is wrong with a backward pass on one rank is an error on every r
   check_spoiled_step([](step_inputs& in) { in.dx_view.stride_n = 0; }, {"backward", "dx has a zero stride"});
 }
 
+TEST_CASE("what a pass writes over what it is yet to read, on one rank, is an error on every rank") {
+  auto const turned = [](syncnorm::tensor_view<float> const& of) {
+    return syncnorm::nhwc(of.data, of.samples, of.channels, of.spatial);
+  };
+  auto const backwards = [](syncnorm::tensor_view<float> of) {
+    of.data += (of.samples - 1) * of.stride_n, of.stride_n = -of.stride_n;
+    return of;
+  };
+  std::string const different = ", and are not the same";
+  check_spoiled_step([&](step_inputs& in) { in.y_view = turned(in.x_view); },
+                     {"y and x overlap in memory" + different});
+  check_spoiled_step([&](step_inputs& in) { in.y_view = backwards(in.x_view); },
+                     {"y and x overlap in memory" + different});
+  check_spoiled_step([&](step_inputs& in) { in.dx_view = turned(in.dy_view); },
+                     {"backward", "dx and dy overlap in memory" + different});
+  check_spoiled_step([&](step_inputs& in) { in.dx_view = backwards(in.x_view); },
+                     {"backward", "dx and x overlap in memory" + different});
+}
+
+TEST_CASE("outputs may be what they are made of, and lie between other elements") {
+  using view = syncnorm::tensor_view<float>;
+  using views = std::vector<view>;
+  using epilogues = std::vector<syncnorm::batch_norm_epilogue<float>>;
+  syncnorm::batch_norm<float> layer{{}, 2};
+  std::vector<float> memory(400);
+  for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i % 11);
+  auto const at = [&](std::int64_t first) { return syncnorm::nchw(memory.data() + first, 3, 2, 4); };
+  auto const read = [](views const& of) {
+    return std::vector<syncnorm::tensor_view<float const>>(of.begin(), of.end());
+  };
+  auto const forward = [&](views const& x, views const& y, epilogues const& with) { layer.forward(read(x), y, with); };
+  auto const backward = [&](views const& x, views const& dy, views const& dx, views const& dr, epilogues const& with) {
+    layer.backward(read(x), read(dy), dx, with, dr, {});
+  };
+  auto const refused = [](auto const& pass, std::string const& part) {
+    test::check_throws<syncnorm::invalid_argument_error>(pass, {part});
+  };
+  auto const residual_at = [&](std::int64_t first) {
+    return syncnorm::batch_norm_epilogue<float>{.residual = at(first)};
+  };
+  epilogues const none(2), residuals{residual_at(100), residual_at(130)};
+
+  // Even and odd elements, and channels of one tensor each.
+  forward({view{memory.data(), 3, 2, 4, 16, 8, 2}}, {view{memory.data() + 1, 3, 2, 4, 16, 8, 2}}, {});
+  forward({view{memory.data(), 3, 2, 4, 16, 4, 1}}, {view{memory.data() + 8, 3, 2, 4, 16, 4, 1}}, {});
+  forward({at(0), at(30)}, {at(0), at(130)}, residuals);
+  backward({at(0), at(30)}, {at(60), at(160)}, {at(60), at(30)}, {at(100), at(160)}, residuals);
+
+  refused([&] { forward({at(0), at(30)}, {at(200), at(31)}, none); }, "y[1] and x[1] overlap in memory, and are not");
+  refused([&] { forward({at(0), at(30)}, {at(30), at(200)}, none); }, "y[0] and x[1] overlap in memory");
+  refused([&] { forward({at(0), at(30)}, {at(200), at(100)}, residuals); }, "y[1] and the residual[0] overlap");
+  layer.eval();
+  refused([&] { forward({at(0), at(30)}, {at(30), at(200)}, none); }, "inference: y[0] and x[1] overlap in memory");
+  layer.train();
+  forward({at(0), at(30)}, {at(200), at(230)}, residuals);
+  auto const wrong_gradients = [&](views const& dx, views const& dr, std::string const& part) {
+    refused([&] { backward({at(0), at(30)}, {at(60), at(160)}, dx, dr, residuals); }, part);
+  };
+  wrong_gradients({at(160), at(300)}, {}, "dx[0] and dy[1] overlap in memory");
+  wrong_gradients({at(300), at(61)}, {}, "dx[1] and dy[0] overlap in memory");
+  wrong_gradients({at(130), at(300)}, {}, "dx[0] and the residual[1] overlap in memory");
+  wrong_gradients({at(300), at(330)}, {at(360), at(20)}, "dresidual[1] and x[0] overlap in memory");
+  wrong_gradients({at(60), at(300)}, {at(330), at(60)}, "dresidual[1] and dy[0] overlap in memory");
+  wrong_gradients({at(60), at(300)}, {at(60), at(330)}, "dx[0] and dresidual[0] overlap in memory");
+  wrong_gradients({at(300), at(330)}, {at(331), at(360)}, "dx[1] and dresidual[0] overlap in memory");
+}
+
 TEST_CASE("options out of range on one rank are an error on every rank") {
   auto const nan = std::numeric_limits<double>::quiet_NaN();
   struct bad_options {

@@ -92,6 +92,13 @@ TEST_CASE("what is wrong with a pass on a device on one rank is an error on ever
   check_everywhere([](auto& in) { in.dy.view.samples = 1; }, backward + "dy is [1, 3, 5], expected [2, 3, 5] as x");
   check_everywhere([](auto& in) { in.dx.view.data = in.on_host.data(); },
                    backward + "dx is memory of the host, expected of device 0");
+  auto const turned = [](syncnorm::tensor_view<float> const& of) {
+    return syncnorm::nhwc(of.data, of.samples, of.channels, of.spatial);
+  };
+  check_everywhere([&](auto& in) { in.y.view = turned(in.x.view); },
+                   forward + "y and x overlap in memory, and are not the same");
+  check_everywhere([&](auto& in) { in.dx.view = turned(in.dy.view); },
+                   backward + "dx and dy overlap in memory, and are not the same");
 }
 
 TEST_CASE("a backward pass after a forward pass that failed adds nothing, and says nothing else") {

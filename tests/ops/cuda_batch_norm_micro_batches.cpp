@@ -130,7 +130,7 @@ TEST_CASE("what is wrong with one micro-batch on a device on one rank is an erro
     auto inputs = ys;
     if (here) inputs[1] = x.view;
     CHECK(thrown([&] { layer.double_backward({}, xs, dys, {}, inputs, {}, {}, on); }) ==
-          second + "a gradient goes to the memory of an input");
+          second + "the gradient to x[1] and dy[0] overlap in memory");
     CHECK(y.get() == before);
     CHECK(layer_cases::get(layer.gamma_grad()) == gamma);
   });

@@ -67,6 +67,11 @@ struct watched_layer {
   }
 };
 
+/// Another layout of the same memory.
+syncnorm::tensor_view<float> turned(syncnorm::tensor_view<float> const& of) {
+  return syncnorm::nhwc(of.data, of.samples, of.channels, of.spatial);
+}
+
 /// Which call tells a rank of a forward pass that failed on another: that pass itself in the warm-up; afterwards the first
 /// that needs its result.
 enum class teller { itself, backward, next_forward, synchronize, state, evaluation };
@@ -172,6 +177,8 @@ struct executor_at_times {
 TEST_CASE("what is wrong with a forward pass on one rank is an error on every rank") {
   check_spoiled_forward([](step_inputs& in) { in.x_view.data = nullptr; }, {"x is null"});
   check_spoiled_forward([](step_inputs& in) { in.y_view.data = nullptr; }, {"y is null"});
+  check_spoiled_forward([](step_inputs& in) { in.y_view = turned(in.x_view); },
+                        {"y and x overlap in memory, and are not the same"});
   check_spoiled_forward([](step_inputs& in) { in.x_view.channels = 2; }, {"x has 2 channels"});
   check_spoiled_forward([](step_inputs& in) { in.x_view.samples = -1; }, {"negative extent", "[-1, "});
   check_spoiled_forward([](step_inputs& in) { in.y_view.samples = 3; }, {"y is [3, ", "expected [4, "});
@@ -200,6 +207,8 @@ TEST_CASE("a second moment that is no number is an error on every rank") {
 TEST_CASE("what is wrong with a backward pass on one rank is an error on every rank") {
   check_spoiled_backward([](step_inputs& in) { in.dy_view.data = nullptr; }, {"dy is null"});
   check_spoiled_backward([](step_inputs& in) { in.dy_view.samples = 3; }, {"dy is [3, "});
+  check_spoiled_backward([](step_inputs& in) { in.dx_view = turned(in.dy_view); },
+                         {"dx and dy overlap in memory, and are not the same"});
   check_spoiled_backward([](step_inputs& in) { in.dx_view.data = nullptr; }, {"dx is null"});
   check_spoiled_backward([](step_inputs& in) { in.dx_view.stride_n = 0; }, {"dx has a zero stride"});
   check_spoiled_backward([](step_inputs& in) { in.x_view.data = nullptr; }, {"x is null"});

@@ -16,6 +16,7 @@
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_micro_batches.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
@@ -27,12 +28,12 @@ namespace syncnorm {
 ///     mean = Σ x / n,  var = Σ (x − mean)² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  over all ranks' N and S
 ///     running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))    or as `options.variance` says
 ///
-/// x, y `[N, C, S]`, y may be x; N and S may differ between ranks and be zero. Collective: one allgather, several for a large tensor
-/// that is exchanged in parts, or two allreduces, as `options.exchange` says; none with one rank. The first pass of a workspace gathers,
-/// once more where there are over 128 channels. Every rank gets the same bits of mean, inv_std and running statistics.
-/// Statistics are merged in double; where no position of any rank counts, mean and inv_std are 0, so that outputs are beta and the
-/// residual, activated, unless they are masked to 0, and nothing else changes. On an error, which every rank throws, running
-/// statistics are unchanged, and `saved` leaves nothing for a backward pass.
+/// x, y `[N, C, S]`; y may be x or the residual, and may not overlap either otherwise; N and S may differ between ranks and be zero.
+/// Collective: one allgather, several for a large tensor that is exchanged in parts, or two allreduces, as `options.exchange` says; none with
+/// one rank. The first pass of a workspace gathers, once more where there are over 128 channels. Every rank gets the same bits of mean,
+/// inv_std and running statistics. Statistics are merged in double; where no position of any rank counts, mean and inv_std are 0, so that
+/// outputs are beta and the residual, activated, unless they are masked to 0, and nothing else changes. On an error, which every rank
+/// throws, running statistics are unchanged, and `saved` leaves nothing for a backward pass.
 /// Throws invalid_argument_error (an argument of any rank; n = 1), mismatch_error, communicator_error.
 /// An epilogue activates, adds a residual and masks; it is this rank's own, and rank by rank may differ.
 /// Source: Ioffe and Szegedy, "Batch normalization", 2015.
@@ -90,6 +91,7 @@ void check_inference(call_check& check, inference_operands<T, P> const& in) {
     check.output(in.y[k], batch_name("y", k, batches), in.x[k]);
   }
   pass_epilogues<T>::validate(check, in.epilogues, in.x);
+  check_output_apart<T>(check, batches, {"y", in.y}, {{"x", in.x}, named_views<T>{in.epilogues}}, true);
   check.channel_values(in.affine.gamma, "gamma", channels);
   check.channel_values(in.affine.beta, "beta", channels);
   check.require(in.var.size() == in.mean.size(),

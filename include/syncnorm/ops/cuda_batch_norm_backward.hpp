@@ -19,6 +19,7 @@
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
@@ -81,10 +82,11 @@ public:
         check_.require(epilogue(k).has_residual() || x.size() == 0,
                        [] { return "the gradient of a residual is asked for, but there is no residual"; });
         check_.written(dresidual(k), batch_name{"dresidual", k, batches}, x);
-        check_.require(dx(k).data != dresidual(k).data || x.size() == 0,
-                       [] { return "dx and dresidual are the same memory"; });
       }
     }
+    using residuals = syncnorm::detail::named_views<T>;
+    syncnorm::detail::check_outputs_apart<T>(check_, batches, {"dx", in_.dx}, {"dresidual", in_.dresidual},
+                                             {{"dy", in_.dy}, {"x", in_.x}, residuals{in_.epilogues}}, true);
     auto const count = syncnorm::detail::count_of(in_.x);
     check_.own_count(count, saved_->own_count);
     check_.values(in_.affine.gamma, "gamma", channels);

@@ -22,6 +22,7 @@
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
@@ -79,6 +80,10 @@ public:
       check_.epilogue_of(epilogue(k), in_.x[k], k, batches);
       masked |= static_cast<bool>(epilogue(k).mask);
     }
+    using residuals = syncnorm::detail::named_views<T>;
+    if (in_.kept.empty())
+      syncnorm::detail::check_output_apart<T>(check_, batches, {"y", in_.y}, {{"x", in_.x}, residuals{in_.epilogues}},
+                                              true);
     auto const count = syncnorm::detail::count_of(in_.x);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);

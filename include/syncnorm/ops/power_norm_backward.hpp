@@ -12,6 +12,7 @@
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/power_backward.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/power_norm_checks.hpp>
 #include <syncnorm/ops/power_norm_forward.hpp>
@@ -29,7 +30,7 @@ namespace syncnorm {
 /// inference dx = dy·gamma/√(running_phi + eps) through the scaling, nothing is exchanged and ema_gz is unchanged. After a forward
 /// pass in which no position counted phi is running_phi, and ema_gz is unchanged, though dx is by it as above.
 ///
-/// dy, x, dx `[N, C, S]`; dx may be dy or x. A default `tensor_view` for dx and empty spans for the gradients of gamma and
+/// dy, x, dx `[N, C, S]`; dx may be dy or x, and may not overlap them otherwise. A default `tensor_view` for dx and empty spans for the gradients of gamma and
 /// beta: not needed. Several backward passes of one forward pass, and forward passes between, are legal: every backward pass
 /// is a step of ema_gz. Collective, one allgather, whatever gradients this rank needs; none with one rank. It waits for the
 /// forward pass and for the backward pass before, but not for its own exchange, if the communicator has `allgather_async`:
@@ -68,7 +69,11 @@ void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
     });
   }
   check.same_extents(dy, "dy", x);
-  if (wants_dx) check.output(dx, "dx", x);
+  if (wants_dx) {
+    check.output(dx, "dx", x);
+    detail::check_apart<T>(check, dx, "dx", dy, "dy", true);
+    detail::check_apart<T>(check, dx, "dx", x, "x", true);
+  }
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(gradients.gamma, "the gradient of gamma", channels);
   check.channel_values(gradients.beta, "the gradient of beta", channels);

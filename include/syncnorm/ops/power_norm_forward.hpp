@@ -17,6 +17,7 @@
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/power_forward.hpp>
 #include <syncnorm/host/second_moments.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/power_norm_checks.hpp>
 #include <syncnorm/ops/power_norm_state.hpp>
@@ -47,7 +48,7 @@ void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) 
 ///
 /// where z takes running_phi from before the step. `power_norm_recursion` names what the corrected recursion changes.
 ///
-/// x, y `[N, C, S]`; mask `[N, S]`, not 0 where a position counts, the reverse of the authors' pad_mask; y may be x; N and
+/// x, y `[N, C, S]`; mask `[N, S]`, not 0 where a position counts, the reverse of the authors' pad_mask; y may be x, and may not overlap it otherwise; N and
 /// S may differ between ranks and be zero. Masked positions are normalized
 /// like the others. Collective: one allgather, none with one rank. In the warm-up it waits for it. Afterwards it returns
 /// when y is written, with the exchange in flight, if the communicator has `allgather_async`: then what is wrong with the
@@ -79,6 +80,7 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   check.require(channels >= 0, [&] { return check.text("the number of channels is negative: ", channels); });
   check.tensor(x, "x", channels);
   check.output(y, "y", x);
+  detail::check_apart<T>(check, y, "y", x, "x", true);
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(affine.beta, "beta", channels);
   detail::check_options(check, options, channels);
@@ -130,6 +132,7 @@ void power_norm_inference(host::executor_ref exec, std::type_identity_t<tensor_v
   detail::call_check check;
   check.tensor(x, "x", channels);
   check.output(y, "y", x);
+  detail::check_apart<T>(check, y, "y", x, "x", true);
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(affine.beta, "beta", channels);
   detail::check_options(check, options, channels);

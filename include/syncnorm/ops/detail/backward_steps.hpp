@@ -20,6 +20,7 @@
 #include <syncnorm/host/part_after_part.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
@@ -87,9 +88,9 @@ public:
       check_.require((*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
                      [&] { return "the gradient of a residual is asked for, but there is no residual"; });
       check_.output(in_.dresidual[k], batch_name("dresidual", k, batches), in_.x[k]);
-      check_.require(in_.dx.empty() || in_.dx[k].data != in_.dresidual[k].data || in_.x[k].size() == 0,
-                     [&] { return "dx and dresidual are the same memory"; });
     }
+    check_outputs_apart<T>(check_, batches, {"dx", in_.dx}, {"dresidual", in_.dresidual},
+                           {{"dy", in_.dy}, {"x", in_.x}, named_views<T>{in_.epilogues}}, true);
     check_.channel_values(in_.affine.gamma, "gamma", channels);
     check_.channel_values(in_.affine.beta, "beta", channels);
     check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);

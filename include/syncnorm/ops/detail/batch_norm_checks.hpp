@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
 #include <span>
 #include <sstream>
 #include <string>
@@ -86,15 +85,6 @@ public:
                   "] as x");
     });
     require(mask.data != nullptr || x.count() == 0, [&] { return text(mask_name, " is null"); });
-  }
-
-  /// Gradients of a double backward pass, which is yet to read its inputs when it writes one of them.
-  template <class T>
-  void apart(tensor_view<T> const& to_dy, tensor_view<T> const& to_x, std::initializer_list<T const*> inputs) {
-    auto const is_output = [&](T const* in) { return in != nullptr && (in == to_dy.data || in == to_x.data); };
-    require(std::ranges::none_of(inputs, is_output), [] { return "a gradient goes to the memory of an input"; });
-    require(to_dy.data == nullptr || to_dy.data != to_x.data,
-            [] { return "the gradients to dy and x are the same memory"; });
   }
 
   /// x, or the x of all micro-batches, as in the forward pass. `expected`: −1 where it may be any.

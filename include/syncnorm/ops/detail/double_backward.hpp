@@ -19,6 +19,7 @@
 #include <syncnorm/host/double_backward.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/double_backward_buffers.hpp>
 #include <syncnorm/ops/detail/double_backward_operands.hpp>
@@ -63,6 +64,13 @@ public:
     for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
     check_.own_count(count_of(in_.x), saved.own_count);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
+    check_outputs_apart<T>(check_, batches, {"the gradient to dy", in_.to_dy}, {"the gradient to x", in_.to_x},
+                           {{"dy", in_.dy},
+                            {"x", in_.x},
+                            {"the gradient with respect to dx", in_.u},
+                            {"the gradient with respect to dresidual", in_.v},
+                            named_views<T>{in_.epilogues}},
+                           false);
     for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
       check_.require(!in_.v[k].is_given() || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
                      [&] { return "there is a gradient with respect to dresidual, but no residual"; });
@@ -127,11 +135,6 @@ private:
     read(of(in_.v, k), "the gradient with respect to dresidual");
     written(of(in_.to_dy, k), "the gradient to dy");
     written(of(in_.to_x, k), "the gradient to x");
-    // Of another number epilogues are a fault by themselves.
-    auto const epilogue = in_.epilogues.size() == batches ? in_.epilogues[k] : batch_norm_epilogue<T>{};
-    if (x.size() != 0)
-      check_.apart(of(in_.to_dy, k), of(in_.to_x, k),
-                   {in_.dy[k].data, x.data, of(in_.u, k).data, of(in_.v, k).data, epilogue.residual.data});
   }
 
   [[nodiscard]] std::span<double> own(row which) const { return buffers_type::of(buffers_->own, which); }

@@ -22,6 +22,7 @@
 #include <syncnorm/host/running_statistics.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
@@ -89,6 +90,7 @@ public:
     check_.options(options, in_.running, channels);
     check_.batches_tracked(options, in_.running.num_batches_tracked);
     epilogues_.emplace(check_, in_.epilogues, in_.x);
+    check_output_apart<T>(check_, in_.x.size(), {"y", in_.y}, {{"x", in_.x}, named_views<T>{in_.epilogues}}, true);
     if (!collective()) check_.require(count() != 1, [] { return one_value_fault(false); });
   }
 

@@ -1,74 +1,16 @@
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <functional>
 #include <span>
 #include <string>
 
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/ops/detail/overlap.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm::detail {
-
-/// Differences of two indices, between `above` and `below`, and what each step of one is in memory.
-struct difference {
-  std::int64_t stride, above, below;
-
-  /// As far as they come to at most, in either direction.
-  [[nodiscard]] std::int64_t reach() const { return std::abs(stride) * std::max(-above - 1, below - 1); }
-};
-
-/// Whether some differences come to `distance`. Of each that are tried, the others can make up for the rest.
-[[nodiscard]] inline bool comes_to(std::int64_t distance, std::span<difference const> of) {
-  if (of.empty()) return distance == 0;
-  auto const [stride, above, below] = of.front();
-  auto const others = of.subspan(1);
-  if (stride == 0) return comes_to(distance, others);
-  std::int64_t rest = 0, step = std::abs(stride), sign = stride < 0 ? -1 : 1;
-  for (auto const& each : others) rest += each.reach();
-  // sign·i·step is within `rest` of `distance`.
-  std::int64_t const middle = distance / step, margin = rest / step + 1;
-  for (std::int64_t i = middle - margin; i <= middle + margin; ++i)
-    if (above < sign * i && sign * i < below && comes_to(distance - i * step, others)) return true;
-  return false;
-}
-
-/// Whether two views have a place in memory in common; where their strides differ, whether the ranges that they span have.
-template <class T>
-[[nodiscard]] bool overlap(tensor_view<T const> const& a, tensor_view<T const> const& b) {
-  if (a.data == nullptr || b.data == nullptr || a.size() <= 0 || b.size() <= 0) return false;
-  // Strides may be negative.
-  auto const reach = [](auto const& view, auto const& farther) {
-    return farther(std::int64_t{0}, (view.samples - 1) * view.stride_n) +
-           farther(std::int64_t{0}, (view.channels - 1) * view.stride_c) +
-           farther(std::int64_t{0}, (view.spatial - 1) * view.stride_s);
-  };
-  auto const begin = [&](auto const& view) {
-    return reinterpret_cast<std::uintptr_t>(view.data + reach(view, std::ranges::min));
-  };
-  auto const end = [&](auto const& view) {
-    return reinterpret_cast<std::uintptr_t>(view.data + reach(view, std::ranges::max) + 1);
-  };
-  if (begin(a) >= end(b) || begin(b) >= end(a)) return false;
-  auto const differ = [](std::int64_t one, std::int64_t other, std::int64_t stride, std::int64_t other_stride) {
-    return (one > 1 || other > 1) && stride != other_stride;
-  };
-  if (differ(a.samples, b.samples, a.stride_n, b.stride_n) || differ(a.channels, b.channels, a.stride_c, b.stride_c) ||
-      differ(a.spatial, b.spatial, a.stride_s, b.stride_s))
-    return true;
-  // Whether some b[n, c, s] is a[n + i, c + j, s + k], from the largest stride to the smallest.
-  std::array<difference, 3> all{{{a.stride_n, -b.samples, a.samples},
-                                 {a.stride_c, -b.channels, a.channels},
-                                 {a.stride_s, -b.spatial, a.spatial}}};
-  std::ranges::sort(all, std::ranges::greater{}, [](difference const& of) { return std::abs(of.stride); });
-  return comes_to(b.data - a.data, all);
-}
 
 /// What is wrong with writing in place to each of K micro-batches of x, while the others and all residuals are still read, the
 /// latter by the backward pass, too; empty where nothing is. Epilogues: none, or K.
