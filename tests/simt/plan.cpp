@@ -22,10 +22,11 @@ constexpr cuda::device_limits limits{132, 227 * 1024};
 float const* const far = reinterpret_cast<float const*>(std::uintptr_t{1} << 44);
 
 constexpr test::extents all[] = {
-    {64, 256, 56 * 56}, {8192, 4096, 1}, {32, 512, 28 * 28}, {1, 1, 1},          {3, 5, 7},
-    {1, 3, 1000000},    {4000000, 3, 1}, {2, 100000, 4},     {70000, 64, 1000},  {1, 1, std::int64_t{5} << 30},
-    {0, 7, 5},          {7, 5, 0},       {1, 1 << 30, 1},    {9, 17, 33 * 1000}, {1300, 1 << 16, 14 * 14},
-    {256, 2048, 49},    {5000, 24, 3},   {4000, 8, 121},     {100, 1 << 20, 9},  {3000, 200, 169},
+    {64, 256, 56 * 56}, {8192, 4096, 1},    {32, 512, 28 * 28}, {1, 1, 1},          {3, 5, 7},
+    {1, 3, 1000000},    {4000000, 3, 1},    {2, 100000, 4},     {70000, 64, 1000},  {1, 1, std::int64_t{5} << 30},
+    {0, 7, 5},          {7, 5, 0},          {1, 1 << 30, 1},    {9, 17, 33 * 1000}, {1300, 1 << 16, 14 * 14},
+    {256, 2048, 49},    {5000, 24, 3},      {4000, 8, 121},     {100, 1 << 20, 9},  {3000, 200, 169},
+    {4000, 39601, 784}, {4000, 30000, 784},
 };
 
 template <class Op>
@@ -466,12 +467,13 @@ TEST_CASE("Clusters are for devices which have them, and code which knows of the
 
 TEST_CASE("Reductions along rows fill waves of blocks, where pieces are not short") {
   constexpr std::int64_t wave = 528;
-  CHECK(gpu::pieces_of_rows(64 * 784, 256, 256, wave) == 2);
-  CHECK(gpu::pieces_of_rows(256 * 3136, 64, 256, wave) == 8);
-  CHECK(gpu::pieces_of_rows(32 * 196, 512, 256, wave) == 1);
-  CHECK(gpu::pieces_of_rows(32 * 98, 256, 256, wave) == 1);  // one more wave, or a ticket, takes longer
-  CHECK(gpu::pieces_of_rows(64 * 196, 16, 256, wave) == 4);  // of no less than 16 packs a thread
-  CHECK(gpu::pieces_of_rows(64 * 784, 600, 256, wave) == 4); // 4.5 waves of a quarter each, not 1.1
-  CHECK(gpu::pieces_of_rows(std::int64_t{1} << 40, 1, 256, wave) == 256);
-  CHECK(gpu::pieces_of_rows(0, 5, 64, wave) == 1);
+  CHECK(gpu::pieces_of_rows(64 * 784, 256, 256, wave, 256) == 2);
+  CHECK(gpu::pieces_of_rows(256 * 3136, 64, 256, wave, 256) == 8);
+  CHECK(gpu::pieces_of_rows(32 * 196, 512, 256, wave, 256) == 1);
+  CHECK(gpu::pieces_of_rows(32 * 98, 256, 256, wave, 256) == 1);  // one more wave, or a ticket, takes longer
+  CHECK(gpu::pieces_of_rows(64 * 196, 16, 256, wave, 256) == 4);  // of no less than 16 packs a thread
+  CHECK(gpu::pieces_of_rows(64 * 784, 600, 256, wave, 256) == 4); // 4.5 waves of a quarter each, not 1.1
+  CHECK(gpu::pieces_of_rows(std::int64_t{1} << 40, 1, 256, wave, 256) == 256);
+  CHECK(gpu::pieces_of_rows(256 * 3136, 64, 256, wave, 5) == 5); // of no more than there is room for
+  CHECK(gpu::pieces_of_rows(0, 5, 64, wave, 256) == 1);
 }

@@ -234,13 +234,13 @@ template <class Op>
   return std::max<std::int64_t>(1, std::min(resident, most_resident) * limits.multiprocessors);
 }
 
-/// Pieces of a group of a reduction along positions, of 16 packs a thread at least: as many as take the least time, by a model of what was
-/// measured on an H200. A wave of blocks takes as long as a thread has packs, or 0.7 of it if fewer blocks share the memory; to begin one, and to put
-/// pieces together, takes as long as 6 packs each.
+/// Pieces of a group of a reduction along positions, up to `most`, of 16 packs a thread at least: as many as take the least time, by a model of
+/// what was measured on an H200. A wave of blocks takes as long as a thread has packs, or 0.7 of it if fewer blocks share the memory; to
+/// begin one, and to put pieces together, takes as long as 6 packs each.
 [[nodiscard]] constexpr std::int64_t pieces_of_rows(std::int64_t items, std::int64_t groups, std::int64_t threads,
-                                                    std::int64_t wave) {
+                                                    std::int64_t wave, std::int64_t most) {
   std::int64_t const some = std::max<std::int64_t>(1, groups);
-  std::int64_t const most = std::max<std::int64_t>(1, up_to(items, 16 * threads));
+  most = std::max<std::int64_t>(1, std::min(most, up_to(items, 16 * threads)));
   auto const cost = [&](std::int64_t pieces) {
     auto const real = [](std::int64_t value) { return static_cast<double>(value); };
     std::int64_t const blocks = some * pieces, rest = blocks % wave;
@@ -249,12 +249,19 @@ template <class Op>
   };
   std::int64_t best = 1;
   auto const consider = [&](std::int64_t pieces) {
-    if (pieces <= most && cost(pieces) < cost(best)) best = pieces;
+    pieces = std::clamp<std::int64_t>(pieces, 1, most);
+    if (cost(pieces) < cost(best)) best = pieces;
   };
   for (std::int64_t pieces = 2; pieces <= 4; ++pieces) consider(pieces);
-  for (std::int64_t waves = 1; waves <= 4; ++waves)
-    consider(std::clamp<std::int64_t>(waves * wave / some, 1, std::min(most, most_pieces)));
+  for (std::int64_t waves = 1; waves <= 4; ++waves) consider(waves * wave / some);
   return best;
+}
+
+/// Pieces of a group of a reduction along positions for whose parts a workspace has room.
+template <class Op>
+[[nodiscard]] std::int64_t most_pieces_of_rows(std::int64_t groups, device_limits const& limits) {
+  std::int64_t const parts = Op::parts * std::max<std::int64_t>(1, groups);
+  return std::clamp<std::int64_t>(room_for_parts(limits) / parts, 1, most_pieces);
 }
 
 /// Cuts tensors of which `columns` channels are one of the layer. Along channels, a reduction is one wave of blocks, each with as many
@@ -268,7 +275,8 @@ template <class Op>
                                  : lanes_of_channels<T>(columns, op.lead().channels, threads, wave);
   auto cut = cut_tensor(op.lead(), threads, along_channels ? wave : 0, 16, most_pieces, lanes);
   if (!along_channels) {
-    auto const pieces = pieces_of_rows(cut.items(), cut.groups, cut.threads, wave);
+    auto const pieces =
+        pieces_of_rows(cut.items(), cut.groups, cut.threads, wave, most_pieces_of_rows<Op>(cut.groups, limits));
     cut = cut_tensor(op.lead(), threads, pieces * cut.groups, 1, most_pieces, lanes);
   }
   cut.columns = columns;

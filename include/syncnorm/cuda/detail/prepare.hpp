@@ -126,8 +126,7 @@ template <class Op>
   // Of a header with a fault the header alone is written.
   if (header.fault[0] != '\0') return a;
   a.cut = cut_for_reduction(a.op, columns, threads, limits);
-  std::int64_t const parts = Op::parts * std::max<std::int64_t>(1, a.cut.groups);
-  cut_by_units(a.cut, a.op, threads, std::clamp<std::int64_t>(room_for_parts(limits) / parts, 1, most_pieces), limits);
+  cut_by_units(a.cut, a.op, threads, most_pieces_of_rows<Op>(a.cut.groups, limits), limits);
   return a;
 }
 

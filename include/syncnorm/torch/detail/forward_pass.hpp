@@ -15,7 +15,7 @@
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
-#include <syncnorm/ops/detail/shared_in_place.hpp>
+#include <syncnorm/ops/detail/overlap.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
