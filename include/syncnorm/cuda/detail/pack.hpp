@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -20,8 +21,8 @@ public:
   static constexpr int length = Bytes / static_cast<int>(sizeof(T));
 
   pack() = default;
-  explicit SYNCNORM_HOST_DEVICE pack(T const (&elements)[length]) {
-    std::memcpy(static_cast<void*>(this), elements, Bytes);
+  explicit SYNCNORM_HOST_DEVICE pack(T const (&elements)[static_cast<std::size_t>(length)]) {
+    std::memcpy(static_cast<void*>(this), elements, sizeof elements);
   }
 
   [[nodiscard]] SYNCNORM_HOST_DEVICE T operator[](int e) const {
@@ -36,10 +37,10 @@ public:
   }
 
 private:
-  using word = std::conditional_t<sizeof(T) == 2 && Bytes >= 4, std::uint32_t, T>;
-  static constexpr int per_word = static_cast<int>(sizeof(word) / sizeof(T));
+  static constexpr int per_word = sizeof(T) == 2 && Bytes >= 4 ? 2 : 1;
+  using word = std::conditional_t<per_word == 2, std::uint32_t, T>;
 
-  word words_[length / per_word];
+  word words_[static_cast<std::size_t>(length / per_word)];
 };
 
 template <class T>
