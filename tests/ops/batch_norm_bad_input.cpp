@@ -14,6 +14,7 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
+#include <syncnorm/ops/passes.hpp>
 
 #include <comm/broken.hpp>
 #include <support/failing_executor.hpp>
