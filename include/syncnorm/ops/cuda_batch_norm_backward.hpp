@@ -84,9 +84,9 @@ public:
         check_.written(dresidual(k), batch_name{"dresidual", k, batches}, x);
       }
     }
-    using residuals = syncnorm::detail::named_views<T>;
+    using syncnorm::detail::named_views;
     syncnorm::detail::check_outputs_apart<T>(check_, batches, {"dx", in_.dx}, {"dresidual", in_.dresidual},
-                                             {{"dy", in_.dy}, {"x", in_.x}, residuals{in_.epilogues}}, true);
+                                             {{"dy", in_.dy}, {"x", in_.x}, named_views<T>{in_.epilogues}}, true);
     auto const count = syncnorm::detail::count_of(in_.x);
     check_.own_count(count, saved_->own_count);
     check_.values(in_.affine.gamma, "gamma", channels);

@@ -80,10 +80,10 @@ public:
       check_.epilogue_of(epilogue(k), in_.x[k], k, batches);
       masked |= static_cast<bool>(epilogue(k).mask);
     }
-    using residuals = syncnorm::detail::named_views<T>;
+    using syncnorm::detail::named_views;
     if (in_.kept.empty())
-      syncnorm::detail::check_output_apart<T>(check_, batches, {"y", in_.y}, {{"x", in_.x}, residuals{in_.epilogues}},
-                                              true);
+      syncnorm::detail::check_output_apart<T>(check_, batches, {"y", in_.y},
+                                              {{"x", in_.x}, named_views<T>{in_.epilogues}}, true);
     auto const count = syncnorm::detail::count_of(in_.x);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);

@@ -30,8 +30,8 @@ namespace syncnorm {
 /// inference dx = dy·gamma/√(running_phi + eps) through the scaling, nothing is exchanged and ema_gz is unchanged. After a forward
 /// pass in which no position counted phi is running_phi, and ema_gz is unchanged, though dx is by it as above.
 ///
-/// dy, x, dx `[N, C, S]`; dx may be dy or x, and may not overlap them otherwise. A default `tensor_view` for dx and empty spans for the gradients of gamma and
-/// beta: not needed. Several backward passes of one forward pass, and forward passes between, are legal: every backward pass
+/// dy, x, dx `[N, C, S]`; dx may be dy or x, and may not overlap them otherwise. A default `tensor_view` for dx and empty
+/// spans for the gradients of gamma and beta: not needed. Several backward passes of one forward pass, and forward passes between, are legal: every backward pass
 /// is a step of ema_gz. Collective, one allgather, whatever gradients this rank needs; none with one rank. It waits for the
 /// forward pass and for the backward pass before, but not for its own exchange, if the communicator has `allgather_async`:
 /// then what is wrong with it on any rank is thrown on every rank by the next backward pass or `workspace.synchronize()`,

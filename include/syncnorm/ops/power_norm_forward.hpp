@@ -48,9 +48,9 @@ void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) 
 ///
 /// where z takes running_phi from before the step. `power_norm_recursion` names what the corrected recursion changes.
 ///
-/// x, y `[N, C, S]`; mask `[N, S]`, not 0 where a position counts, the reverse of the authors' pad_mask; y may be x, and may not overlap it otherwise; N and
-/// S may differ between ranks and be zero. Masked positions are normalized
-/// like the others. Collective: one allgather, none with one rank. In the warm-up it waits for it. Afterwards it returns
+/// x, y `[N, C, S]`; mask `[N, S]`, not 0 where a position counts, the reverse of the authors' pad_mask; y may be x,
+/// and may not overlap it otherwise; N and S may differ between ranks and be zero. Masked positions are normalized like the others.
+/// Collective: one allgather, none with one rank. In the warm-up it waits for it. Afterwards it returns
 /// when y is written, with the exchange in flight, if the communicator has `allgather_async`: then what is wrong with the
 /// step on any rank is thrown on every rank by the next call that needs its result: its backward pass, the next forward pass
 /// or `workspace.synchronize()`. (Throwing at once, a rank would leave its peers alone in what it calls next.) Until then the

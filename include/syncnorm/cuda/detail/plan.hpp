@@ -221,8 +221,8 @@ void set_access(geometry& cut, Ops const&... ops) {
 inline constexpr std::int64_t most_pieces = 256, most_resident = 6;
 
 /// Doubles of a workspace in which the blocks of a reduction of several pieces leave their parts. Along channels there are at most as many
-/// blocks as are resident, each of which leaves 5 numbers of 64 channels, and four times as many along positions, which leave as many
-/// numbers of one, or, of rows by units, as many as there is room for. A group of one piece leaves nothing.
+/// blocks as are resident, each of which leaves 5 numbers of 64 channels; along positions, where each leaves as many of one, there are no more
+/// than there is room for. A group of one piece leaves nothing.
 [[nodiscard]] constexpr std::int64_t room_for_parts(device_limits const& limits) {
   return most_resident * limits.multiprocessors * 5 * 64;
 }

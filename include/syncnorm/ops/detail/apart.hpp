@@ -5,7 +5,6 @@
 #include <span>
 #include <string_view>
 #include <type_traits>
-#include <utility>
 
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
