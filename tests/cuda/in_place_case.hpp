@@ -138,6 +138,7 @@ struct batches_in_place {
       auto const tensor = [&] { return device_tensor<float>{order, n, channels, spatial}; };
       std::vector<std::uint8_t> counts(static_cast<std::size_t>(n * spatial));
       for (std::size_t i = 0; i < counts.size(); ++i) counts[i] = k % 3 == 1 || test::noise(7 + k, i) > -0.5 ? 1 : 0;
+      // NOLINTNEXTLINE(modernize-make-unique): an aggregate of what cannot be moved
       all.push_back(std::unique_ptr<one>(new one{tensor(), tensor(), tensor(), tensor(), tensor(), tensor(), tensor(),
                                                  tensor(), tensor(), counts, test::device_buffer{counts}}));
       auto& made = *all.back();

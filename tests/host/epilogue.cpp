@@ -124,7 +124,7 @@ double difference(std::vector<T> const& got, std::vector<long double> const& exp
   auto const values = wide(got);
   for (std::size_t i = 0; i < got.size(); ++i) {
     auto const off = std::abs(values[i] - expected[i]);
-    worst = off <= worst ? worst : off == off ? off : std::numeric_limits<long double>::infinity();
+    worst = std::isnan(off) ? std::numeric_limits<long double>::infinity() : std::max(worst, off);
   }
   return static_cast<double>(worst / scale);
 }

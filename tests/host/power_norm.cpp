@@ -1,7 +1,7 @@
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <initializer_list>
 #include <limits>
 #include <span>
@@ -241,7 +241,8 @@ TEST_CASE_TEMPLATE("large outputs, which are written past the cache, have the sa
         host::power_backward<T>(host::serial_executor{}, read(dy), read(x), view(out), {}, scaling, ones, ones, a, b);
         dx.emplace_back(out, out + size);
       }
-      for (auto const& two : {y, dx}) CHECK(std::memcmp(two[0].data(), two[1].data(), size * sizeof(T)) == 0);
+      for (auto const& two : {y, dx})
+        CHECK(std::ranges::equal(std::as_bytes(std::span{two[0]}), std::as_bytes(std::span{two[1]})));
     }
   };
   // Groups of whole lines or not, where channels are contiguous.

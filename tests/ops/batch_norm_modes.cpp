@@ -330,7 +330,7 @@ TEST_CASE("where statistics are constant, dx is what dy is, whatever x is") {
             std::vector<std::uint8_t> mask(static_cast<std::size_t>(n * s), 1);
             mask[1] = 0;
             for (std::size_t i = 0; i < size; ++i) {
-              x[i] = i % 3 == 0 ? 1.0F : i % 3 == 1 ? nan : inf;
+              x[i] = std::array{1.0F, nan, inf}[i % 3];
               dy[i] = i % 3 == 0 ? 2.0F : 0.0F;
             }
             auto const view = [&](auto& values) {

@@ -273,7 +273,7 @@ TEST_CASE("what cannot be captured is an error before anything is") {
   auto const captured = [](test::stream const& on, auto const& pass) {
     cudaGraph_t graph = nullptr;
     REQUIRE(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
-    auto const said = test::thrown<syncnorm::invalid_argument_error>(pass);
+    auto said = test::thrown<syncnorm::invalid_argument_error>(pass);
     CHECK(cudaStreamEndCapture(on, &graph) == cudaSuccess);
     cudaGraphDestroy(graph);
     pass();

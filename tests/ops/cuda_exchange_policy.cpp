@@ -110,10 +110,10 @@ TEST_CASE("statistics that a device reduces are stable however large the mean, w
   // Σx² would lose the square of mean over deviation, 1e12 of the 1e16 that a double has.
   double const mean = 1 << 22, deviation = 4;
   std::vector<double> x(static_cast<std::size_t>(ranks * samples * channels * spatial));
-  for (std::size_t i = 0; i < x.size(); ++i)
-    x[i] = static_cast<float>(
-        mean + deviation * (test::noise(1, i) +
-                            static_cast<double>(i / static_cast<std::size_t>(samples * channels * spatial))));
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    std::size_t const rank = i / static_cast<std::size_t>(samples * channels * spatial);
+    x[i] = static_cast<float>(mean + deviation * (test::noise(1, i) + static_cast<double>(rank)));
+  }
   test::batch_norm_oracle const oracle{x, ranks * samples, channels, spatial, 0};
   std::vector<std::vector<double>> bits(ranks);
   test::over_nccl(ranks, [&](auto const& comm) {

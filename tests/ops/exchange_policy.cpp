@@ -142,8 +142,10 @@ TEST_CASE("both policies are stable however large the mean, and give every rank 
         std::int64_t const samples = 3 * ranks;
         std::vector<double> x(static_cast<std::size_t>(samples * channels * spatial));
         // Each rank's samples about a mean of their own, so that merging matters.
-        for (std::size_t i = 0; i < x.size(); ++i)
-          x[i] = mean + deviation * (test::noise(1, i) + static_cast<double>(i / (3 * channels * spatial)));
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          std::size_t const rank = i / (3 * channels * spatial);
+          x[i] = mean + deviation * (test::noise(1, i) + static_cast<double>(rank));
+        }
         test::batch_norm_oracle const oracle{x, samples, channels, spatial, 0};
         std::vector<std::vector<double>> bits(static_cast<std::size_t>(ranks));
         syncnorm::run_ranks(ranks, [&](thread_communicator const& comm) {

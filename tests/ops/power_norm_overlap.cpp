@@ -36,7 +36,7 @@ public:
                journal& calls)
       : comm_{std::move(comm)}, in_{in}, out_{out}, calls_{&calls} {}
   delayed_work(delayed_work&& other) noexcept
-      : comm_{other.comm_}, in_{other.in_}, out_{other.out_}, calls_{std::exchange(other.calls_, nullptr)} {}
+      : comm_{std::move(other.comm_)}, in_{other.in_}, out_{other.out_}, calls_{std::exchange(other.calls_, nullptr)} {}
   delayed_work& operator=(delayed_work&&) = delete;
   ~delayed_work() {
     try {

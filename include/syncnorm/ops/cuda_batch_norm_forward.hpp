@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include <cuda_runtime_api.h>
 
@@ -99,8 +100,8 @@ public:
       check_.require(count != 1 || masked,
                      [&] { return syncnorm::detail::one_value_fault(in_.scope == statistics_scope::all_ranks); });
     if (!in_.kept.empty() && !check_.failed()) {
-      auto const fault = syncnorm::detail::find_shared_in_place(in_.y, in_.epilogues);
-      check_.require(fault.empty(), [&] { return fault; });
+      auto fault = syncnorm::detail::find_shared_in_place(in_.y, in_.epilogues);
+      check_.require(fault.empty(), [&] { return std::move(fault); });
       reserve(stream);
     }
     header_ = syncnorm::detail::make_forward_header<T>(channels, count, in_.affine, in_.running, options_, check_);
