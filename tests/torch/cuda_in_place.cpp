@@ -1,7 +1,9 @@
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -374,6 +376,37 @@ TEST_CASE("CUDA tensors: in place, what autograd forbids is an error on every ra
     CHECK(device->forward(input).is_same(input));
     device->synchronize();
   });
+  check_no_violations();
+}
+
+TEST_CASE("CUDA tensors: in place, a pass that hears of an earlier one's fault counts as having written") {
+  auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kDouble);
+  torch::Device const on{torch::kCUDA, 0};
+  auto const one_value = torch::tensor({0, 1, 0, 0}).to(torch::kBool).to(on);
+  for (bool const in_two : {false, true}) {
+    INFO("in two phases ", in_two);
+    auto device = copy_of(norm);
+    device->to(torch::kDouble); // num_batches_tracked, too
+    device->to(on);
+    use_cuda(*device, syncnorm::self_communicator{});
+    device->set_in_place();
+    (void)device->forward(torch::randn({4, 3}, torch::kDouble).to(on)); // makes room
+    auto const values = torch::randn({4, 3}, torch::kDouble).to(on);
+    auto const leaf = torch::randn({4, 3}, torch::kDouble).to(on).requires_grad_();
+    auto const x = leaf * 1, square = x * x; // which saves x
+    device->synchronize();
+    device->set_in_place(false);
+    fake_cuda::enqueue(fake_torch::default_stream(0),
+                       [] { std::this_thread::sleep_for(std::chrono::milliseconds{50}); });
+    (void)device->forward_with(values, {.mask = one_value}); // not known to have failed yet
+    REQUIRE(cudaStreamSynchronize(fake_torch::default_stream(0)) == cudaSuccess);
+    device->set_in_place();
+    CHECK(contains(message_of<syncnorm::invalid_argument_error>(
+                       [&] { (void)(in_two ? device->begin_forward(x).finish() : device->forward(x)); }),
+                   "more than 1 value"));
+    CHECK(contains(message_of<c10::Error>([&] { square.sum().backward(); }), "modified by an inplace operation"));
+    CHECK(device->num_batches_tracked.cpu().item<double>() == 2); // the pass itself was fine
+  }
   check_no_violations();
 }
 

@@ -244,4 +244,61 @@ TEST_CASE("CUDA tensors: a pass in two phases stays on the stream of its beginni
   check_no_violations();
 }
 
+TEST_CASE("CUDA tensors: the memory of a pass in two phases stays until the stream that finished it is done with it") {
+  torch::Device const device{torch::kCUDA, 0};
+  auto const first = fake_torch::make_stream(0), second = fake_torch::make_stream(0);
+  auto const on = [&](c10::StreamId id) { return c10::Stream{c10::Stream::UNSAFE, device, id}; };
+  auto const x = random({4, 3, 50}), dy = random({4, 3, 50});
+  for (bool const in_place : {false, true})
+    for (bool const recorded : {false, true}) {
+      INFO("in place ", in_place, ", recorded ", recorded);
+      SyncBatchNorm host{BatchNormOptions{3}}, norm{BatchNormOptions{3}};
+      for (auto each : {host, norm}) { // a channel that is kept in place
+        torch::NoGradGuard const no_recording;
+        each->to(torch::kDouble);
+        each->weight[1].zero_();
+      }
+      norm->to(device);
+      use_cuda(*norm, syncnorm::self_communicator{});
+      norm->set_in_place(in_place);
+      at::AutoGradMode const recording{recorded};
+      auto const given = x.to(device) * 1, gradient = dy.to(device);
+      auto const result = torch::empty_like(given);
+      REQUIRE(cudaStreamSynchronize(fake_torch::default_stream(0)) == cudaSuccess);
+      std::optional<syncnorm::torch::pending_forward> pending;
+      {
+        c10::StreamGuard const current{on(first)};
+        pending.emplace(norm->begin_forward(in_place ? given * 1 : given));
+      }
+      {
+        c10::StreamGuard const current{on(second)};
+        auto const y = pending->finish();
+        pending.reset();
+        if (recorded) CHECK(y.grad_fn()->stream(c10::DeviceType::CUDA)->id() == first);
+        fake_cuda::enqueue(fake_torch::handle_of(second, 0),
+                           [] { std::this_thread::sleep_for(std::chrono::milliseconds{50}); });
+        torch::NoGradGuard const no_recording;
+        result.copy_(y);
+        if (recorded) y.backward(gradient);
+      }
+      {
+        c10::StreamGuard const current{on(first)}; // whose memory is given out again
+        std::vector<Tensor> others;
+        for (std::int64_t bytes = 512; bytes <= 8192; bytes += 512)
+          for (int i = 0; i < 4; ++i) {
+            others.push_back(torch::empty({bytes}, torch::dtype(torch::kByte).device(device)));
+            others.back().fill_(0);
+          }
+      }
+      for (auto const stream : {second, first})
+        REQUIRE(cudaStreamSynchronize(fake_torch::handle_of(stream, 0)) == cudaSuccess);
+      auto const expected = host->forward(x);
+      CHECK(error_of(result.cpu(), expected.detach(), 1) <= allowed(torch::kDouble));
+      if (!recorded) continue;
+      expected.backward(dy);
+      CHECK(error_of(norm->weight.grad().cpu(), host->weight.grad(), 1) <= allowed(torch::kDouble));
+    }
+  check_no_violations();
+}
+
 } // namespace test::on_cuda

@@ -162,7 +162,7 @@ public:
 ///
 /// Errors. What is wrong on one rank is an error on every rank. With several ranks, each throws it as soon as it hears of it from its
 /// device: in the pass, in a later one of the module, or in `synchronize(root)`, which is where all throw it at the same place. The
-/// pass has written nothing then, its output included.
+/// pass whose fault it is has written nothing then, its output included; a later one that throws it may have been done all the same.
 ///
 /// In training over several ranks, outputs require gradients wherever autograd records, so that every rank joins a backward pass that
 /// one of them needs. A backward pass begins at one tensor, the loss: from several, autograd may take them in an order of its own on

@@ -15,6 +15,7 @@
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/function.hpp>
 #include <syncnorm/torch/detail/group_function.hpp>
+#include <syncnorm/torch/detail/pending_outputs.hpp>
 #include <syncnorm/torch/detail/typed_forward_pass.hpp>
 #include <syncnorm/torch/epilogue.hpp>
 #include <syncnorm/torch/pending_forward.hpp>
@@ -60,10 +61,7 @@ public:
       if (batches.size() > 1) return record_group(all, false, needs_anchor(*all.front()));
     } else { // whose faults come before the first of them writes
       at::AutoGradMode const no_recording{false};
-      auto const each = [&](void (forward_pass::*step)()) {
-        for (auto const& pass : all) ((*pass).*step)();
-      };
-      begin_together(all, false)->finish([&] { each(&forward_pass::before); }, [&] { each(&forward_pass::after); });
+      complete(*begin_together(all, false), all, [] {});
     }
     std::vector<at::Tensor> outputs;
     for (auto const& pass : all) outputs.push_back(record(*pass, needs_anchor(*pass)));

@@ -130,7 +130,7 @@ struct guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(c10::Stream const& of) const override {
     cudaStreamSynchronize(handle_of(of.id(), of.device_index()));
   }
-  void recordDataPtrOnStream(c10::DataPtr const&, c10::Stream const&) const override {}
+  void recordDataPtrOnStream(c10::DataPtr const& data, c10::Stream const&) const override;
 };
 C10_REGISTER_GUARD_IMPL(CUDA, guard);
 
@@ -144,7 +144,8 @@ using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, hooks);
 
-/// Gives out again what was freed, to work of the same stream, whether or not that is done with it.
+/// Gives out again what was freed, to work of the same stream, whether or not that is done with it; but never what another stream has
+/// used, too, as nobody waits for that one here.
 class caching_allocator final : public c10::Allocator {
 public:
   c10::DataPtr allocate(std::size_t n) const override {
@@ -166,11 +167,17 @@ public:
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
 
+  static void keep(void* data) {
+    std::lock_guard const lock{mutex()};
+    if (auto const found = blocks().find(data); found != blocks().end()) found->second.kept = true;
+  }
+
 private:
   struct block {
     std::size_t bytes = 0;
     int device = 0;
     c10::StreamId stream = 0;
+    bool kept = false;
     auto operator<=>(block const&) const = default;
   };
   static std::mutex& mutex() {
@@ -188,11 +195,15 @@ private:
   static void give_back(void* data) {
     std::lock_guard const lock{mutex()};
     auto const found = blocks().find(data);
-    free_blocks()[found->second].push_back(data);
+    if (!found->second.kept) free_blocks()[found->second].push_back(data);
     blocks().erase(found);
   }
 };
 caching_allocator allocator;
+
+void guard::recordDataPtrOnStream(c10::DataPtr const& data, c10::Stream const&) const {
+  caching_allocator::keep(data.get());
+}
 
 at::Tensor empty(at::IntArrayRef sizes, c10::optional<at::ScalarType> type, c10::optional<at::Layout>,
                  c10::optional<at::Device> device, c10::optional<bool>, c10::optional<at::MemoryFormat> format) {

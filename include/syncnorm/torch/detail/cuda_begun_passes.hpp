@@ -58,23 +58,42 @@ public:
   [[nodiscard]] bool ready() override { return pending_->ready(); }
 
   void finish(function_ref<void()> before, function_ref<void()> after) override {
-    auto const current = current_stream_of(home_.device());
-    c10::StreamGuard const at_home{home_};
-    before();
-    {
-      finished_ = true;
-      cuda_buffers::turn const own{buffers_};
-      auto const until_finished = std::move(watched_);
-      pending_->finish(own.stream());
+    try {
+      c10::StreamGuard const at_home{home_};
+      before();
+      {
+        finished_ = true;
+        cuda_buffers::turn const own{buffers_};
+        auto const until_finished = std::move(watched_);
+        pending_->finish(own.stream());
+      }
+      after();
+    } catch (...) {
+      try {
+        follow_home();
+      } catch (...) { // the first error is the one to hear of
+      }
+      throw;
     }
-    after();
+    follow_home();
+  }
+
+  void hand_over(std::vector<at::Tensor> const& made) override {
+    auto const current = current_stream_of(home_.device());
+    if (current == home_) return;
+    for (auto const& tensor : made)
+      c10::impl::VirtualGuardImpl{at::kCUDA}.recordDataPtrOnStream(tensor.storage().data_ptr(), current);
+  }
+
+private:
+  /// Lets the current stream wait for the passes.
+  void follow_home() const {
+    auto const current = current_stream_of(home_.device());
     if (current == home_) return;
     c10::Event done{at::kCUDA};
     done.record(home_);
     done.block(current);
   }
-
-private:
   [[nodiscard]] static c10::Stream current_stream_of(at::Device device) {
     return c10::impl::VirtualGuardImpl{at::kCUDA}.getStream(device);
   }

@@ -93,6 +93,14 @@ public:
     in_.num_batches_tracked.copy_(counter_);
   }
 
+  /// What throws may be the fault of an earlier pass, and this one be under way.
+  void fail() noexcept override {
+    try {
+      if (!outputs_.empty()) after();
+    } catch (...) { // the first error is the one to hear of
+    }
+  }
+
 private:
   using operands = cuda::detail::forward_operands<element, parameter>;
 

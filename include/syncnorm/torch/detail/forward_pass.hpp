@@ -40,8 +40,7 @@ public:
     try {
       compute();
     } catch (...) {
-      // Once all ranks had been heard of, parts of the input may have been written.
-      if (pass_->saved.count > 0) tell_of_writing();
+      fail();
       throw;
     }
     after();
@@ -56,6 +55,10 @@ public:
       throw invalid_argument_error{"batch_norm forward: the residual was written to before the pass was finished"};
   }
   virtual void after() { tell_of_writing(); }
+  /// In place of after() where a pass that was begun throws: once all ranks had been heard of, parts of the input may have been written.
+  virtual void fail() noexcept {
+    if (pass_->saved.count > 0) tell_of_writing();
+  }
 
   [[nodiscard]] forward_inputs const& inputs() const noexcept { return in_; }
   [[nodiscard]] c10::intrusive_ptr<recorded_pass> const& pass() const noexcept { return pass_; }

@@ -8,6 +8,7 @@
 #include <torch/types.h>
 
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/torch/detail/begin_together.hpp>
 #include <syncnorm/torch/detail/begun_passes.hpp>
@@ -17,6 +18,27 @@
 #include <syncnorm/torch/detail/typed_forward_pass.hpp>
 
 namespace syncnorm::torch::detail {
+
+/// Completes passes that have begun, and then, where these are, calls `then`.
+inline void complete(begun_passes& begun, std::vector<std::unique_ptr<forward_pass>> const& passes,
+                     function_ref<void()> then) {
+  bool under_way = false;
+  try {
+    begun.finish(
+        [&] {
+          for (auto const& pass : passes) pass->before();
+          under_way = true;
+        },
+        [&] {
+          for (auto const& pass : passes) pass->after();
+          then();
+        });
+  } catch (...) {
+    if (under_way)
+      for (auto const& pass : passes) pass->fail();
+    throw;
+  }
+}
 
 /// Forward passes whose exchange is under way, and what they will give.
 ///
@@ -62,22 +84,24 @@ public:
   [[nodiscard]] std::vector<at::Tensor> finish() {
     if (std::exchange(done_, true)) throw invalid_argument_error{"finish: this pass is finished already"};
     at::AutoGradMode const no_recording{false};
-    auto const each = [&](void (forward_pass::*step)()) {
-      for (auto const& pass : passes_) ((*pass).*step)();
-    };
-    begun_->finish([&] { each(&forward_pass::before); }, [&] { each(&forward_pass::after); });
-    bool const needed = any([](forward_pass const& pass) { return pass.pass()->saved.backward_needed; });
-    if (in_place_) {
-      anchored_ = needed && !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
-      at::AutoGradMode const recording{passes_.front()->records()};
-      return recorded();
-    }
-    if (anchored_ && !needed)
-      for (auto& output : outputs_) output = output.detach();
+    complete(*begun_, passes_, [&] { settle(); });
+    begun_->hand_over(outputs_);
     return std::move(outputs_);
   }
 
 private:
+  /// Records outputs of passes in place, and detaches others of which no rank needs a gradient.
+  void settle() {
+    bool const needed = any([](forward_pass const& pass) { return pass.pass()->saved.backward_needed; });
+    if (in_place_) {
+      anchored_ = needed && !any([](forward_pass const& pass) { return pass.inputs().requires_grad(); });
+      at::AutoGradMode const recording{passes_.front()->records()};
+      outputs_ = recorded();
+    } else if (anchored_ && !needed) {
+      for (auto& output : outputs_) output = output.detach();
+    }
+  }
+
   [[nodiscard]] bool any(bool (*holds)(forward_pass const&)) const {
     return std::ranges::any_of(passes_, [&](auto const& pass) { return holds(*pass); });
   }
