@@ -1,5 +1,6 @@
 #include <chrono>
 #include <cstddef>
+#include <new>
 #include <numeric>
 #include <span>
 #include <string>
@@ -10,6 +11,7 @@
 #include <syncnorm/adapters/mpi.hpp>
 
 #include "comm/contract.hpp"
+#include "support/allocations.hpp"
 #include "support/message_of.hpp"
 
 using namespace std::chrono_literals;
@@ -58,6 +60,35 @@ TEST_CASE("counts beyond int are counted in larger units") {
   CHECK(mpi_unit(2'147'483'648) == 2);
   CHECK(mpi_unit(std::size_t{1} << 40) == 1024);
   CHECK(mpi_unit(10, 3) == 4);
+}
+
+TEST_CASE("a rank that lacks the memory for an operation throws, and has started nothing") {
+  auto const comm = syncnorm::mpi_communicator::duplicate(MPI_COMM_SELF);
+  std::size_t size = 0;
+  auto const check = [&](std::size_t more, auto const& operation) {
+    int failures = 0;
+    for (bool failed = true; failed; failures += failed ? 1 : 0) {
+      REQUIRE(failures < 20);
+      std::vector<double> const in(size += more, 1.5); // of which none had as many before
+      std::vector<double> out(size);
+      test::fail_allocation(failures);
+      try {
+        operation(std::span{in}, std::span{out});
+        failed = false;
+      } catch (std::bad_alloc const&) {
+      }
+      test::fail_allocation(-1);
+      CHECK(out == (failed ? std::vector<double>(size) : in));
+    }
+    CHECK(failures > 1);
+  };
+  using in_type = std::span<double const>;
+  using out_type = std::span<double>;
+  check(100, [&](in_type in, out_type out) { syncnorm::allgather(comm, in, out); });
+  check(100, [&](in_type in, out_type out) { syncnorm::allgather_async(comm, in, out).wait(); });
+  check(100, [&](in_type in, out_type out) { syncnorm::allreduce(comm, in, out); });
+  check(20000, [&](in_type in, out_type out) { syncnorm::allreduce(comm, in, out); });
+  check(100, [&](in_type in, out_type out) { comm.scatter(in, out, 0); });
 }
 
 TEST_CASE("a null MPI_Comm and a bad timeout are refused") {

@@ -32,6 +32,10 @@ void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
   return allocate(bytes, static_cast<std::size_t>(alignment));
 }
+// Sanitizers have ones of their own for arrays, which do not call these.
+void* operator new[](std::size_t bytes) { return operator new(bytes); }
+void operator delete[](void* memory) noexcept { release(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { release(memory); }
 void operator delete(void* memory) noexcept { release(memory); }
 void operator delete(void* memory, std::size_t) noexcept { release(memory); }
 void operator delete(void* memory, std::align_val_t) noexcept { release(memory); }

@@ -159,7 +159,7 @@ private:
   }
 
   void agree_on(detail::collective_header const& said) const {
-    detail::mpi_collectives::begin(channel_, said, true).wait();
+    detail::mpi_collectives::agreement(channel_, said).wait();
   }
 
   /// start(first, n).wait() for the pieces of `all`, one after the other, so that the communicator's memory stays

@@ -60,7 +60,6 @@ struct mpi_slot {
   std::chrono::steady_clock::time_point deadline;
   MPI_Comm made = MPI_COMM_NULL; // what a duplication is to give
   int ranks = 0;
-  int rank = 0;
   step finish = nullptr;
 
   std::byte* out = nullptr;
@@ -119,9 +118,9 @@ public:
     slot->header = header;
     slot->header.called.sequence = sequence_++;
     slot->ranks = size_;
-    slot->rank = rank_;
     slot->agreed = true;
     slot->requests.clear();
+    slot->requests.reserve(2);
     slot->completed = 0;
     slot->finish = nullptr;
     return slot;
@@ -148,9 +147,9 @@ public:
   /// How much a rank may send beside its header, before it is known that all ranks say the same.
   static constexpr std::size_t most_unagreed = 256 * 1024;
 
-  /// Starts gathering the data of every rank. Where processes share memory, Open MPI writes all that a rank sends, however
+  /// Starts gathering the data of every rank, and before it, where told, `agree`. Where processes share memory, Open MPI writes all that a rank sends, however
   /// little was to be received; so there is room for that behind the last rank's part.
-  void gather(mpi_slot& slot, std::span<std::byte const> data) {
+  void gather(mpi_slot& slot, std::span<std::byte const> data, bool agrees) {
     auto const unit = mpi_unit(data.size());
     auto const count = static_cast<int>((data.size() + unit - 1) / unit);
     slot.received_pitch = static_cast<std::size_t>(count) * unit;
@@ -162,13 +161,14 @@ public:
       require_mpi(MPI_Type_contiguous(static_cast<int>(unit), MPI_BYTE, &type), "MPI_Type_contiguous");
       require_mpi(MPI_Type_commit(&type), "MPI_Type_commit");
     }
+    if (agrees) agree(slot);
     start(slot, "MPI_Iallgather", [&](MPI_Request* request) {
       return MPI_Iallgather(slot.sent.data.get(), count, type, slot.received.data.get(), count, type, comm_, request);
     });
     if (unit > 1) MPI_Type_free(&type); // takes effect when the operation has completed
   }
 
-  /// Starts one nonblocking operation: call(request).
+  /// Starts one nonblocking operation: call(request), whose request there is room for.
   template <class Call>
   void start(mpi_slot& slot, char const* name, Call call) {
     MPI_Request request = MPI_REQUEST_NULL;

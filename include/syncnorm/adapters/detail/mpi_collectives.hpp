@@ -35,40 +35,46 @@ inline void copy_bytes(std::byte* to, std::byte const* from, std::size_t bytes) 
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
 
-/// An operation for which nothing is started yet but, where told, the agreement on `header`.
-inline work begin(channel_ptr const& channel, collective_header const& header, bool agree) {
-  work result{channel, channel->open(header)};
-  if (agree) channel->agree(result.slot());
+/// An operation for which nothing is started yet. What it needs is allocated before anything is, and its result taken out where all was
+/// started: so a rank that lacks the memory throws, and leaves nothing half done.
+inline work begin(channel_ptr const& channel, collective_header const& header) {
+  return {channel, channel->open(header)};
+}
+
+/// Only finds out whether every rank says `header`.
+inline work agreement(channel_ptr const& channel, collective_header const& header) {
+  auto result = begin(channel, header);
+  channel->agree(result.slot());
   return result;
 }
 
 /// Gathers `bytes` bytes, from byte `first` on, of the contribution of every rank.
 inline work allgather(channel_ptr const& channel, collective_header const& header, std::span<std::byte const> in,
                       std::byte* out, std::size_t first, std::size_t bytes, bool agree) {
-  auto result = begin(channel, header, agree);
+  auto result = begin(channel, header);
   auto& slot = result.slot();
   slot.out = out + first;
   slot.bytes = bytes;
   slot.pitch = in.size();
+  channel->gather(slot, in.subspan(first, bytes), agree);
   slot.finish = [](mpi_slot& s) {
     for (int r = 0; r < s.ranks; ++r) copy_bytes(s.part(r), s.received_from(r), s.bytes);
   };
-  channel->gather(slot, in.subspan(first, bytes));
   return result;
 }
 
 /// Gathers every contribution and folds them in rank order.
 template <reducible_type T>
 work fold(channel_ptr const& channel, collective_header const& header, std::span<T const> in, std::span<T> out) {
-  auto result = begin(channel, header, true);
+  auto result = begin(channel, header);
   auto& slot = result.slot();
   slot.out = reinterpret_cast<std::byte*>(out.data());
+  channel->gather(slot, std::as_bytes(in), true);
   slot.finish = [](mpi_slot& s) {
     std::span<T> const folded{reinterpret_cast<T*>(s.out), bytes_of(s.header) / sizeof(T)};
     fold_in_rank_order(folded, s.ranks, s.header.called.op,
                        [&](int r) { return reinterpret_cast<T const*>(s.received_from(r)); });
   };
-  channel->gather(slot, std::as_bytes(in));
   return result;
 }
 
@@ -76,13 +82,13 @@ work fold(channel_ptr const& channel, collective_header const& header, std::span
 template <reducible_type T>
 work reduction(channel_ptr const& channel, collective_header const& header, std::span<T const> in, std::span<T> out,
                bool to_all) {
-  auto result = begin(channel, header, false);
+  auto result = begin(channel, header);
   auto& slot = result.slot();
   slot.out = reinterpret_cast<std::byte*>(out.data());
   slot.bytes = to_all || channel->rank() == header.called.root ? in.size_bytes() : 0;
-  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received.data.get(), s.bytes); };
   slot.sent.hold(in.size_bytes());
   slot.received.hold(in.size_bytes());
+  slot.requests.reserve(in.size() / INT_MAX + 1);
   copy_bytes(slot.sent.data.get(), std::as_bytes(in).data(), in.size_bytes());
   auto* const from = reinterpret_cast<T*>(slot.sent.data.get());
   auto* const to = reinterpret_cast<T*>(slot.received.data.get());
@@ -95,33 +101,33 @@ work reduction(channel_ptr const& channel, collective_header const& header, std:
                                   request);
     });
   }
+  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received.data.get(), s.bytes); };
   return result;
 }
 
 /// A part of at most INT_MAX bytes.
 inline work broadcast(channel_ptr const& channel, collective_header const& header, std::span<std::byte> data) {
-  auto result = begin(channel, header, false);
+  auto result = begin(channel, header);
   auto& slot = result.slot();
   slot.out = data.data();
   slot.bytes = channel->rank() == header.called.root ? 0 : data.size();
-  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.sent.data.get(), s.bytes); };
   slot.sent.hold(data.size());
   if (channel->rank() == header.called.root) copy_bytes(slot.sent.data.get(), data.data(), data.size());
   channel->start(slot, "MPI_Ibcast", [&](MPI_Request* request) {
     auto const n = static_cast<int>(data.size());
     return MPI_Ibcast(slot.sent.data.get(), n, MPI_BYTE, header.called.root, channel->comm(), request);
   });
+  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.sent.data.get(), s.bytes); };
   return result;
 }
 
 /// A part, from byte `first` on, of what each rank gets; at most INT_MAX bytes of it.
 inline work scatter(channel_ptr const& channel, collective_header const& header, std::span<std::byte const> in,
                     std::size_t first, std::span<std::byte> out) {
-  auto result = begin(channel, header, false);
+  auto result = begin(channel, header);
   auto& slot = result.slot();
   slot.out = out.data();
   slot.bytes = out.size();
-  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received.data.get(), s.bytes); };
   auto const ranks = static_cast<std::size_t>(channel->size());
   slot.received.hold(out.size());
   if (channel->rank() == header.called.root) {
@@ -134,6 +140,7 @@ inline work scatter(channel_ptr const& channel, collective_header const& header,
     return MPI_Iscatter(slot.sent.data.get(), n, MPI_BYTE, slot.received.data.get(), n, MPI_BYTE, header.called.root,
                         channel->comm(), request);
   });
+  slot.finish = [](mpi_slot& s) { copy_bytes(s.out, s.received.data.get(), s.bytes); };
   return result;
 }
 
