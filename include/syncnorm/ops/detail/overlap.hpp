@@ -27,10 +27,11 @@ struct difference {
   if (stride == 0) return comes_to(distance, others);
   std::int64_t rest = 0, step = std::abs(stride), sign = stride < 0 ? -1 : 1;
   for (auto const& each : others) rest += each.reach();
-  // sign·i·step is within `rest` of `distance`.
+  // i·step is within `rest` of `distance`, and sign·i a difference of indices.
   std::int64_t const middle = distance / step, margin = rest / step + 1;
-  for (std::int64_t i = middle - margin; i <= middle + margin; ++i)
-    if (above < sign * i && sign * i < below && comes_to(distance - i * step, others)) return true;
+  std::int64_t const least = sign > 0 ? above + 1 : 1 - below, most = sign > 0 ? below - 1 : -above - 1;
+  for (std::int64_t i = std::max(middle - margin, least); i <= std::min(middle + margin, most); ++i)
+    if (comes_to(distance - i * step, others)) return true;
   return false;
 }
 
@@ -58,7 +59,7 @@ template <class T>
   };
   if (begin(a) >= end(b) || begin(b) >= end(a)) return placement::apart;
   auto const differ = [](std::int64_t one, std::int64_t other, std::int64_t stride, std::int64_t other_stride) {
-    return (one > 1 || other > 1) && stride != other_stride;
+    return one > 1 && other > 1 && stride != other_stride;
   };
   if (differ(a.samples, b.samples, a.stride_n, b.stride_n) || differ(a.channels, b.channels, a.stride_c, b.stride_c) ||
       differ(a.spatial, b.spatial, a.stride_s, b.stride_s)) {
@@ -69,10 +70,13 @@ template <class T>
     };
     return is_dense(a) && is_dense(b) ? placement::overlapping : placement::unknown;
   }
-  // Whether some b[n, c, s] is a[n + i, c + j, s + k], from the largest stride to the smallest.
-  std::array<difference, 3> all{{{a.stride_n, -b.samples, a.samples},
-                                 {a.stride_c, -b.channels, a.channels},
-                                 {a.stride_s, -b.spatial, a.spatial}}};
+  // Whether some b[n, c, s] is a[n + i, c + j, s + k], from the largest stride to the smallest; that of an extent of 1 is none.
+  auto const differences = [](std::int64_t one, std::int64_t other, std::int64_t stride, std::int64_t other_stride) {
+    return difference{one > 1 ? stride : other > 1 ? other_stride : 0, -other, one};
+  };
+  std::array<difference, 3> all{differences(a.samples, b.samples, a.stride_n, b.stride_n),
+                                differences(a.channels, b.channels, a.stride_c, b.stride_c),
+                                differences(a.spatial, b.spatial, a.stride_s, b.stride_s)};
   std::ranges::sort(all, std::ranges::greater{}, [](difference const& of) { return std::abs(of.stride); });
   return comes_to(b.data - a.data, all) ? placement::overlapping : placement::apart;
 }
