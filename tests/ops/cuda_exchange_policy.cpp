@@ -237,10 +237,10 @@ TEST_CASE("ranks on a device that choose different policies are told so") {
     x.put(std::vector<long double>(30, 1), 0);
     layer_over<test::nccl_communicator> differing{
         comm, 3, {.norm = {.exchange = comm.rank() == 0 ? exchange_policy::gather : exchange_policy::reduce}}};
-    CHECK(test::thrown<syncnorm::mismatch_error>([&] {
-            differing.forward(x.view, x.view, on);
-          }).find("ranks disagree on the exchange policy (1: gather, 2: reduce): rank 0 has 1, rank 1 has 2") !=
-          std::string::npos);
+    CHECK(
+        test::thrown<syncnorm::mismatch_error>([&] { differing.forward(x.view, x.view, on); })
+            .find("ranks disagree on the exchange policy asked for (0: automatic, 1: gather, 2: reduce): rank 0 has 1, "
+                  "rank 1 has 2") != std::string::npos);
     layer_over<test::nccl_communicator> layer{comm, 3, {.norm = {.exchange = exchange_policy::reduce}}};
     layer.prepare(on);
     CHECK(test::thrown<syncnorm::invalid_argument_error>([&] {

@@ -19,7 +19,8 @@ struct packet_header {
   std::int32_t running_variance = 0; ///< the option of this name
   std::int32_t tracks_running_statistics = 0;
   std::int32_t affine = 0;
-  std::int32_t policy = 0;    ///< exchange_policy, resolved
+  std::int16_t policy = 0;    ///< exchange_policy, resolved
+  std::int16_t wish = 0;      ///< exchange_policy as the options have it
   std::int16_t layers = 1;    ///< whose values travel together
   std::int16_t two_phase = 0; ///< 1: in two phases or a group, whose message lies otherwise; 2: in a group, but alone
   std::uint32_t shape = 0;    ///< a digest of their channels

@@ -231,7 +231,8 @@ private:
       auto& header = headers.emplace_back(pass.steps().header());
       header.layers = static_cast<std::int16_t>(passes_.size());
       header.two_phase = pass.steps().collective() ? 1 : 2;
-      header.policy = static_cast<std::int32_t>(policy);
+      header.wish = static_cast<std::int16_t>(pass.steps().wish());
+      header.policy = static_cast<std::int16_t>(policy);
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
       if (auto const clash = clash_of(headers.size() - 1); !clash.empty())
         syncnorm::detail::set_text(header.fault, clash);

@@ -134,6 +134,7 @@ private:
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       channels += steps.channels();
       auto& header = exchange_.header(l) = steps.header();
+      header.wish = static_cast<std::int16_t>(steps.policy());
       header.two_phase = steps.collective() ? 1 : 2;
       detail::report_what_throws(header, [&] {
         if (steps.rule() != first.rule())

@@ -181,7 +181,8 @@ void run_steps(C const& comm, device_pass& pass, cudaStream_t stream) {
     auto const policy = resolve_on_stream(pass.wish(), comm, pass.rule(), workspace.channels(), packets.values());
     bool const reduces = policy == exchange_policy::reduce;
     auto header = pass.header();
-    header.policy = static_cast<std::int32_t>(policy);
+    header.wish = static_cast<std::int16_t>(pass.wish());
+    header.policy = static_cast<std::int16_t>(policy);
     workspace.on_own_device(stream, pass.stream_device(), [&](cudaStream_t on) {
       if (!workspace.agreed()) workspace.agree(comm, header, on);
       auto const own = packets.place(0, reduces, pass.rule() == merge_rule::moments);

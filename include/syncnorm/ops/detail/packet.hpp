@@ -97,6 +97,7 @@ void for_each_agreed_field(F const& f) {
   f(&packet_header::running_variance, "the running variance (0: unbiased, 1: biased, 2: standard deviation)");
   f(&packet_header::tracks_running_statistics, "tracking running statistics");
   f(&packet_header::affine, "affine parameters");
+  f(&packet_header::wish, "the exchange policy asked for (0: automatic, 1: gather, 2: reduce)");
   f(&packet_header::policy, "the exchange policy (1: gather, 2: reduce)");
 }
 

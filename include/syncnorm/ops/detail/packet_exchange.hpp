@@ -72,7 +72,7 @@ public:
     rule_ = rule;
     auto const shape = shape_digest(channels_);
     for (std::size_t l = 0; l < headers_.size(); ++l) {
-      headers_[l].policy = static_cast<std::int32_t>(policy);
+      headers_[l].policy = static_cast<std::int16_t>(policy);
       headers_[l].layers = static_cast<std::int16_t>(headers_.size());
       headers_[l].shape = shape;
       std::memcpy(own_.data() + offsets_[l], &headers_[l], sizeof(packet_header));

@@ -26,6 +26,7 @@ void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace
   }
   channel_span const all{0, steps.channels()};
   auto own = steps.header();
+  own.wish = static_cast<std::int16_t>(steps.policy());
   auto const policy = resolve(steps.policy(), comm, steps.rule(), steps.channels());
   if (policy == exchange_policy::reduce) {
     auto& packets = workspace.packets;
@@ -42,7 +43,7 @@ void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace
     steps.commit(all, packets.own(0, 0), packets.own(0, 1));
     return;
   }
-  own.policy = static_cast<std::int32_t>(policy);
+  own.policy = static_cast<std::int16_t>(policy);
   own.shape = shape_digest(std::array{steps.channels()});
   own.part_channels = parts.channels;
   auto& exchange = workspace.exchange;
