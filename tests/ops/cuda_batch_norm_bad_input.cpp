@@ -169,6 +169,30 @@ TEST_CASE("ranks that differ in options or channels all get the error of the hos
   });
 }
 
+TEST_CASE("on a device, too, an eps of -0 is one of 0, and a negative counter counts as 0") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3, {.norm = {.eps = comm.rank() == 1 ? -0.0 : 0.0}}};
+    test::stream const on;
+    step_memory step;
+    step.forward(layer, on);
+    layer.synchronize(on);
+    CHECK(state_of(layer).front() == 1);
+  });
+  std::vector<std::vector<float>> states;
+  for (std::int64_t const tracked : {0, -1}) {
+    layer_over<syncnorm::self_communicator> layer{{}, 3, {.norm = {.momentum = {}}}};
+    test::copy_to_device(layer.num_batches_tracked(), &tracked, sizeof tracked);
+    test::stream const on;
+    step_memory step;
+    step.forward(layer, on);
+    layer.synchronize(on);
+    states.push_back(state_of(layer));
+    states.back().front() -= static_cast<float>(tracked);
+  }
+  CHECK(states[0] == states[1]);
+  test::check_no_violations();
+}
+
 TEST_CASE("a backward pass of another batch than the forward pass had on one rank is an error on every rank") {
   test::over_nccl(2, [](auto const& comm) {
     layer_over<test::nccl_communicator> layer{comm, 3};

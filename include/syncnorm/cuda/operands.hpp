@@ -58,7 +58,8 @@ struct affine_outputs {
   channel_outputs gamma{}, beta{};
 };
 
-/// The running statistics and their counter, all in device memory. Absent mean and var: not tracked.
+/// The running statistics and their counter, all in device memory. Absent mean and var: not tracked. A negative counter, which the host
+/// would refuse, counts as 0.
 struct running_outputs {
   channel_outputs mean{}, var{};
   std::int64_t* num_batches_tracked = nullptr;

@@ -96,7 +96,11 @@ struct forward_statistics {
       if (c == 0) hw.store(saved.count, s.count);
     }
     if (constant() || running.mean.data == nullptr || s.count == 0) return;
-    double const weight = momentum < 0 ? 1 / static_cast<double>(hw.load(running.num_batches_tracked) + 1) : momentum;
+    double weight = momentum;
+    if (momentum < 0) {
+      std::int64_t const tracked = hw.load(running.num_batches_tracked);
+      weight = 1 / static_cast<double>(tracked < 0 ? 1 : tracked + 1);
+    }
     double value = s.variance / static_cast<double>(variance == running_variance::unbiased ? s.count - 1 : s.count);
     if (variance == running_variance::standard_deviation) value = std::sqrt(value + eps);
     store_value(hw, running.mean, c, (1 - weight) * load_value(hw, running.mean, c, 0) + weight * s.mean);

@@ -56,8 +56,8 @@ template <class T, class P>
 make_forward_header(std::int64_t channels, std::int64_t count, affine_parameters<P> const& affine,
                     running_statistics<P> const& running, batch_norm_options const& options, call_check const& check) {
   auto own = make_header<T>("batch_norm forward", channels, count, check);
-  own.eps = options.eps;
-  own.momentum = options.momentum.value_or(-1);
+  own.eps = options.eps + 0.0; // −0 is 0, also where bytes are compared
+  own.momentum = options.momentum.value_or(-1) + 0.0;
   own.running_variance = static_cast<std::int32_t>(options.variance);
   own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
   own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);

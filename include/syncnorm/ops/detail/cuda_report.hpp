@@ -67,6 +67,7 @@ public:
       for (std::size_t i = l; i < headers.size(); i += layers_) of_layer.push_back(headers[i]);
       syncnorm::detail::require_agreement(of_layer, layers_ == 1 ? std::string{} : " of layer " + std::to_string(l));
     }
+    throw mismatch_error{pass + ": ranks disagree, on what their headers do not tell"};
   }
 
 private:
