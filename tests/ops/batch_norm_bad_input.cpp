@@ -236,6 +236,7 @@ TEST_CASE("ranks that disagree on the options are told so") {
            {{.norm = {.momentum = std::nullopt}}, "momentum"},
            {{.norm = {.variance = syncnorm::running_variance::biased}}, "running variance"},
            {{.norm = {.variance = syncnorm::running_variance::standard_deviation}}, "standard deviation"},
+           {{.norm = {.exchange = syncnorm::exchange_policy::gather}}, "exchange policy asked for"},
            {{.track_running_stats = false}, "running statistics"},
            {{.affine = false}, "affine"}})
     syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
@@ -389,7 +390,7 @@ TEST_CASE("what a rank throws between the parts of a pass ends it on every rank,
       if (test::sanitized && backward != (overhead == 0)) continue;
       int failing = 1, everywhere = 0;
       for (bool thrown = true; thrown; ++failing) {
-        std::array<std::string, world_size> texts;
+        std::array<std::string, world_size> texts, of_backward;
         syncnorm::run_ranks(
             world_size,
             [&](syncnorm::thread_communicator const& comm) {
@@ -411,17 +412,22 @@ TEST_CASE("what a rank throws between the parts of a pass ends it on every rank,
               std::vector const before(layer.running_mean().begin(), layer.running_mean().end());
               std::vector const gradient(layer.gamma_grad().begin(), layer.gamma_grad().end());
               uses = fails ? 0 : failing;
-              auto& text = texts[static_cast<std::size_t>(comm.rank())];
-              try {
-                pass();
-              } catch (std::exception const& e) {
-                text = e.what();
-              }
-              if (!text.empty()) {
+              auto const what_throws = [](auto const& run) -> std::string {
+                try {
+                  run();
+                } catch (std::exception const& e) {
+                  return e.what();
+                }
+                return {};
+              };
+              auto const rank = static_cast<std::size_t>(comm.rank());
+              texts[rank] = what_throws(pass);
+              if (!texts[rank].empty()) {
                 CHECK(std::ranges::equal(before, layer.running_mean()));
                 CHECK(std::ranges::equal(gradient, layer.gamma_grad()));
               }
               uses = failing;
+              if (!backward) of_backward[rank] = what_throws([&] { layer.backward(view(x), view(x), view(y)); });
               layer.forward(view(x), view(y)); // the ranks are in step
             },
             std::chrono::seconds{10});
@@ -429,6 +435,8 @@ TEST_CASE("what a rank throws between the parts of a pass ends it on every rank,
         thrown = !texts[1].empty();
         if (thrown) CHECK_MESSAGE(texts[1].find("no threads") != std::string::npos, texts[1]);
         CHECK(texts[0] == texts[2]);
+        if (!backward && thrown) CHECK(of_backward[0].find("was there a forward pass?") != std::string::npos);
+        CHECK((of_backward[1] == of_backward[0] && of_backward[2] == of_backward[0]));
         everywhere += texts[0].empty() ? 0 : 1;
         if (!texts[0].empty()) CHECK_MESSAGE(texts[0].find(": rank 1") != std::string::npos, texts[0]);
       }

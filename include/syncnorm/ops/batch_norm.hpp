@@ -298,7 +298,7 @@ private:
       return batch_norm_forward_batches<T, P>(exec_, comm_, x, y, affine(), running(), options_.norm, saved_,
                                               workspace_, {.fault = fault}, epilogues);
     if (!fault.empty()) {
-      detail::forget(saved_);
+      detail::forget(saved_, statistics_scope::constant);
       throw invalid_argument_error{"batch_norm inference: " + std::string{fault}};
     }
     auto const alone = plan_forward(x, y, epilogues);

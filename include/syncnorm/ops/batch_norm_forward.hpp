@@ -129,7 +129,7 @@ void batch_norm_inference_batches(host::executor_ref exec, std::span<tensor_view
   detail::inference_operands<T, P> const in{x, y, affine, mean, var, eps, kind, epilogues};
   detail::call_check check;
   detail::check_inference(check, in);
-  if (check.failed()) detail::forget(saved);
+  if (check.failed()) detail::forget(saved, statistics_scope::constant);
   detail::throw_fault(in.name, check);
   detail::infer(exec, in, saved);
 }

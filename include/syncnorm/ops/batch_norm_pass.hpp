@@ -102,7 +102,7 @@ private:
   void apply(channel_span) override {}
   void commit(channel_span, std::span<double const>, std::span<double const>) override {}
   [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
-  void fail() override { forget(*saved_); }
+  void fail() override { forget(*saved_, statistics_scope::constant); }
   void require_valid() const override { throw_fault(operands_type::name, check_); }
   void run_alone() override { infer(exec_, operands(), *saved_); }
 

@@ -73,11 +73,13 @@ struct batch_norm_saved {
 
 namespace detail {
 
-/// Leaves nothing for a backward pass, after a forward pass that failed. Then the backward pass throws without an exchange: where
-/// the forward pass was one, it failed on every rank.
-inline void forget(batch_norm_saved& saved) {
+/// Leaves nothing for a backward pass, after a forward pass of this scope that failed. Then the backward pass throws; over all ranks by
+/// an exchange, since the others may have completed the forward pass.
+inline void forget(batch_norm_saved& saved, statistics_scope scope,
+                   exchange_policy exchange = exchange_policy::automatic) {
   ++saved.passes;
-  saved.scope = statistics_scope::constant;
+  saved.scope = scope;
+  saved.exchange = exchange;
   saved.mean.clear();
   saved.inv_std.clear();
 }

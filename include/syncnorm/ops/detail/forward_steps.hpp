@@ -156,7 +156,7 @@ public:
   }
 
   [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
-  void fail() override { forget(*saved_); }
+  void fail() override { forget(*saved_, in_.scope, options_.exchange); }
 
   void require_valid() const override {
     throw_fault(name, check_);
