@@ -325,6 +325,7 @@ TEST_CASE("what cannot be made a communicator, and calls that fail") {
     cudaGraph_t graph = nullptr;
     REQUIRE(cudaStreamBeginCapture(gather.on, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
     CHECK_THROWS_AS(borrowed.synchronize(gather.on), syncnorm::cuda_error);
+    CHECK_THROWS_AS(borrowed.synchronize(gather.on), syncnorm::cuda_error);
     CHECK(cudaStreamEndCapture(gather.on, &graph) == cudaErrorStreamCaptureInvalidated);
     gather(borrowed); // the capture has failed, and the communicator has not
     fake_cuda::fail_next("ncclAllGather", cudaErrorUnknown);

@@ -224,8 +224,8 @@ cudaError_t enter_outside_of_capture(char const* function) {
 cudaError_t enter_outside_of_capture(char const* function, CUstream_st& of) {
   if (!of.captured && of.captured_by == nullptr) return enter_outside_of_capture(function);
   if (auto const code = enter(function); code != cudaSuccess) return code;
-  (of.captured ? of : *of.captured_by).capture_failed = true;
-  return remembered(cudaErrorStreamCaptureUnsupported);
+  bool const before = (of.captured ? of : *of.captured_by).capture_failed.exchange(true);
+  return remembered(before ? cudaErrorStreamCaptureInvalidated : cudaErrorStreamCaptureUnsupported);
 }
 
 cudaError_t allocate(char const* function, void** pointer, std::size_t bytes, cudaMemoryType type) {

@@ -44,8 +44,8 @@ public:
   explicit nccl_communicator(ncclComm_t comm, std::chrono::milliseconds timeout = default_timeout)
       : channel_{std::make_shared<detail::nccl_channel>(comm, false, timeout)} {}
 
-  /// Owns `comm`, which the last copy destroys, or aborts where it has failed. NCCL does not destroy it before the graphs that
-  /// hold collectives of it: destroy these first.
+  /// Owns `comm`, unless this throws; the last copy destroys it, or aborts it where it has failed. NCCL does not destroy it before the
+  /// graphs that hold collectives of it: destroy these first.
   [[nodiscard]] static nccl_communicator adopt(ncclComm_t comm, std::chrono::milliseconds timeout = default_timeout) {
     return nccl_communicator{std::make_shared<detail::nccl_channel>(comm, true, timeout)};
   }
@@ -81,7 +81,12 @@ public:
     auto* const part = channel_->split(color, key);
     if (color < 0)
       throw invalid_argument_error{"nccl_communicator: the colour " + std::to_string(color) + " is negative"};
-    return adopt(part, channel_->timeout());
+    try {
+      return adopt(part, channel_->timeout());
+    } catch (...) {
+      if (part != nullptr) ncclCommAbort(part);
+      throw;
+    }
   }
 
   /// Throws what has failed. Local, does not wait.

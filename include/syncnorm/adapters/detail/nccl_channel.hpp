@@ -129,7 +129,8 @@ public:
       auto const code = query(stream);
       if (code == cudaSuccess) return check();
       if (code != cudaErrorNotReady) {
-        bool const captures = code == cudaErrorStreamCaptureUnsupported || code == cudaErrorStreamCaptureImplicit;
+        bool const captures = code == cudaErrorStreamCaptureUnsupported || code == cudaErrorStreamCaptureImplicit ||
+                              code == cudaErrorStreamCaptureInvalidated;
         if (!captures) abort(cudaGetErrorString(code));
         require_cuda(code, "cudaStreamQuery");
       }
@@ -203,19 +204,24 @@ private:
   }
 
   /// Aborts on a thread of its own, and waits for that a second at most: NCCL first sets the flag that ends what is in flight, and
-  /// then keeps its caller until no graph is left that holds a collective of the communicator. `written` lives until then.
-  static void abort_apart(ncclComm_t comm, std::shared_ptr<ncclComm_t> written) {
+  /// then keeps its caller until no graph is left that holds a collective of the communicator. `written` lives until then. Where there can
+  /// be no thread, this one aborts.
+  static void abort_apart(ncclComm_t comm, std::shared_ptr<ncclComm_t> written) noexcept {
     using namespace std::chrono_literals;
     int device = 0;
     (void)cudaGetDevice(&device);
-    std::promise<void> done;
-    auto const ended = done.get_future();
-    std::thread{[comm, written = std::move(written), device, done = std::move(done)]() mutable {
-      (void)cudaSetDevice(device);
+    try {
+      std::promise<void> done;
+      auto const ended = done.get_future();
+      std::thread{[comm, written = std::move(written), device, done = std::move(done)]() mutable {
+        (void)cudaSetDevice(device);
+        ncclCommAbort(comm);
+        done.set_value();
+      }}.detach();
+      (void)ended.wait_for(1s);
+    } catch (...) {
       ncclCommAbort(comm);
-      done.set_value();
-    }}.detach();
-    (void)ended.wait_for(1s);
+    }
   }
 
   static void require(ncclResult_t code, char const* call, ncclComm_t comm) {
