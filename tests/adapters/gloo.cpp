@@ -17,6 +17,7 @@
 #include <syncnorm/adapters/gloo_context.hpp>
 
 #include "comm/contract.hpp"
+#include "support/exchange_costs.hpp"
 #include "support/message_of.hpp"
 #include "support/processes.hpp"
 
@@ -59,7 +60,9 @@ constexpr std::size_t eager = 1000, staged = 50'001, large = 3'000'000; // exten
 TEST_CASE("gloo_communicator keeps the contract over processes") {
   for (int const size : {1, 2, 3, 4, 7})
     test_support::check_passed(run_ranks(size, [](int, auto context) {
-      contract::check_contract(gloo_communicator{std::move(context), 60s});
+      gloo_communicator const comm{std::move(context), 60s};
+      contract::check_contract(comm);
+      CHECK((comm.cost_of_exchange() == test::gloo_cost));
     }));
 }
 

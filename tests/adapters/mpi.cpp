@@ -12,6 +12,7 @@
 
 #include "comm/contract.hpp"
 #include "support/allocations.hpp"
+#include "support/exchange_costs.hpp"
 #include "support/message_of.hpp"
 
 using namespace std::chrono_literals;
@@ -34,7 +35,9 @@ MPI_Comm abandoned_duplicate() {
 
 TEST_CASE("mpi_communicator keeps the contract") {
   contract::check_contract(mpi_communicator{MPI_COMM_WORLD, 60s});
-  contract::check_contract(mpi_communicator::duplicate(MPI_COMM_WORLD, 60s));
+  auto const own = mpi_communicator::duplicate(MPI_COMM_WORLD, 60s);
+  contract::check_contract(own);
+  CHECK((own.cost_of_exchange() == test::mpi_cost));
 }
 
 TEST_CASE("data that are cut into pieces arrive whole") {

@@ -275,7 +275,7 @@ TEST_CASE("micro-batches, passes in two phases and the reduce policy take epilog
             test::comparison all{1};
             auto const begin = static_cast<std::size_t>(first * channels * spatial);
             for (auto i = begin; i < begin + 6 * channels * spatial; ++i) all.add(got[i], expected[i]);
-            CHECK_MESSAGE(all.within(1e-11), all.text());
+            CHECK_MESSAGE(all.within(1e-12), all.text());
           };
           check(y, data.oracle.y);
           check(dx, gradients.dx);

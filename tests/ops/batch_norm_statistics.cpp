@@ -140,8 +140,8 @@ TEST_CASE("a layer may have gamma alone, or beta alone") {
       layer.backward(share(x, comm.rank()), share(dy, comm.rank()), view(dx));
       auto const first = rank_size * static_cast<std::size_t>(comm.rank());
       for (std::size_t i = 0; i < rank_size; ++i) {
-        CHECK(std::abs(own_y[i] - static_cast<double>(y[first + i])) < 1e-11);
-        CHECK(std::abs(dx[i] - static_cast<double>(gradients.dx[first + i])) < 1e-11);
+        CHECK(std::abs(own_y[i] - static_cast<double>(y[first + i])) < 1e-12);
+        CHECK(std::abs(dx[i] - static_cast<double>(gradients.dx[first + i])) < 1e-12);
       }
       auto const local = oracle.parameter_gradients(x, dy, comm.rank() * per_rank, (comm.rank() + 1) * per_rank);
       for (std::size_t c = 0; c < layer_channels; ++c) {
@@ -178,7 +178,7 @@ TEST_CASE("gradients accumulate over local backward passes and one that exchange
     }
     auto const first = rank_size * static_cast<std::size_t>(comm.rank());
     for (std::size_t i = 0; i < rank_size; ++i)
-      CHECK(std::abs(dx[i] - static_cast<double>(gradients.dx[first + i])) < 1e-11);
+      CHECK(std::abs(dx[i] - static_cast<double>(gradients.dx[first + i])) < 1e-12);
   });
 }
 

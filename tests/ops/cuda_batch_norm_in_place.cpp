@@ -68,8 +68,8 @@ TEST_CASE("x is recovered on a device once after each forward pass, whichever of
       into.put(std::vector<long double>(values.size(), -7), 0);
       second();
       in_place.synchronize(on);
-      CHECK(layer_cases::error_of(into.get(), dx.get()) < 3e-5);
-      CHECK(layer_cases::error_of(over.get(), values) < 3e-5);
+      CHECK(layer_cases::error_of(into.get(), dx.get()) < 1e-5);
+      CHECK(layer_cases::error_of(over.get(), values) < 1e-5);
     }
   };
   for (int i = 0; i < 2; ++i) {
@@ -320,7 +320,7 @@ void check_passes_in_place(C const& comm, std::vector<std::int64_t> const& share
   if (how == way::grouped) apart.backward(x, dy, dx, of.epilogues, dresidual, {}, on); // which the group has written to
   apart.synchronize(on);
   group.synchronize(on);
-  of.check(true, &one::into, 3e-5);
+  of.check(true, &one::into, 1e-5);
 }
 
 } // namespace

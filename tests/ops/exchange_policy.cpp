@@ -18,6 +18,7 @@
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 
 #include <ops/pending_cases.hpp>
+#include <support/exchange_costs.hpp>
 #include <support/oracle.hpp>
 
 using syncnorm::exchange_cost;
@@ -83,7 +84,6 @@ TEST_CASE("the cost model is that of its documentation") {
     int ranks;
     std::array<std::int64_t, 6> channels; // forward and backward: by default, over MPI, over Gloo
   };
-  exchange_cost const mpi{.latency = 2e-6, .bandwidth = 5e9}, gloo{.latency = 3e-5, .bandwidth = 1e9};
   std::vector<row> const table{{2, {131072, 65536, 32768, 8192, 524288, 131072}},
                                {4, {16384, 8192, 2048, 1024, 8192, 4096}},
                                {8, {8192, 4096, 1024, 512, 4096, 1024}},
@@ -95,7 +95,7 @@ TEST_CASE("the cost model is that of its documentation") {
                                {16384, {1, 1, 1, 1, 1, 1}}};
   for (auto const& each : table) {
     std::array<std::int64_t, 6> got{};
-    for (std::size_t i = 0; auto const& of : {exchange_cost{}, mpi, gloo})
+    for (std::size_t i = 0; auto const& of : {exchange_cost{}, test::mpi_cost, test::gloo_cost})
       for (auto const rule : {merge_rule::moments, merge_rule::sums}) got[i++] = crossover(of, each.ranks, rule);
     CHECK_MESSAGE(got == each.channels, each.ranks << " ranks");
   }

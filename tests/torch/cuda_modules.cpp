@@ -155,7 +155,7 @@ TEST_CASE("CUDA tensors: a gradient penalty agrees with the CPU's") {
     for (std::size_t i = 0; i < got.size(); ++i) {
       CAPTURE(i);
       REQUIRE(got[i].defined() == expected[i].defined());
-      if (got[i].defined()) CHECK(error_of(got[i], expected[i], 5) <= 1e-11);
+      if (got[i].defined()) CHECK(error_of(got[i], expected[i], 5) <= 1e-12);
     }
   });
   check_no_violations();

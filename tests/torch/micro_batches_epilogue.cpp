@@ -202,13 +202,13 @@ TEST_CASE("a gradient penalty over micro-batches with epilogues is that of their
     auto const first = whole.first_of(comm.rank());
     for (std::size_t k = 0; k < own.leaves.size(); ++k) {
       auto const check = [&](Tensor const& got, Tensor const& expected) {
-        CHECK(error_of(got, whole.cut(expected, first + k), scale_of(expected)) <= 1e-11);
+        CHECK(error_of(got, whole.cut(expected, first + k), scale_of(expected)) <= 1e-12);
       };
       check(own.leaves[k].grad(), whole.of_penalty[0]);
       if (own.residuals[k].defined()) check(own.residuals[k].grad(), whole.of_penalty[1]);
     }
-    CHECK(error_of(sum_of_ranks(comm, norm->weight.grad()), whole.of_penalty[2]) <= 1e-11);
-    CHECK(error_of(sum_of_ranks(comm, norm->bias.grad()), whole.of_penalty[3]) <= 1e-11);
+    CHECK(error_of(sum_of_ranks(comm, norm->weight.grad()), whole.of_penalty[2]) <= 1e-12);
+    CHECK(error_of(sum_of_ranks(comm, norm->bias.grad()), whole.of_penalty[3]) <= 1e-12);
 
     norm->set_in_place();
     auto const penalty = penalty_of(own.inputs());

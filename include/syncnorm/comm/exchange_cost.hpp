@@ -14,6 +14,8 @@ struct exchange_cost {
   double handling = 6e-10; ///< seconds in which a rank merges two received numbers into its own
   /// Whether an allreduce moves less than an allgather of the same; else nothing is ever reduced unless the user says so.
   bool reduction_scales = true;
+
+  bool operator==(exchange_cost const&) const = default;
 };
 
 /// What `comm` says by a member of this name, which has to be the same on every rank; else that of a usual network. Local.
