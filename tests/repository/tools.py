@@ -66,6 +66,18 @@ class Dev(Case):
             self.assertIn(f"{task} takes", done.stderr)
             self.assertIn(" ".join(arguments), done.stderr)
 
+    def test_what_is_no_option_of_ctest_is_refused(self):
+        done = self.run_here("./dev", "test", "extra")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("test takes options of ctest, not: extra", done.stderr)
+
+    def test_a_number_of_jobs_is_one(self):
+        for jobs in ("0", "-1", "two"):
+            self.environment["SYNCNORM_JOBS"] = jobs
+            done = self.run_here("./dev", "configure", "no_such_preset")
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(f"SYNCNORM_JOBS is a number from 1, not: {jobs}", done.stderr)
+
     def test_paths_are_relative_to_the_caller(self):
         self.run_here("./dev", "bench", "--pictures", "drawn", "--help")
         self.assertTrue(os.path.isdir(self.path("drawn")))
