@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -18,6 +17,7 @@
 #include <syncnorm/adapters/detail/broken_pipe.hpp>
 #include <syncnorm/adapters/detail/c10d_operation.hpp>
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/adapters/detail/rank_order.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/require_rank.hpp>
@@ -129,9 +129,10 @@ public:
                      auto const some = std::min(done.bytes, done.room()), more = done.bytes - some;
                      for (std::size_t r = 0; r < done.ranks(); ++r) {
                        std::byte* const to = done.out + r * done.bytes;
-                       std::memcpy(to, done.data_of(r), some);
+                       detail::copy_bytes(to, done.data_of(r), some);
                        if (more != 0)
-                         std::memcpy(to + some, static_cast<std::byte const*>(done.rest.data_ptr()) + r * more, more);
+                         detail::copy_bytes(to + some, static_cast<std::byte const*>(done.rest.data_ptr()) + r * more,
+                                            more);
                      }
                    };
                  });
@@ -171,7 +172,8 @@ public:
             if (of.bytes <= of.room()) {
               of.begin(bytes, of.bytes);
               of.take = [](operation const& done) {
-                std::memcpy(done.out, done.data_of(static_cast<std::size_t>(done.header.called.root)), done.bytes);
+                detail::copy_bytes(done.out, done.data_of(static_cast<std::size_t>(done.header.called.root)),
+                                   done.bytes);
               };
               return;
             }

@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/error.hpp>
 
@@ -129,7 +130,7 @@ struct c10d_operation {
     auto const own = at::zeros({static_cast<std::int64_t>(head())}, at::kByte);
     number = state->started++;
     std::memcpy(own.data_ptr(), &header, sizeof header);
-    if (count != 0) std::memcpy(static_cast<std::byte*>(own.data_ptr()) + sizeof header, data, count);
+    copy_bytes(static_cast<std::byte*>(own.data_ptr()) + sizeof header, data, count);
     heads = gather(own);
   }
   /// Begins to gather a tensor of all ranks, into what it returns.
@@ -145,7 +146,7 @@ struct c10d_operation {
   /// So many bytes of data as a tensor.
   [[nodiscard]] static at::Tensor copy_of(std::byte const* data, std::size_t count, at::ScalarType type = at::kByte) {
     auto copy = at::empty({static_cast<std::int64_t>(count / at::elementSize(type))}, type);
-    std::memcpy(copy.data_ptr(), data, count);
+    copy_bytes(copy.data_ptr(), data, count);
     return copy;
   }
 
@@ -157,7 +158,7 @@ struct c10d_operation {
     rest = copy_of(data, bytes, type);
     std::vector<at::Tensor> tensors{rest};
     works.push_back(launch(tensors));
-    take = [](c10d_operation const& done) { std::memcpy(done.out, done.rest.data_ptr(), done.bytes); };
+    take = [](c10d_operation const& done) { copy_bytes(done.out, done.rest.data_ptr(), done.bytes); };
   }
 
   /// Of the timeout, which begins with the first call.

@@ -9,7 +9,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <span>
 #include <string>
 #include <utility>
@@ -19,6 +18,7 @@
 
 #include <syncnorm/adapters/detail/broken_pipe.hpp>
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/adapters/detail/gloo_driver.hpp>
 #include <syncnorm/adapters/detail/gloo_slot.hpp>
 #include <syncnorm/adapters/gloo_error.hpp>
@@ -95,6 +95,7 @@ public:
     require_usable();
     opened_ = called;
     if (announced_.empty()) guarded([&] { announce(); });
+    open_.reserve(open_.size() + 1); // lest what is taken be lost
     auto slot = std::move(announced_.front());
     announced_.erase(announced_.begin());
     slot->deadline = clock::now() + timeout_;
@@ -111,7 +112,7 @@ public:
     header.called.sequence = slot.sequence;
     header.all_received_below = open_.front();
     std::memcpy(packet(slot, rank()), &header, sizeof header);
-    if (!data.empty()) std::memcpy(data_of(slot, rank()), data.data(), data.size());
+    copy_bytes(data_of(slot, rank()), data.data(), data.size());
     slot.resume = resume;
     guarded([&] {
       for_each_peer([&](int r) { send_own(slot, r, 0, sizeof header + data.size()); });

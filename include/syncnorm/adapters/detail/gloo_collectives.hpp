@@ -1,12 +1,11 @@
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
-#include <cstring>
 #include <memory>
 #include <span>
 
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/adapters/detail/gloo_channel.hpp>
 #include <syncnorm/adapters/detail/rank_order.hpp>
 #include <syncnorm/comm/wire.hpp>
@@ -23,10 +22,6 @@ inline collective_header agreed_header(gloo_channel const& channel, gloo_slot co
 
 inline std::span<std::byte> block(std::byte* all, std::size_t bytes, int rank) {
   return {all + bytes * static_cast<std::size_t>(rank), bytes};
-}
-
-inline void copy_bytes(std::byte* to, std::byte const* from, std::size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
 }
 
 // Phases of bulk data and of the signals behind them, and of the signal that answers the last data.

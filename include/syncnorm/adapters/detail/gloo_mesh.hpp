@@ -4,8 +4,6 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
-#include <span>
-#include <string>
 #include <vector>
 
 #include <gloo/context.h>

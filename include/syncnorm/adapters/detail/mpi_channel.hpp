@@ -1,12 +1,10 @@
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -16,6 +14,7 @@
 #include <vector>
 
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/adapters/detail/mpi_include.hpp>
 #include <syncnorm/adapters/mpi_error.hpp>
 #include <syncnorm/comm/timeout.hpp>
@@ -155,7 +154,7 @@ public:
     slot.received_pitch = static_cast<std::size_t>(count) * unit;
     slot.sent.hold(slot.received_pitch);
     slot.received.hold(slot.received_pitch * static_cast<std::size_t>(size_) + most_unagreed);
-    if (!data.empty()) std::memcpy(slot.sent.data.get(), data.data(), data.size());
+    copy_bytes(slot.sent.data.get(), data.data(), data.size());
     MPI_Datatype type = MPI_BYTE;
     if (unit > 1) {
       require_mpi(MPI_Type_contiguous(static_cast<int>(unit), MPI_BYTE, &type), "MPI_Type_contiguous");

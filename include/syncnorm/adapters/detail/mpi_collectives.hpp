@@ -4,12 +4,12 @@
 #include <climits>
 #include <concepts>
 #include <cstddef>
-#include <cstring>
 #include <memory>
 #include <span>
 
 #include <syncnorm/adapters/detail/channel_work.hpp>
 #include <syncnorm/adapters/detail/collective_header.hpp>
+#include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/adapters/detail/mpi_channel.hpp>
 #include <syncnorm/adapters/detail/mpi_include.hpp>
 #include <syncnorm/adapters/detail/rank_order.hpp>
@@ -30,10 +30,6 @@ MPI_Datatype mpi_type() {
 }
 
 inline MPI_Op mpi_op(reduce_op op) { return op == reduce_op::sum ? MPI_SUM : op == reduce_op::min ? MPI_MIN : MPI_MAX; }
-
-inline void copy_bytes(std::byte* to, std::byte const* from, std::size_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
-}
 
 /// An operation for which nothing is started yet. What it needs is allocated before anything is, and its result taken out where all was
 /// started: so a rank that lacks the memory throws, and leaves nothing half done.
