@@ -132,18 +132,12 @@ public:
   /// Whether an exchange has been started that no call has waited for.
   [[nodiscard]] bool in_flight() const noexcept { return forward_.pending || backward_.pending; }
 
-  /// Waits for all exchanges that are in flight, and brings the state up to date. Throws what is wrong with them, once, on
-  /// every rank; the state is then as it was before the pass that failed. Local, but what it throws, it throws on the ranks
-  /// that call it: call it on all.
+  /// Waits for all exchanges that are in flight, and brings the state up to date. Throws what is wrong with one of them, once, on
+  /// every rank, and leaves the next to the next call; the state is then as it was before the pass that failed. Local, but what it
+  /// throws, it throws on the ranks that call it: call it on all.
   void synchronize() {
-    std::exception_ptr error;
-    try {
-      finish_forward();
-    } catch (...) {
-      error = std::current_exception();
-    }
+    finish_forward();
     finish_backward();
-    if (error != nullptr) std::rethrow_exception(error);
   }
 
   /// What a forward pass leaves for its backward passes, in memory of earlier ones.
