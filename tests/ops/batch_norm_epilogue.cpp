@@ -144,7 +144,7 @@ TEST_CASE("what is wrong with an epilogue on one rank is thrown on every rank, a
   std::vector<std::uint8_t> const ones(2 * 4, 1);
   std::vector<fault> const faults{
       {[&](auto& e) { e.mask = syncnorm::mask_of(ones.data(), 4, 2); },
-       "rank 1: the mask is [4, 2], expected [2, 4] as x"},
+       "rank 1: the mask is [4, 2], expected [2, 4]: a position for each"},
       {[&](auto& e) { e.mask = syncnorm::mask_of(static_cast<std::uint8_t const*>(nullptr), 2, 4); },
        "rank 1: the mask is null"},
       {[&](auto& e) { e.residual = nchw<double const>(values.data(), 2, 3, 3); },

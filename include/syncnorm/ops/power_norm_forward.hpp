@@ -8,7 +8,6 @@
 #include <span>
 #include <string_view>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
@@ -85,7 +84,7 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   check.channel_values(affine.beta, "beta", channels);
   detail::check_options(check, options, channels);
   detail::check_state(check, state, channels);
-  detail::check_mask(check, mask, x);
+  check.mask(mask, "the mask", x);
   if (size(comm) == 1) detail::throw_fault(name, check);
 
   auto const scaling = detail::scaling_of(options);

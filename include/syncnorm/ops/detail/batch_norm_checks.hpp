@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <span>
@@ -41,6 +40,7 @@ public:
     require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0,
             [&] { return text(name, " has a negative extent: ", extents(x)); });
     require(x.channels == channels, [&] { return text(name, " has ", x.channels, " channels, expected ", channels); });
+    require(is_countable(x), [&] { return text(name, " has more elements than can be counted: ", extents(x)); });
     require_data(x, name);
   }
 
@@ -78,13 +78,17 @@ public:
                   std::isfinite(slope) ? " that float holds" : "");
     });
     if (given.has_residual()) same_extents(given.residual, residual_name, x);
-    if (!given.mask) return;
-    auto const& mask = given.mask;
-    require(mask.samples == x.samples && mask.spatial == x.spatial, [&] {
-      return text(mask_name, " is [", mask.samples, ", ", mask.spatial, "], expected [", x.samples, ", ", x.spatial,
-                  "] as x");
+    mask(given.mask, mask_name, x);
+  }
+
+  template <class T, class Name>
+  void mask(mask_view const& given, Name name, tensor_view<T> const& x) {
+    if (!given) return;
+    require(given.samples == x.samples && given.spatial == x.spatial, [&] {
+      return text(name, " is [", given.samples, ", ", given.spatial, "], expected [", x.samples, ", ", x.spatial,
+                  "]: a position for each sample and place of x");
     });
-    require(mask.data != nullptr || x.count() == 0, [&] { return text(mask_name, " is null"); });
+    require(given.data != nullptr || x.count() == 0, [&] { return text(name, " is null"); });
   }
 
   /// x, or the x of all micro-batches, as in the forward pass. `expected`: −1 where it may be any.
@@ -127,7 +131,14 @@ public:
 private:
   template <class T, class Name>
   void require_data(tensor_view<T> const& x, Name name) {
+    if (failed()) return; // of what cannot be counted there is no size
     require(x.data != nullptr || x.size() == 0, [&] { return text(name, " is null, its extents are ", extents(x)); });
+  }
+
+  template <class T>
+  [[nodiscard]] static bool is_countable(tensor_view<T> const& x) {
+    std::int64_t rows = 0, elements = 0;
+    return !__builtin_mul_overflow(x.samples, x.channels, &rows) && !__builtin_mul_overflow(rows, x.spatial, &elements);
   }
 
   template <class T>

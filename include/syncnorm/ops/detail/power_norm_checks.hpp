@@ -41,14 +41,4 @@ void check_state(call_check& check, power_norm_state<P> const& state, std::int64
                 [&] { return check.text("iters is ", *state.iters, ", expected at least 0"); });
 }
 
-template <class T>
-void check_mask(call_check& check, mask_view const& mask, tensor_view<T> const& x) {
-  if (!mask) return;
-  check.require(mask.samples == x.samples && mask.spatial == x.spatial, [&] {
-    return check.text("the mask is [", mask.samples, ", ", mask.spatial, "], expected [", x.samples, ", ", x.spatial,
-                      "]: a position for each sample and place of x");
-  });
-  check.require(mask.data != nullptr || x.count() == 0, [] { return "the mask is null"; });
-}
-
 } // namespace syncnorm::detail
