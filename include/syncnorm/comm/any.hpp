@@ -1,10 +1,8 @@
 #pragma once
 
 #include <concepts>
-#include <cstddef>
 #include <memory>
 #include <span>
-#include <type_traits>
 #include <utility>
 
 #include <syncnorm/comm/collectives.hpp>

@@ -24,10 +24,10 @@
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
-
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
+#include <syncnorm/ops/detail/exchange_choice.hpp>
 
 namespace syncnorm::cuda {
 
@@ -332,13 +332,11 @@ private:
   }
 
   /// How the ranks exchange in fact.
-  [[nodiscard]] exchange_policy resolved(detail::merge_rule rule, std::size_t values = 2) const {
-    return detail::resolve_on_stream(options_.norm.exchange, comm_, rule, channels_, values);
+  [[nodiscard]] exchange_policy resolved(detail::merge_rule rule) const {
+    return detail::resolve_on_stream(options_.norm.exchange, comm_, rule, channels_);
   }
-  /// Whether passes of so many values a channel gather packets; two are both those of forward and of backward passes.
   [[nodiscard]] bool gathers(std::size_t values) const {
-    return resolved(detail::merge_rule::sums, values) == exchange_policy::gather ||
-           (values == 2 && resolved(detail::merge_rule::moments) == exchange_policy::gather);
+    return syncnorm::detail::gathers_on_stream(options_.norm.exchange, comm_, channels_, values);
   }
 
   void cut(detail::memory_cutter& cutter) {

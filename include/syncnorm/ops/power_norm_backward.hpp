@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <exception>
 #include <optional>
-#include <span>
 #include <string_view>
 #include <type_traits>
 

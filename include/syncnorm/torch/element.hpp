@@ -1,7 +1,6 @@
 #pragma once
 
 #include <string_view>
-#include <utility>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>

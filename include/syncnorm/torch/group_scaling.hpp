@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <ostream>
-#include <type_traits>
 
 #include <torch/arg.h>
 #include <torch/csrc/autograd/custom_function.h>

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <ostream>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <type_traits>
 
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/error.hpp>

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cstdint>
-
 #include <syncnorm/config.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>
 #include <syncnorm/cuda/detail/kept_packs.hpp>

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -76,14 +75,14 @@ private:
       A root = 1, along = 0; // the mean of du·u, through which x acts on its group's root
       if constexpr (Scaled) {
         lane_sum<A, lanes> squares, products;
-        for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+        for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
           fetch<L>(x, begin + i + ahead);
           auto const v = load<L>(x + begin + i);
           squares.template add<L>(v * v);
         });
         root = scaling_.template inverse_root<A>(squares.total());
         if constexpr (Map) {
-          for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+          for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
             std::int64_t const c = begin + i;
             fetch<L>(dy, c + ahead);
             auto const u = load<L>(x + c) * splat<A, L>(root);
@@ -92,7 +91,7 @@ private:
           along = products.total() / static_cast<A>(width);
         }
       }
-      for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+      for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
         std::int64_t const c = begin + i;
         if constexpr (!Scaled) fetch<L>(x, c + ahead);
         if constexpr (!Scaled || !Map) fetch<L>(dy, c + ahead);
@@ -133,7 +132,7 @@ private:
           A const* const x = fetch_run(x_, c, at, x_copy.data());
           A* const dx = Map ? place_run(dx_, c, at, dx_copy.data()) : nullptr;
           lane_sum<A, lanes> of_dy, of_dy_u;
-          for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
+          for_each_lanes<lanes>(at.length, [&]<int L>(std::int64_t i) {
             auto g = load<L>(dy + i), u = load<L>(x + i);
             if (any_masked) {
               g = kept<A, L>(load<L>(keep.data() + i), g);
@@ -169,7 +168,7 @@ private:
     std::fill_n(along, at.length, A{0});
     for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
       A const* const x = fetch_run(x_, c, at, x_copy);
-      for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
+      for_each_lanes<lanes>(at.length, [&]<int L>(std::int64_t i) {
         auto const v = load<L>(x + i);
         store<L>(root + i, load<L>(root + i) + v * v);
       });
@@ -179,7 +178,7 @@ private:
     for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
       A const* const dy = fetch_run(dy_, c, at, dy_copy);
       A const* const x = fetch_run(x_, c, at, x_copy);
-      for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
+      for_each_lanes<lanes>(at.length, [&]<int L>(std::int64_t i) {
         auto const u = load<L>(x + i) * load<L>(root + i);
         auto const du = load<L>(dy + i) * splat<A, L>(dy_scale_[c]) + u * splat<A, L>(u_scale_[c]);
         store<L>(along + i, load<L>(along + i) + du * u);

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -66,14 +65,14 @@ private:
       A root = 1;
       if constexpr (Scaled) {
         lane_sum<A, lanes> squares;
-        for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+        for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
           fetch<L>(x, begin + i + ahead);
           auto const v = load<L>(x + begin + i);
           squares.template add<L>(v * v);
         });
         root = scaling_.template inverse_root<A>(squares.total());
       }
-      for_each_vector<lanes>(width, [&]<int L>(std::int64_t i) {
+      for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
         std::int64_t const c = begin + i;
         if constexpr (!Scaled) fetch<L>(x, c + ahead);
         auto u = load<L>(x + c);
@@ -103,7 +102,7 @@ private:
           A const* const x = fetch_run(x_, c, at, x_copy.data());
           A* const y = Map ? place_run(y_, c, at, y_copy.data()) : nullptr;
           lane_sum<A, lanes> of_counted, of_masked;
-          for_each_vector<lanes>(at.length, [&]<int L>(std::int64_t i) {
+          for_each_lanes<lanes>(at.length, [&]<int L>(std::int64_t i) {
             auto u = load<L>(x + i);
             if constexpr (Scaled) u *= load<L>(root.data() + i);
             if constexpr (Map)
@@ -130,7 +129,7 @@ private:
     std::fill_n(root, at.length, A{0});
     for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
       A const* const x = fetch_run(x_, c, at, x_copy);
-      for_each_vector<native_lanes<A>>(at.length, [&]<int L>(std::int64_t i) {
+      for_each_lanes<native_lanes<A>>(at.length, [&]<int L>(std::int64_t i) {
         auto const v = load<L>(x + i);
         store<L>(root + i, load<L>(root + i) + v * v);
       });

@@ -60,7 +60,7 @@ using run_buffer = std::array<A, static_cast<std::size_t>(longest_power_run)>;
 
 /// Calls f.template operator()<L>(i) for vectors of `L` lanes at i, then f.template operator()<1>(i) for what is left.
 template <int L, class F>
-inline void for_each_vector(std::int64_t n, F const& f) {
+inline void for_each_lanes(std::int64_t n, F const& f) {
   std::int64_t i = 0;
   for (; i + L <= n; i += L) f.template operator()<L>(i);
   for (; i < n; ++i) f.template operator()<1>(i);
@@ -117,8 +117,8 @@ template <class T, class A = accumulate_t<T>>
     if constexpr (std::is_same_v<A, T>)
       return from;
     else
-      for_each_vector<native_lanes<A>>(at.length,
-                                       [&]<int L>(std::int64_t i) { store<L>(buffer + i, load<L>(from + i)); });
+      for_each_lanes<native_lanes<A>>(at.length,
+                                      [&]<int L>(std::int64_t i) { store<L>(buffer + i, load<L>(from + i)); });
   } else {
     for (std::int64_t i = 0; i < at.length; ++i) buffer[i] = to_accumulate(from[i * x.stride_s]);
   }
@@ -139,8 +139,8 @@ void finish_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at
   if (written != buffer) return;
   T* const to = &y(at.sample, c, at.begin);
   if (y.stride_s == 1)
-    for_each_vector<native_lanes<A>>(at.length,
-                                     [&]<int L>(std::int64_t i) { put<L>(to + i, load<L>(buffer + i), streams); });
+    for_each_lanes<native_lanes<A>>(at.length,
+                                    [&]<int L>(std::int64_t i) { put<L>(to + i, load<L>(buffer + i), streams); });
   else
     for (std::int64_t i = 0; i < at.length; ++i) to[i * y.stride_s] = from_accumulate<T>(buffer[i]);
 }

@@ -6,8 +6,6 @@
 #include <optional>
 #include <span>
 #include <string_view>
-#include <type_traits>
-#include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>

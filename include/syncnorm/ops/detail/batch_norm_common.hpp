@@ -4,7 +4,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/channel_moments.hpp>

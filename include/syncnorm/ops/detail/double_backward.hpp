@@ -107,9 +107,7 @@ public:
     for (std::size_t v = 0; v < buffers_type::rows; ++v) totals[v] = all(static_cast<row>(v));
     packets.total(0, totals);
     finish(0, channels_);
-    for (std::size_t k = 0; k < in_.x.size(); ++k)
-      host::double_backward_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
-                                  std::span<combination const>{buffers_->for_x});
+    map_all();
     commit();
   }
 
@@ -160,14 +158,18 @@ private:
     weigh(0, channels_);
   }
 
+  void map_all() {
+    for (std::size_t k = 0; k < in_.x.size(); ++k)
+      host::double_backward_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
+                                  std::span<combination const>{buffers_->for_x});
+  }
+
   void run_alone() {
     if (in_.x.size() != 1) {
       local();
       buffers_->all = buffers_->own;
       finish(0, channels_);
-      for (std::size_t k = 0; k < in_.x.size(); ++k)
-        host::double_backward_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
-                                    std::span<combination const>{buffers_->for_x});
+      map_all();
       return commit();
     }
     host::double_backward_in_blocks(

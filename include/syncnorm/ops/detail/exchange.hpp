@@ -83,8 +83,6 @@ private:
 /// and the rest follows once the heads agree. From then on the size is agreed, and a plan says in how many messages.
 class channel_exchange {
 public:
-  static constexpr std::int64_t head_channels = 128;
-
   /// `agreed`: an earlier exchange has shown already that all ranks have this number of channels.
   explicit channel_exchange(std::int64_t channels, bool agreed = false) : channels_{channels}, agreed_{agreed} {}
   /// Copies know what the ranks have agreed on; buffers are not shared.

@@ -59,4 +59,13 @@ template <communicator C>
   }
 }
 
+/// Whether such passes, of so many values a channel, gather packets; two are both those of forward and of backward passes.
+template <communicator C>
+[[nodiscard]] bool gathers_on_stream(exchange_policy wish, C const& comm, std::int64_t channels, std::size_t values) {
+  auto const gathers = [&](merge_rule rule) {
+    return resolve_on_stream(wish, comm, rule, channels, values) == exchange_policy::gather;
+  };
+  return gathers(merge_rule::sums) || (values == 2 && gathers(merge_rule::moments));
+}
+
 } // namespace syncnorm::detail

@@ -17,6 +17,9 @@
 
 namespace syncnorm::detail {
 
+/// Channels of which the first exchange of a workspace has room for two values each, beside a header.
+inline constexpr std::int64_t head_channels = 128;
+
 template <std::size_t N>
 void set_text(std::array<char, N>& field, std::string_view text) {
   field.fill('\0');

@@ -142,7 +142,6 @@ public:
 
 private:
   static constexpr std::size_t header_room = sizeof(packet_header) / sizeof(double);
-  static constexpr std::size_t head_values = 256; // as many as the head of channel_exchange has
 
   [[nodiscard]] static std::size_t extent(std::int64_t channels) {
     return static_cast<std::size_t>(std::max<std::int64_t>(channels, 0));
@@ -179,7 +178,7 @@ private:
   /// Exchanges heads. Returns whether that was all. Throws where the heads disagree.
   template <class C>
   bool exchange_head(C const& comm, exchange_policy policy) {
-    constexpr std::size_t room = header_room + head_values;
+    constexpr std::size_t room = header_room + 2 * static_cast<std::size_t>(head_channels);
     // The header of a single layer is that of all.
     std::size_t const at = channels_.size() == 1 ? 0 : header_room;
     bool const fits = at + own_.size() <= room;

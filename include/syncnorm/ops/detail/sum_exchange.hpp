@@ -36,8 +36,6 @@ struct gather_work<C> {
 template <class C>
 class sum_exchange {
 public:
-  static constexpr std::int64_t head_channels = channel_exchange::head_channels;
-
   /// This rank's values, to be filled before `start`.
   [[nodiscard]] std::span<double> prepare(C const& comm, std::int64_t channels, bool agreed) {
     auto const legal = static_cast<std::size_t>(std::max<std::int64_t>(channels, 0));

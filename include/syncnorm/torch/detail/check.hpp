@@ -2,11 +2,9 @@
 
 #include <array>
 #include <cstdint>
-#include <exception>
 #include <initializer_list>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>

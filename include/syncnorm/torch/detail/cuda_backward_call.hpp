@@ -1,12 +1,10 @@
 #pragma once
 
 #include <cstddef>
-#include <exception>
 #include <memory>
 #include <span>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include <ATen/ATen.h>
 #include <cuda_runtime_api.h>

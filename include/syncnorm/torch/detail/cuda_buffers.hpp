@@ -34,8 +34,9 @@ public:
   /// Allocates on the device, once, and waits for that.
   template <communicator C>
   cuda_buffers(C const& comm, at::Device device, std::int64_t channels, exchange_policy policy)
-      : cuda_buffers{device, channels, syncnorm::size(comm), gathers(comm, channels, policy, 2),
-                     gathers(comm, channels, policy, 7)} {}
+      : cuda_buffers{device, channels, syncnorm::size(comm),
+                     syncnorm::detail::gathers_on_stream(policy, comm, channels, 2),
+                     syncnorm::detail::gathers_on_stream(policy, comm, channels, 7)} {}
   cuda_buffers(cuda_buffers const&) = delete;
   cuda_buffers& operator=(cuda_buffers const&) = delete;
   /// Waits for the passes in flight, since what they use goes.
@@ -122,16 +123,6 @@ private:
     syncnorm::detail::require_cuda(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming),
                                    "cudaEventCreateWithFlags");
     there_.reset();
-  }
-
-  /// Whether passes of so many values a channel gather packets; two are both those of forward and of backward passes.
-  template <communicator C>
-  [[nodiscard]] static bool gathers(C const& comm, std::int64_t channels, exchange_policy policy, std::size_t values) {
-    using syncnorm::detail::merge_rule;
-    auto const by = [&](merge_rule rule) {
-      return syncnorm::detail::resolve_on_stream(policy, comm, rule, channels, values) == exchange_policy::gather;
-    };
-    return by(merge_rule::sums) || (values == 2 && by(merge_rule::moments));
   }
 
   void order(cudaStream_t stream) const {

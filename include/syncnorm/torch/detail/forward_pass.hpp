@@ -1,9 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <string>
-
 #include <torch/nn/cloneable.h>
 #include <torch/nn/module.h>
 
