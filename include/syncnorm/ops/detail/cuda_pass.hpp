@@ -130,15 +130,20 @@ void reduce_m2(C const& comm, pass_packets const& packets, cudaStream_t stream) 
   });
 }
 
-/// Makes the merged packets out of those of the ranks, of `pass` and of those that travel with it: of moments by two allreduces, else
-/// by one, beside an allgather of the headers.
-template <communicator C>
-void reduce_packets(C const& comm, device_pass& pass, pass_packets const& packets, fault_report const& report,
-                    cudaStream_t stream) {
-  bool const moments = pass.rule() == merge_rule::moments;
-  reduce_values(comm, packets, moments, stream);
-  for (std::size_t l = 0; l < packets.layers(); ++l) pass.accept_sums(packets.reduced(l, moments), report, stream);
-  if (moments) reduce_m2(comm, packets, stream);
+/// The collectives of an exchange by `policy`: an allgather; or an allreduce beside an allgather of the headers, accept(), and of moments
+/// another allreduce.
+template <communicator C, class Accept>
+void run_collectives(C const& comm, pass_packets const& packets, merge_rule rule, exchange_policy policy,
+                     cudaStream_t stream, Accept const& accept) {
+  if constexpr (allreduces_on_stream<C, double>)
+    if (policy == exchange_policy::reduce) {
+      bool const moments = rule == merge_rule::moments;
+      reduce_values(comm, packets, moments, stream);
+      accept();
+      if (moments) reduce_m2(comm, packets, stream);
+      return;
+    }
+  syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
 }
 
 /// The exchange of a pass, and of those that travel with it, as `policy` says. What is wrong goes to `report` here only where ranks
@@ -146,9 +151,10 @@ void reduce_packets(C const& comm, device_pass& pass, pass_packets const& packet
 template <communicator C>
 void exchange(C const& comm, device_pass& pass, pass_packets const& packets, exchange_policy policy,
               fault_report const& report, cudaStream_t stream) {
-  if constexpr (allreduces_on_stream<C, double>)
-    if (policy == exchange_policy::reduce) return reduce_packets(comm, pass, packets, report, stream);
-  syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
+  run_collectives(comm, packets, pass.rule(), policy, stream, [&] {
+    bool const moments = pass.rule() == merge_rule::moments;
+    for (std::size_t l = 0; l < packets.layers(); ++l) pass.accept_sums(packets.reduced(l, moments), report, stream);
+  });
 }
 
 /// The collectives of `exchange`, of what is in the packets: communicators may connect ranks, and allocate, in the first of a kind and
@@ -156,13 +162,7 @@ void exchange(C const& comm, device_pass& pass, pass_packets const& packets, exc
 template <communicator C>
 void rehearse_exchange(C const& comm, pass_packets const& packets, merge_rule rule, exchange_policy policy,
                        cudaStream_t stream) {
-  if constexpr (allreduces_on_stream<C, double>)
-    if (policy == exchange_policy::reduce) {
-      reduce_values(comm, packets, rule == merge_rule::moments, stream);
-      if (rule == merge_rule::moments) reduce_m2(comm, packets, stream);
-      return;
-    }
-  syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
+  run_collectives(comm, packets, rule, policy, stream, [] {});
 }
 
 /// `run_pass`, but for what becomes of a pass that throws.
