@@ -8,7 +8,7 @@
 #include <utility>
 
 #include <syncnorm/comm/communicator.hpp>
-#include <syncnorm/comm/detail/any_model.hpp>
+#include <syncnorm/comm/detail/erased_work.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>

@@ -7,29 +7,11 @@
 
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/erased_work.hpp>
 #include <syncnorm/comm/detail/signature.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
-#include <syncnorm/core/detail/kept_memory.hpp>
 
 namespace syncnorm::detail {
-
-class erased_work {
-public:
-  virtual ~erased_work() = default;
-  virtual bool test() = 0;
-  virtual void wait() = 0;
-};
-
-template <async_work W>
-class work_model final : public erased_work, public in_kept_memory<work_model<W>> {
-public:
-  explicit work_model(W work) : work_{std::move(work)} {}
-  bool test() override { return work_.test(); }
-  void wait() override { work_.wait(); }
-
-private:
-  W work_;
-};
 
 /// A collective with its type as a value.
 struct erased_call {
@@ -148,17 +130,12 @@ private:
     auto const in = call.input<T>();
     auto const out = call.output<T>();
     if (call.kind == collective_kind::allgather) {
-      if constexpr (allgathers_async<C, T>) return keep(syncnorm::allgather_async(comm, in, out));
+      if constexpr (allgathers_async<C, T>) return erase_work(syncnorm::allgather_async(comm, in, out));
     } else if constexpr (reducible_type<T>) {
-      if constexpr (allreduces_async<C, T>) return keep(syncnorm::allreduce_async(comm, in, out, call.op));
+      if constexpr (allreduces_async<C, T>) return erase_work(syncnorm::allreduce_async(comm, in, out, call.op));
     }
     run_typed<T>(call);
     return nullptr;
-  }
-
-  template <async_work W>
-  [[nodiscard]] static std::unique_ptr<erased_work> keep(W work) {
-    return std::make_unique<work_model<W>>(std::move(work));
   }
 };
 

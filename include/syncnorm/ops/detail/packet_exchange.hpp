@@ -14,7 +14,7 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
-#include <syncnorm/comm/detail/any_model.hpp>
+#include <syncnorm/comm/detail/erased_work.hpp>
 #include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/core/moments.hpp>
@@ -208,7 +208,7 @@ private:
     auto const in = std::as_bytes(std::span{own_});
     auto const out = std::as_writable_bytes(std::span{received_});
     if constexpr (allgathers_async<C, std::byte>)
-      if (split) return keep(allgather_async(comm, in, out));
+      if (split) return erase_work(allgather_async(comm, in, out));
     allgather(comm, in, out);
     return nullptr;
   }
@@ -273,7 +273,7 @@ private:
   template <class C>
   static std::unique_ptr<erased_work> reduce(C const& comm, std::span<double> values, bool split) {
     if constexpr (allreduces_async<C, double>)
-      if (split) return keep(allreduce_async(comm, std::span<double const>{values}, values));
+      if (split) return erase_work(allreduce_async(comm, std::span<double const>{values}, values));
     allreduce(comm, std::span<double const>{values}, values);
     return nullptr;
   }
@@ -296,11 +296,6 @@ private:
       require_agreement(of_ranks, layer_name(l));
     }
     throw communicator_error{"exchange", "the allreduce gave a wrong sum: no rank reports a fault, and all agree"};
-  }
-
-  template <async_work W>
-  static std::unique_ptr<erased_work> keep(W work) {
-    return std::make_unique<work_model<W>>(std::move(work));
   }
 
   kept_vector<std::int64_t> channels_;
