@@ -146,8 +146,8 @@ public:
   /// How much a rank may send beside its header, before it is known that all ranks say the same.
   static constexpr std::size_t most_unagreed = 256 * 1024;
 
-  /// Starts gathering the data of every rank, and before it, where told, `agree`. Where processes share memory, Open MPI writes all that a rank sends, however
-  /// little was to be received; so there is room for that behind the last rank's part.
+  /// Starts gathering the data of every rank, and before it, where told, `agree`. Where processes share memory, Open MPI writes
+  /// all that a rank sends, however little was to be received; so there is room for that behind the last rank's part.
   void gather(mpi_slot& slot, std::span<std::byte const> data, bool agrees) {
     auto const unit = mpi_unit(data.size());
     auto const count = static_cast<int>((data.size() + unit - 1) / unit);
