@@ -61,9 +61,9 @@ public:
   ~gloo_channel() {
     driver_.stop();
     if (failed_) return;
-    // A queued send whose buffer is gone would block its connection, which may have other users.
+    // A queued send whose buffer is gone would block its connection, which may have other users; to give up ends what they have in flight.
     try {
-      for (auto const& slot : free_) confirm_sends(*slot, std::min(timeout_, std::chrono::milliseconds{1000}));
+      for (auto const& slot : free_) confirm_sends(*slot, timeout_);
     } catch (std::exception const&) { // the connection is broken
     }
   }
@@ -95,7 +95,6 @@ public:
     require_usable();
     opened_ = called;
     if (announced_.empty()) guarded([&] { announce(); });
-    open_.reserve(open_.size() + 1); // lest what is taken be lost
     auto slot = std::move(announced_.front());
     announced_.erase(announced_.begin());
     slot->deadline = clock::now() + timeout_;
@@ -103,14 +102,13 @@ public:
     slot->done = false;
     slot->in = in.data();
     slot->out = out.data();
-    open_.push_back(slot->sequence);
     return slot;
   }
 
   /// Sends `header` and `data` to every peer. When all their packets are here, `resume` continues the operation.
   void send(gloo_slot& slot, collective_header header, std::span<std::byte const> data, gloo_slot::step resume) {
     header.called.sequence = slot.sequence;
-    header.all_received_below = open_.front();
+    header.all_received_below = closed_below_;
     std::memcpy(packet(slot, rank()), &header, sizeof header);
     copy_bytes(data_of(slot, rank()), data.data(), data.size());
     slot.resume = resume;
@@ -119,6 +117,12 @@ public:
       slot.missing_packets = size() - 1;
     });
     announce_ahead();
+  }
+
+  /// Memory of so many bytes for an operation.
+  [[nodiscard]] std::byte* scratch(gloo_slot& slot, std::size_t bytes) {
+    guarded([&] { slot.scratch.resize(bytes); });
+    return slot.scratch.data();
   }
 
   /// Announces memory for what rank `from` sends in phase `phase` (1 to 3), and the signal behind it.
@@ -156,9 +160,14 @@ public:
   /// Collects the first `count` sends of bulk data, whose receivers have answered.
   void collect_sends(gloo_slot& slot, std::size_t count) { collect(slot, slot.bulk_sends, count); }
 
-  /// Has the channel's thread drive the operation.
+  /// Has the channel's thread drive the operation, or, where there can be none, this one.
   void drive_in_background(gloo_slot& slot) {
-    if (!slot.queued && !slot.done) driver_.add(slot);
+    if (slot.queued || slot.done) return;
+    try {
+      driver_.add(slot);
+    } catch (std::exception const&) {
+      drive(slot);
+    }
   }
 
   /// Returns whether the operation has completed; rethrows what failed.
@@ -181,7 +190,8 @@ public:
   /// Gives the slot of a completed operation back.
   void close(std::unique_ptr<gloo_slot> slot) {
     if (failed_) return;
-    std::erase(open_, slot->sequence);
+    // A peer's packets come in the order of collectives, so those of earlier ones, which may be open still, are here, too.
+    closed_below_ = std::max(closed_below_, slot->sequence + 1);
     auto received = slot->sequence;
     for_each_peer([&](int r) { received = std::min(received, header_of(*slot, r).all_received_below); });
     received_below_ = std::max(received_below_, received);
@@ -424,9 +434,9 @@ private:
   std::uint32_t next_sequence_ = 0;
   std::unique_ptr<gloo_slot> next_;  // which is being announced
   int next_peer_ = 1;                // to this one next, so many ranks after this
-  std::uint32_t received_below_ = 0; // every peer has all packets of the collectives before this one
-  std::vector<std::uint32_t> open_;  // collectives in flight, in order
-  signature opened_;                 // the latest of them
+  std::uint32_t closed_below_ = 0;   // this rank has all packets of the collectives before this one
+  std::uint32_t received_below_ = 0; // every peer has
+  signature opened_;                 // the latest collective
   // Vectors, since a deque allocates now and then as things pass through it.
   std::vector<std::unique_ptr<gloo_slot>> announced_, free_;
   idle_gloo_buffers idle_; // of bulk data that were exchanged lately

@@ -132,9 +132,8 @@ slot_ptr allreduce(gloo_channel& channel, collective_header const& header, std::
     return slot;
   }
   auto const own_bytes = share(out.data(), out.size(), channel.rank(), channel.size()).size_bytes();
-  slot->scratch.resize(own_bytes * static_cast<std::size_t>(channel.size()));
-  channel.for_each_peer(
-      [&](int r) { channel.announce_bulk(*slot, first, r, block(slot->scratch.data(), own_bytes, r)); });
+  auto* const scratch = channel.scratch(*slot, own_bytes * static_cast<std::size_t>(channel.size()));
+  channel.for_each_peer([&](int r) { channel.announce_bulk(*slot, first, r, block(scratch, own_bytes, r)); });
   // Nothing arrives here before the peer has this rank's contribution to it, so `in` may be `out`.
   channel.for_each_peer([&](int r) {
     auto const result = share(out.data(), out.size(), r, channel.size());

@@ -84,8 +84,8 @@ struct gloo_slot {
   std::byte const* in = nullptr;
   std::byte* out = nullptr;
   std::vector<gloo_transfer> bulk_receives, bulk_sends;
-  std::vector<std::unique_ptr<gloo_buffer>> bulk; // over memory of the user, or over scratch
   std::vector<std::byte> scratch;
+  std::vector<std::unique_ptr<gloo_buffer>> bulk; // over memory of the user, or over scratch, which goes after them
 };
 
 } // namespace syncnorm::detail
