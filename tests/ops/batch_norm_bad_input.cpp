@@ -101,6 +101,8 @@ TEST_CASE("what is wrong with a forward pass on one rank is an error on every ra
   check_spoiled_step([](step_inputs& in) { in.x_view.channels = 2; }, {"x has 2 channels"});
   check_spoiled_step([](step_inputs& in) { in.x_view.samples = -1; }, {"negative extent", "[-1, "});
   check_spoiled_step([](step_inputs& in) { in.x_view.samples = std::int64_t{1} << 61; }, {"x has more elements"});
+  check_spoiled_step([](step_inputs& in) { in.x_view.samples = in.x_view.spatial = std::int64_t{1} << 40; },
+                     {"x has more elements"});
   check_spoiled_step([](step_inputs& in) { in.y_view.samples = 3; }, {"y is [3, ", "expected [4, "});
   check_spoiled_step([](step_inputs& in) { in.y_view.stride_s = 0; }, {"y has a zero stride"});
 }

@@ -293,6 +293,31 @@ TEST_CASE("options out of range on one rank are an error on every rank") {
     });
 }
 
+TEST_CASE("a number of steps that is none on one rank is an error in the same call on every rank") {
+  for (std::int64_t const warmup : {0, 100})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      syncnorm::power_norm<float, syncnorm::thread_communicator> layer{comm, 4, {.norm = {.warmup_iters = warmup}}};
+      step_inputs in{4};
+      auto const forward = [&] { layer.forward(in.x_view, in.y_view); };
+      auto const backward = [&] { layer.backward(in.x_view, in.dy_view, in.dx_view); };
+      forward(), backward();
+      layer.synchronize();
+      if (comm.rank() == 1) layer.iters() = -1;
+      auto const check = [](auto const& call) {
+        test::check_throws<syncnorm::invalid_argument_error>(call, {"power_norm forward: rank 1: iters is -1"});
+      };
+      if (warmup != 0) {
+        check(forward);
+      } else {
+        forward();
+        check(backward);
+      }
+      if (comm.rank() == 1) layer.iters() = 1;
+      forward(), backward();
+      CHECK(layer.iters() == 2);
+    });
+}
+
 TEST_CASE("ranks that disagree on the number of channels, the element type, or the options are told so") {
   for (auto const& pair : {std::pair<std::int64_t, std::int64_t>{3, 4}, {200, 3}, {300, 200}, {128, 129}})
     syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {

@@ -91,7 +91,9 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   bool const corrected = options.recursion == power_norm_recursion::corrected;
   auto const own_sums = workspace.prepare_forward(comm);
   pass->step = state.iters == nullptr ? 0 : *state.iters + 1;
-  bool const by_batch = pass->step <= options.warmup_iters;
+  // Where this rank cannot tell, as the others do, so that it throws where they throw.
+  bool const tells = state.iters != nullptr && *state.iters >= 0 && options.warmup_iters >= 0;
+  bool const by_batch = tells ? pass->step <= options.warmup_iters : workspace.warms_up();
   for (auto* const values : {&pass->inv_z, &pass->inv_dx, &pass->counted, &pass->masked})
     values->assign(own_sums.size(), 0.0);
   auto own = detail::make_power_norm_header<T>(name, channels, options, check);

@@ -132,6 +132,9 @@ public:
   /// Whether an exchange has been started that no call has waited for.
   [[nodiscard]] bool in_flight() const noexcept { return forward_.pending || backward_.pending; }
 
+  /// Whether the next forward pass is one of the warm-up, as far as the latest one tells.
+  [[nodiscard]] bool warms_up() const noexcept { return warms_up_; }
+
   /// Waits for all exchanges that are in flight, and brings the state up to date. Throws what is wrong with one of them, once, on
   /// every rank, and leaves the next to the next call; the state is then as it was before the pass that failed. Local, but what it
   /// throws, it throws on the ranks that call it: call it on all.
@@ -258,10 +261,11 @@ private:
     detail::require_finite("power_norm forward", "running_phi", phi);
     detail::assign(state.running_phi, std::span<double const>{phi});
     ++*state.iters;
+    warms_up_ = pass.step < options.warmup_iters;
   }
 
   std::int64_t channels_;
-  bool agreed_ = false;
+  bool agreed_ = false, warms_up_ = true;
   std::vector<double> sums_;
   detail::power_norm_passes passes_;
   detail::power_norm_factors factors_;

@@ -137,8 +137,9 @@ private:
 
   template <class T>
   [[nodiscard]] static bool is_countable(tensor_view<T> const& x) {
-    std::int64_t rows = 0, elements = 0;
-    return !__builtin_mul_overflow(x.samples, x.channels, &rows) && !__builtin_mul_overflow(rows, x.spatial, &elements);
+    std::int64_t count = 0, elements = 0;
+    return !__builtin_mul_overflow(x.samples, x.spatial, &count) &&
+           !__builtin_mul_overflow(count, x.channels, &elements);
   }
 
   template <class T>
