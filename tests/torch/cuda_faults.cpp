@@ -8,6 +8,7 @@
 #include <syncnorm/adapters/nccl.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/torch/micro_batches.hpp>
+#include <syncnorm/torch/power_norm.hpp>
 
 #include "cuda/fake_nccl.hpp"
 
@@ -135,6 +136,10 @@ TEST_CASE("CUDA tensors: what there is not is an error that says so") {
   CHECK(copy->forward(x).device() == device);
   copy->to(torch::kCPU);
   CHECK(copy->forward(x.cpu()).device().is_cpu());
+
+  syncnorm::torch::PowerNorm power{5}; // of [T, B, C]
+  power->to(device);
+  CHECK(text([&] { (void)power->forward(x); }) == "power_norm forward: the input is on cuda:0, expected cpu");
 
   run_ranks(2, [&](thread_communicator const& comm) {
     SyncBatchNorm of_two{BatchNormOptions{3}, comm};

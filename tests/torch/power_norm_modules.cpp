@@ -228,6 +228,7 @@ TEST_CASE("a converted model is the same model over the ranks, and reverting res
   };
   torch::manual_seed(7);
   auto whole = make();
+  CHECK(whole->at<syncnorm::torch::PowerNormImpl>(0).weight.numel() == 3);
   torch::manual_seed(7);
   std::vector<nn::Sequential> nets{make()};
   torch::manual_seed(7);

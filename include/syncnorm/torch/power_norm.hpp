@@ -288,6 +288,11 @@ public:
   static constexpr bool synchronized = false;
 
   explicit PowerNormImpl(PowerNormOptions const& options_) : PowerNormBase{options_, self_communicator{}} {}
+
+  // A member of this class, by which libtorch's containers tell what it is.
+  ::torch::Tensor forward(::torch::Tensor const& input, ::torch::Tensor const& pad_mask = {}) {
+    return PowerNormBase::forward(input, pad_mask);
+  }
 };
 
 /// Power normalization over the batch of all ranks of a communicator, in training; otherwise as PowerNorm.
@@ -305,6 +310,11 @@ public:
 
   explicit SyncPowerNormImpl(PowerNormOptions const& options_, any_communicator over = self_communicator{})
       : PowerNormBase{options_, std::move(over)} {}
+
+  // A member of this class, by which libtorch's containers tell what it is.
+  ::torch::Tensor forward(::torch::Tensor const& input, ::torch::Tensor const& pad_mask = {}) {
+    return PowerNormBase::forward(input, pad_mask);
+  }
 
   [[nodiscard]] any_communicator const& communicator() const noexcept { return comm(); }
   /// The communicator of the passes to come, after those in flight. Passes that are recorded keep theirs, and their backward passes

@@ -67,6 +67,9 @@ inline void check_dense(syncnorm::detail::call_check& check, at::Tensor const& t
   };
   of_channels(parameters[0], "weight");
   of_channels(parameters[1], "bias");
+  for (auto const& tensor : parameters) // whose gradients are so
+    check.require(!tensor.defined() || tensor.dim() == 1,
+                  [&] { return check.text("weight or bias is ", tensor.sizes(), ", expected [C]"); });
   of_channels(state[0], "running_phi");
   of_channels(state[1], "ema_gz");
   for (auto const& tensor : state)

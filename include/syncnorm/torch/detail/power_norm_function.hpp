@@ -35,13 +35,15 @@ public:
   /// The tensors of the state, of the module's element type but for `iters`, which is one 64-bit integer.
   at::Tensor running_phi, ema_gz, iters;
 
-  /// What a pass over elements of `T` sees of the state: of tensors of another type, nothing, which is its fault.
+  /// What a pass over elements of `T` sees of the state: of tensors of another type or device, nothing, which is its fault.
   template <class T>
   [[nodiscard]] power_norm_state<T> state() const {
     auto const values = [](at::Tensor const& tensor) {
-      return tensor.scalar_type() == c10::CppTypeToScalarType<T>::value ? values_of<T>(tensor) : std::span<T>{};
+      bool const fits = tensor.device().is_cpu() && tensor.scalar_type() == c10::CppTypeToScalarType<T>::value;
+      return fits ? values_of<T>(tensor) : std::span<T>{};
     };
-    auto* const steps = iters.scalar_type() == at::kLong ? iters.data_ptr<std::int64_t>() : nullptr;
+    bool const counts = iters.device().is_cpu() && iters.scalar_type() == at::kLong;
+    auto* const steps = counts ? iters.data_ptr<std::int64_t>() : nullptr;
     return {values(running_phi), values(ema_gz), steps};
   }
 
