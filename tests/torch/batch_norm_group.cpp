@@ -314,6 +314,19 @@ TEST_CASE("what autograd cannot record on one rank is thrown on every rank, and 
     refused("weight is an inference tensor", [&] { norm->forward(good); });
     norm->weight = weight;
 
+    // A view of one of several outputs whose base is written to afterwards.
+    auto const stale_view = [&] {
+      auto const base = random({2, 4, 3}).requires_grad_() * 1;
+      auto const part = base.unbind()[0];
+      base.mul_(2);
+      return part;
+    };
+    std::string const stale = "is a view and its base or another view of its base has been modified";
+    auto const view = comm.rank() == 1 ? stale_view() : good;
+    refused(stale, [&] { norm->forward(view); });
+    refused(stale, [&] { norm->forward_with(good, {.residual = view}); });
+    refused(stale, [&] { (void)norm->begin_forward(view).finish(); });
+
     // Gradients of outputs.
     auto const given = [&](Tensor const& bad, bool create_graph) {
       auto const x = good.clone().requires_grad_();
@@ -325,6 +338,8 @@ TEST_CASE("what autograd cannot record on one rank is thrown on every rank, and 
     auto text = thrown(inference, true);
     CHECK_MESSAGE(contains(text, "rank 1: the gradient of an output is an inference tensor"), text);
     given(inference, false);
+    text = thrown(stale_view(), true);
+    CHECK_MESSAGE((contains(text, "rank 1: ") && contains(text, stale)), text);
     text = thrown(good.to_sparse(), false);
     CHECK_MESSAGE(contains(text, "rank 1: the gradient of an output is Sparse, expected Strided"), text);
     text = thrown(dual.get(), false);

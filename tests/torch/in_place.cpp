@@ -227,6 +227,15 @@ TEST_CASE("what a pass keeps goes with its graph, or its backward pass") {
     auto const all = mallinfo2();
     return static_cast<std::int64_t>(all.uordblks + all.hblkhd);
   };
+  {
+    auto pending = norm->begin_forward(leaf * 1, {.mask = mask}); // which is done with when it is finished
+    std::weak_ptr<torch::autograd::Node> const node = [&] {
+      auto const y = pending.finish();
+      y.sum().backward();
+      return y.grad_fn();
+    }();
+    CHECK(node.expired());
+  }
   for (bool const retain : {false, true}) {
     auto const counter = std::make_shared<live_bytes>();
     c10::DebugInfoGuard const counts{c10::DebugInfoKind::PROFILER_STATE, counter};
@@ -264,6 +273,8 @@ TEST_CASE("in place: what autograd forbids is an error on every rank, and change
           text);
       auto const both = leaf * 1;
       text = thrown(both, {.residual = comm.rank() == 0 ? both : leaf});
+      CHECK_MESSAGE(contains(text, "rank 0: the residual is in the memory of the input"), text);
+      text = thrown(both, {.residual = comm.rank() == 0 ? both.as_strided({4, 3, 2}, {1, 8, 4}) : leaf});
       CHECK_MESSAGE(contains(text, "rank 0: the residual is in the memory of the input"), text);
       auto const wide = random({4, 4, 2});
       auto const of_wide = wide.slice(1, 1);

@@ -85,8 +85,7 @@ inline std::vector<::torch::Tensor> forward_batches(SyncBatchNorm& norm, std::ve
 [[nodiscard]] inline pending_forwards begin_forward_batches(SyncBatchNorm& norm,
                                                             std::vector<::torch::Tensor> const& inputs,
                                                             std::vector<norm_epilogue> const& epilogues = {}) {
-  return pending_forwards{
-      {detail::batches_of::passes(*norm, inputs, epilogues), !detail::batches_of::are_together(*norm)}};
+  return pending_forwards{{detail::batches_of::passes(*norm, inputs, epilogues), false}};
 }
 
 } // namespace syncnorm::torch

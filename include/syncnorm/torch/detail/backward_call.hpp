@@ -207,11 +207,15 @@ public:
                       wanted_gradients wants, std::string fault)
       : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)} {
     if (!pass_->in_place || !fault_.empty()) return;
-    auto const& kept = *static_cast<std::vector<batch_norm_kept<T>> const*>(memory_->kept.get());
-    for (std::size_t k = 0; k < kept.size() && fault_.empty(); ++k) {
-      fault_ = kept[k].recover(at_executor{}, x_views_[k], recovered_views_[k], affine_, pass_->saved, epilogues_[k]);
-      x_views_[k] = recovered_views_[k];
-    }
+    fault_ = fault_or_thrown([&] {
+      std::string found;
+      auto const& kept = *static_cast<std::vector<batch_norm_kept<T>> const*>(memory_->kept.get());
+      for (std::size_t k = 0; k < kept.size() && found.empty(); ++k) {
+        found = kept[k].recover(at_executor{}, x_views_[k], recovered_views_[k], affine_, pass_->saved, epilogues_[k]);
+        x_views_[k] = recovered_views_[k];
+      }
+      return found;
+    });
   }
 
   void run() override {

@@ -116,6 +116,10 @@ struct named_tensor {
       return std::string{name} + " has a forward gradient, and forward-mode differentiation is not implemented";
     if (saves && tensor.is_inference())
       return std::string{name} + " is an inference tensor, which autograd cannot save; pass a clone of it";
+    if (!saves) continue;
+    // A view whose base was written to may have a history that autograd refuses.
+    auto const refused = fault_or_thrown([&] { return (void)tensor.grad_fn(), std::string{}; });
+    if (!refused.empty()) return refused;
   }
   return {};
 }

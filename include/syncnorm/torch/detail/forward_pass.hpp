@@ -161,8 +161,8 @@ protected:
 
 private:
   void take_parameters() {
-    if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_.weight.contiguous());
-    if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_.bias.contiguous());
+    if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_.weight.detach().contiguous());
+    if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_.bias.detach().contiguous());
     if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
     mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();
     running_ = {values_of<P>(mean_), values_of<P>(var_)};
@@ -184,14 +184,16 @@ private:
       auto& epilogue = epilogues_.emplace_back();
       epilogue.activation = with.activation;
       epilogue.masked = with.masked;
-      if (with.residual.defined()) epilogue.residual = make_companion<T>(residuals_.emplace_back(with.residual), of);
-      if (in_.in_place && epilogue.has_residual() && syncnorm::detail::overlap<T>(epilogue.residual, of.x_view))
+      if (in_.in_place && may_overlap(input, with.residual)) // which the backward pass reads, too
         throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
+      if (with.residual.defined())
+        epilogue.residual = make_companion<T>(residuals_.emplace_back(with.residual.detach()), of);
       if (with.mask.defined()) memory_->masks[k] = dense_mask(with.mask, of.order);
       epilogue.mask = mask_in(memory_, k);
     }
   }
 
+  // All detached, so that their memory is here, wherever that of the user's tensors goes meanwhile.
   std::vector<operands<T>> of_;
   at::Tensor gamma_, beta_;
   std::vector<at::Tensor> residuals_; // those that there are, which may be copies

@@ -50,7 +50,7 @@ class pending_outputs {
 public:
   using passes_type = std::vector<std::unique_ptr<forward_pass>>;
 
-  /// Of one module, or of a group. Collective in training.
+  /// Of one module, or of a group; several of one module are of this rank alone. Collective in training.
   pending_outputs(passes_type passes, bool grouped) : passes_{std::move(passes)} {
     begun_ = begin_together(passes_, grouped);
     grouped_ = grouped;
@@ -67,6 +67,7 @@ public:
         in_place_{other.in_place_}, anchored_{other.anchored_}, done_{std::exchange(other.done_, true)},
         begun_{std::move(other.begun_)} {}
   pending_outputs& operator=(pending_outputs&& other) noexcept {
+    if (this == &other) return *this;
     begun_.reset(); // waits, before what it borrows goes
     passes_ = std::move(other.passes_);
     outputs_ = std::move(other.outputs_);
@@ -86,6 +87,9 @@ public:
     at::AutoGradMode const no_recording{false};
     complete(*begun_, passes_, [&] { settle(); });
     begun_->hand_over(outputs_);
+    // What is kept of the passes from here on, autograd keeps.
+    begun_.reset();
+    passes_.clear();
     return std::move(outputs_);
   }
 
@@ -107,8 +111,10 @@ private:
   }
 
   [[nodiscard]] std::vector<at::Tensor> recorded() const {
-    bool const one = !grouped_ && passes_.front()->outputs().size() == 1;
-    return one ? std::vector{record(*passes_.front(), anchored_)} : record_group(passes_, grouped_, anchored_);
+    if (grouped_ || passes_.front()->outputs().size() != 1) return record_group(passes_, grouped_, anchored_);
+    std::vector<at::Tensor> each;
+    for (auto const& pass : passes_) each.push_back(record(*pass, anchored_));
+    return each;
   }
 
   passes_type passes_;

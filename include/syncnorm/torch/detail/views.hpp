@@ -74,7 +74,7 @@ template <class T>
     made.y_view = *y_view;
     return made;
   };
-  auto const x = in_memory(input);
+  auto const x = in_memory(input.detach());
   if (auto made = attempt(x)) return *made;
   return *attempt(x.contiguous(x.suggest_memory_format()));
 }
@@ -82,7 +82,7 @@ template <class T>
 /// `input` as a pass in place reads and writes it. Throws where no view expresses it.
 template <class T>
 [[nodiscard]] operands<T> make_operands_in_place(at::Tensor const& input) {
-  operands<T> made{input, input, {}, {}, spatial_order(input)};
+  operands<T> made{input.detach(), input, {}, {}, spatial_order(input)};
   bool const marked = input.is_neg() || input._is_zerotensor();
   auto const view = marked ? std::nullopt : view_of<T>(input, made.order);
   if (!view)
