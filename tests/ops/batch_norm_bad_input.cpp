@@ -104,14 +104,15 @@ TEST_CASE("what is wrong with a forward pass on one rank is an error on every ra
   check_spoiled_step([](step_inputs& in) { in.x_view.samples = in.x_view.spatial = std::int64_t{1} << 40; },
                      {"x has more elements"});
   check_spoiled_step([](step_inputs& in) { in.y_view.samples = 3; }, {"y is [3, ", "expected [4, "});
-  check_spoiled_step([](step_inputs& in) { in.y_view.stride_s = 0; }, {"y has a zero stride"});
+  check_spoiled_step([](step_inputs& in) { in.y_view.stride_s = 0; }, {"y has the strides", "its elements overlap"});
+  check_spoiled_step([](step_inputs& in) { in.y_view.stride_n = 2; }, {"y has the strides [2, "});
 }
 
 TEST_CASE("what is wrong with a backward pass on one rank is an error on every rank") {
   check_spoiled_step([](step_inputs& in) { in.dy_view.data = nullptr; }, {"backward", "dy is null"});
   check_spoiled_step([](step_inputs& in) { in.dy_view.samples = 3; }, {"backward", "dy is [3, "});
   check_spoiled_step([](step_inputs& in) { in.dx_view.data = nullptr; }, {"backward", "dx is null"});
-  check_spoiled_step([](step_inputs& in) { in.dx_view.stride_n = 0; }, {"backward", "dx has a zero stride"});
+  check_spoiled_step([](step_inputs& in) { in.dx_view.stride_n = 0; }, {"backward", "dx has the strides [0, "});
 }
 
 TEST_CASE("what a pass writes over what it is yet to read, on one rank, is an error on every rank") {

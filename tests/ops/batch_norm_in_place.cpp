@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <random>
@@ -444,7 +445,7 @@ TEST_CASE("a backward pass in place whose epilogue is wrong leaves y to the one 
 TEST_CASE("views overlap where they have an element in common, backwards, too") {
   std::vector<double> memory(64);
   using view = syncnorm::tensor_view<double const>;
-  using syncnorm::detail::overlap;
+  using syncnorm::detail::overlap, syncnorm::detail::overlaps_itself;
   double const* const x = memory.data();
   view const rows{x, 2, 3, 4, 12, 4, 1}, after{x + 24, 2, 3, 4, 12, 4, 1};
   view const backwards{x + 23, 2, 3, 4, -12, -4, -1}, after_backwards{x + 47, 2, 3, 4, -12, -4, -1};
@@ -479,6 +480,7 @@ TEST_CASE("views overlap where they have an element in common, backwards, too") 
     if (a.channels == 1 || b.channels == 1) b.stride_c = up_to(9) - 4;
     if (a.spatial == 1 || b.spatial == 1) b.stride_s = up_to(9) - 4;
     auto const of_a = places(a);
+    CHECK(overlaps_itself(a) == (std::ssize(of_a) < a.size()));
     bool const expected = std::ranges::any_of(places(b), [&](auto const* place) { return of_a.contains(place); });
     CHECK(overlap<double>(a, b) == expected);
     overlapping += expected ? 1 : 0;

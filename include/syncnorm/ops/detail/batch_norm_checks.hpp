@@ -12,6 +12,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/detail/overlap.hpp>
 
 namespace syncnorm::detail {
 
@@ -56,9 +57,11 @@ public:
   template <class T, class Name>
   void output(tensor_view<T> const& y, Name name, tensor_view<T const> const& x) {
     same_extents(y, name, x);
-    bool const overlaps =
-        (y.stride_n == 0 && y.samples > 1) || (y.stride_c == 0 && y.channels > 1) || (y.stride_s == 0 && y.spatial > 1);
-    require(!overlaps || y.size() == 0, [&] { return text(name, " has a zero stride, so its elements overlap"); });
+    if (failed()) return;
+    require(!overlaps_itself(y), [&] {
+      return text(name, " has the strides [", y.stride_n, ", ", y.stride_c, ", ", y.stride_s,
+                  "], by which its elements overlap");
+    });
   }
 
   template <class P>

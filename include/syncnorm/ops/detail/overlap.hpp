@@ -35,6 +35,34 @@ struct difference {
   return false;
 }
 
+/// Differences of two indices of one view, from the largest stride to the smallest; an extent of 1 has none.
+template <class T>
+[[nodiscard]] std::array<difference, 3> differences_within(tensor_view<T> const& x) {
+  auto const of = [](std::int64_t extent, std::int64_t stride) {
+    return difference{extent > 1 ? stride : 0, -extent, extent};
+  };
+  std::array<difference, 3> all{of(x.samples, x.stride_n), of(x.channels, x.stride_c), of(x.spatial, x.stride_s)};
+  std::ranges::sort(all, std::ranges::greater{}, [](difference const& each) { return std::abs(each.stride); });
+  return all;
+}
+
+/// Whether two indices of a view are one place in memory.
+template <class T>
+[[nodiscard]] bool overlaps_itself(tensor_view<T> const& x) {
+  if (x.size() <= 1) return false;
+  auto const all = differences_within(x);
+  for (std::size_t k = 0; k < all.size(); ++k) {
+    auto const [stride, above, below] = all[k];
+    auto const others = std::span{all}.subspan(k + 1);
+    std::int64_t rest = 0;
+    for (auto const& each : others) rest += each.reach();
+    std::int64_t const step = std::abs(stride);
+    for (std::int64_t i = 1; i < below && i * step <= rest; ++i)
+      if (comes_to(i * step, others)) return true;
+  }
+  return false;
+}
+
 /// What there is to know of where two views are in memory.
 enum class placement {
   apart,       ///< no element of one is one of the other
