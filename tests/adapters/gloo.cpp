@@ -12,6 +12,7 @@
 
 #include <doctest/doctest.h>
 #include <gloo/allgather.h>
+#include <malloc.h>
 
 #include <syncnorm/adapters/gloo.hpp>
 #include <syncnorm/adapters/gloo_context.hpp>
@@ -64,6 +65,28 @@ TEST_CASE("gloo_communicator keeps the contract over processes") {
       contract::check_contract(comm);
       CHECK((comm.cost_of_exchange() == test::gloo_cost));
     }));
+}
+
+TEST_CASE("memory does not grow while an operation is open") {
+  test_support::check_passed(run_ranks(2, [](int, auto context) {
+    gloo_communicator const comm{std::move(context), 60s};
+    std::vector<float> const in(4);
+    std::vector<float> out(8), of_open(8);
+    auto const steps = [&](int n) {
+      for (int i = 0; i < n; ++i) syncnorm::allgather(comm, std::span{in}, std::span{out});
+    };
+    auto const allocated = [] {
+      auto const all = mallinfo2();
+      return all.uordblks + all.hblkhd;
+    };
+    steps(20);
+    auto open = syncnorm::allgather_async(comm, std::span{in}, std::span{of_open});
+    steps(20);
+    auto const before = allocated();
+    steps(200); // of which each takes 64 KB
+    CHECK(allocated() <= before + 1'000'000);
+    open.wait();
+  }));
 }
 
 TEST_CASE("a sum has the bits of the sum in rank order, whatever its extent") {
