@@ -43,6 +43,7 @@ using gloo_work = detail::channel_work<detail::gloo_channel, detail::gloo_slot>;
 /// its connections, as Gloo's own timeouts do, so that every rank that waits for this one to join a collective fails at
 /// once, whoever else it waits for. One that has all from it already does not take that for a failure, as a rank may also
 /// have ended after its last collective.
+/// The last copy waits until all that it has sent is under way, for the timeout at most, which ends the context's connections, too.
 /// `split` gives a communicator with connections of its own. What a communicator has announced stays in the context, some KB for each
 /// that is made. A process whose SIGPIPE has the default action ignores it from here on, because writing to a
 /// dead peer would otherwise end the process.
