@@ -16,7 +16,6 @@
 #include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
-#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
@@ -56,15 +55,7 @@ public:
     check_.batches_of(in_.to_x.size(), batches, "micro-batches of the gradient to x", true);
     check_.batches_of(in_.epilogues.size(), batches, "epilogues", true);
     for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
-    using syncnorm::detail::named_views;
-    syncnorm::detail::check_outputs_apart<T>(check_, batches, {"the gradient to dy", in_.to_dy},
-                                             {"the gradient to x", in_.to_x},
-                                             {{"dy", in_.dy},
-                                              {"x", in_.x},
-                                              {"the gradient with respect to dx", in_.u},
-                                              {"the gradient with respect to dresidual", in_.v},
-                                              named_views<T>{in_.epilogues}},
-                                             false);
+    syncnorm::detail::check_outputs_apart(check_, in_);
     auto const count = syncnorm::detail::count_of(in_.x);
     check_.own_count(count, saved_->own_count);
     check_.values(in_.affine.gamma, "gamma", channels);

@@ -19,14 +19,20 @@ struct difference {
   [[nodiscard]] std::int64_t reach() const { return std::abs(stride) * std::max(-above - 1, below - 1); }
 };
 
+/// As far as all of them come to at most.
+[[nodiscard]] inline std::int64_t reach_of(std::span<difference const> all) {
+  std::int64_t reach = 0;
+  for (auto const& each : all) reach += each.reach();
+  return reach;
+}
+
 /// Whether some differences come to `distance`. Of each that are tried, the others can make up for the rest.
 [[nodiscard]] inline bool comes_to(std::int64_t distance, std::span<difference const> of) {
   if (of.empty()) return distance == 0;
   auto const [stride, above, below] = of.front();
   auto const others = of.subspan(1);
   if (stride == 0) return comes_to(distance, others);
-  std::int64_t rest = 0, step = std::abs(stride), sign = stride < 0 ? -1 : 1;
-  for (auto const& each : others) rest += each.reach();
+  std::int64_t const rest = reach_of(others), step = std::abs(stride), sign = stride < 0 ? -1 : 1;
   // i·step is within `rest` of `distance`, and sign·i a difference of indices.
   std::int64_t const middle = distance / step, margin = rest / step + 1;
   std::int64_t const least = sign > 0 ? above + 1 : 1 - below, most = sign > 0 ? below - 1 : -above - 1;
@@ -35,13 +41,16 @@ struct difference {
   return false;
 }
 
-/// Differences of two indices of one view, from the largest stride to the smallest; an extent of 1 has none.
+/// Differences of an index of `a` to one of `b`, whose strides are equal, but that an extent of 1 has none; from the largest to the
+/// smallest.
 template <class T>
-[[nodiscard]] std::array<difference, 3> differences_within(tensor_view<T> const& x) {
-  auto const of = [](std::int64_t extent, std::int64_t stride) {
-    return difference{extent > 1 ? stride : 0, -extent, extent};
+[[nodiscard]] std::array<difference, 3> differences_of(tensor_view<T> const& a, tensor_view<T> const& b) {
+  auto const of = [](std::int64_t one, std::int64_t other, std::int64_t stride, std::int64_t other_stride) {
+    return difference{one > 1 ? stride : other > 1 ? other_stride : 0, -other, one};
   };
-  std::array<difference, 3> all{of(x.samples, x.stride_n), of(x.channels, x.stride_c), of(x.spatial, x.stride_s)};
+  std::array<difference, 3> all{of(a.samples, b.samples, a.stride_n, b.stride_n),
+                                of(a.channels, b.channels, a.stride_c, b.stride_c),
+                                of(a.spatial, b.spatial, a.stride_s, b.stride_s)};
   std::ranges::sort(all, std::ranges::greater{}, [](difference const& each) { return std::abs(each.stride); });
   return all;
 }
@@ -50,14 +59,11 @@ template <class T>
 template <class T>
 [[nodiscard]] bool overlaps_itself(tensor_view<T> const& x) {
   if (x.size() <= 1) return false;
-  auto const all = differences_within(x);
+  auto const all = differences_of(x, x);
   for (std::size_t k = 0; k < all.size(); ++k) {
-    auto const [stride, above, below] = all[k];
     auto const others = std::span{all}.subspan(k + 1);
-    std::int64_t rest = 0;
-    for (auto const& each : others) rest += each.reach();
-    std::int64_t const step = std::abs(stride);
-    for (std::int64_t i = 1; i < below && i * step <= rest; ++i)
+    std::int64_t const step = std::abs(all[k].stride), rest = reach_of(others);
+    for (std::int64_t i = 1; i < all[k].below && i * step <= rest; ++i)
       if (comes_to(i * step, others)) return true;
   }
   return false;
@@ -98,14 +104,8 @@ template <class T>
     };
     return is_dense(a) && is_dense(b) ? placement::overlapping : placement::unknown;
   }
-  // Whether some b[n, c, s] is a[n + i, c + j, s + k], from the largest stride to the smallest; that of an extent of 1 is none.
-  auto const differences = [](std::int64_t one, std::int64_t other, std::int64_t stride, std::int64_t other_stride) {
-    return difference{one > 1 ? stride : other > 1 ? other_stride : 0, -other, one};
-  };
-  std::array<difference, 3> all{differences(a.samples, b.samples, a.stride_n, b.stride_n),
-                                differences(a.channels, b.channels, a.stride_c, b.stride_c),
-                                differences(a.spatial, b.spatial, a.stride_s, b.stride_s)};
-  std::ranges::sort(all, std::ranges::greater{}, [](difference const& of) { return std::abs(of.stride); });
+  // Whether some b[n, c, s] is a[n + i, c + j, s + k].
+  auto const all = differences_of(a, b);
   return comes_to(b.data - a.data, all) ? placement::overlapping : placement::apart;
 }
 
