@@ -89,11 +89,10 @@ private:
   using operands_type = inference_operands<T, P>;
 
   [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
-  [[nodiscard]] exchange_policy policy() const override { return options_.exchange; }
   [[nodiscard]] std::int64_t channels() const override { return channels_; }
   [[nodiscard]] bool collective() const override { return false; }
   [[nodiscard]] packet_header header() const override {
-    return make_header<T>(operands_type::name, channels_, 0, check_);
+    return make_header<T>(operands_type::name, channels_, 0, options_.exchange, check_);
   }
   void local(channel_span, std::span<double>, std::span<double>) override {}
   void accept(exchange_summary const&) override {}

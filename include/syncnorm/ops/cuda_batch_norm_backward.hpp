@@ -50,7 +50,6 @@ public:
       : groupable_pass{workspace, caller}, in_{in}, exchange_{exchange}, saved_{&saved}, saved_passes_{saved.passes} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
-  [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
   [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
 
   void check(bool, cudaStream_t stream) override {
@@ -92,7 +91,7 @@ public:
     check_.values(in_.affine.beta, "beta", channels);
     check_.values(in_.gradients.gamma, "the gradient of gamma", channels);
     check_.values(in_.gradients.beta, "the gradient of beta", channels);
-    header_ = syncnorm::detail::make_header<T>(name(), channels, count, check_);
+    header_ = syncnorm::detail::make_header<T>(name(), channels, count, saved_->exchange, check_);
     header_.backward = callers_backward();
     // Kernels get nothing of a call that is wrong.
     if (check_.failed()) in_ = {};

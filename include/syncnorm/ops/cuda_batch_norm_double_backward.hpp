@@ -37,7 +37,6 @@ public:
       : device_pass{workspace, caller}, in_{in}, exchange_{exchange}, saved_{&saved} {}
 
   [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
-  [[nodiscard]] exchange_policy wish() const override { return saved_->exchange; }
   [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
   [[nodiscard]] pass_packets const& packets() const override { return workspace_->double_packets(); }
 
@@ -64,7 +63,7 @@ public:
     check_.values(in_.b, "the gradient with respect to that of beta", channels);
     check_.values(in_.gamma_gradient, "the gradient of gamma", channels);
     if (packets().empty()) reserve(stream);
-    header_ = syncnorm::detail::make_header<T>(name(), channels, count, check_);
+    header_ = syncnorm::detail::make_header<T>(name(), channels, count, saved_->exchange, check_);
     // Kernels get nothing of a call that is wrong.
     if (check_.failed()) in_ = {};
   }

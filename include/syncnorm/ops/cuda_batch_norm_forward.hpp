@@ -56,7 +56,6 @@ public:
   [[nodiscard]] std::string_view name() const override {
     return constant() ? "batch_norm inference" : "batch_norm forward";
   }
-  [[nodiscard]] exchange_policy wish() const override { return options_.exchange; }
   [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
   [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
 

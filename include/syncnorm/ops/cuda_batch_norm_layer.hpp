@@ -66,7 +66,6 @@ public:
     detail::device_check check{workspace_.device()};
     check.options(options_.norm, running(), channels_);
     auto own = syncnorm::detail::make_forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
-    own.wish = static_cast<std::int16_t>(options_.norm.exchange);
     own.policy = static_cast<std::int16_t>(resolved(detail::merge_rule::moments));
     workspace_.agree(comm_, own, stream);
     using detail::merge_rule;

@@ -225,13 +225,13 @@ private:
     auto& first = passes_.front().steps();
     bool const moments = first.rule() == detail::merge_rule::moments;
     auto const channels = std::accumulate(pool.channels().begin(), pool.channels().end(), std::int64_t{0});
-    auto const policy = detail::resolve_on_stream(first.wish(), comm, first.rule(), channels, 2, passes_.size());
+    auto const policy = detail::resolve_on_stream(syncnorm::detail::policy_asked(first.header()), comm, first.rule(),
+                                                  channels, 2, passes_.size());
     bool const reduces = policy == exchange_policy::reduce;
     for (auto const& pass : passes_) {
       auto& header = headers.emplace_back(pass.steps().header());
       header.layers = static_cast<std::int16_t>(passes_.size());
       header.two_phase = pass.steps().collective() ? 1 : 2;
-      header.wish = static_cast<std::int16_t>(pass.steps().wish());
       header.policy = static_cast<std::int16_t>(policy);
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
       if (auto const clash = clash_of(headers.size() - 1); !clash.empty())

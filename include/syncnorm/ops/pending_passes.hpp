@@ -134,7 +134,6 @@ private:
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       channels += steps.channels();
       auto& header = exchange_.header(l) = steps.header();
-      header.wish = static_cast<std::int16_t>(steps.policy());
       header.two_phase = steps.collective() ? 1 : 2;
       detail::report_what_throws(header, [&] {
         if (steps.rule() != first.rule())
@@ -148,7 +147,8 @@ private:
           header.count = 0;
       });
     });
-    auto const policy = detail::resolve(first.policy(), comm, first.rule(), channels, 2, passes_.size());
+    auto const policy =
+        detail::resolve(detail::policy_asked(exchange_.header(0)), comm, first.rule(), channels, 2, passes_.size());
     work_ = exchange_.start(comm, first.rule(), policy, true);
     if (exchange_.agreed()) home_->agree();
   }

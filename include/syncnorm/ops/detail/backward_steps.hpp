@@ -98,12 +98,11 @@ public:
   [[nodiscard]] call_check& check() noexcept { return check_; }
 
   [[nodiscard]] merge_rule rule() const override { return merge_rule::sums; }
-  [[nodiscard]] exchange_policy policy() const override { return saved_->exchange; }
   [[nodiscard]] std::int64_t channels() const override { return channels_; }
   [[nodiscard]] bool collective() const override { return exchanges_; }
 
   [[nodiscard]] packet_header header() const override {
-    auto own = make_header<T>(name, channels_, count_of(in_.x), check_);
+    auto own = make_header<T>(name, channels_, count_of(in_.x), saved_->exchange, check_);
     own.backward = static_cast<std::int32_t>(backward_);
     return own;
   }

@@ -6,7 +6,6 @@
 #include <string_view>
 
 #include <syncnorm/core/batch_norm_options.hpp>
-#include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
@@ -36,16 +35,17 @@ template <class T>
   return count;
 }
 
-/// The header of a pass of element type `T`; the caller adds what its pass alone has.
+/// The header of a pass of element type `T`, of which `wish` is asked; the caller adds what its pass alone has.
 template <class T>
 [[nodiscard]] packet_header make_header(std::string_view pass, std::int64_t channels, std::int64_t count,
-                                        call_check const& check) {
+                                        exchange_policy wish, call_check const& check) {
   packet_header own;
   set_text(own.pass, pass);
   set_text(own.element, element_traits<T>::name);
   set_text(own.fault, check.fault());
   own.channels = channels;
   own.count = check.failed() ? 0 : count;
+  own.wish = static_cast<std::int16_t>(wish);
   return own;
 }
 
@@ -54,7 +54,7 @@ template <class T, class P>
 [[nodiscard]] packet_header
 make_forward_header(std::int64_t channels, std::int64_t count, affine_parameters<P> const& affine,
                     running_statistics<P> const& running, batch_norm_options const& options, call_check const& check) {
-  auto own = make_header<T>("batch_norm forward", channels, count, check);
+  auto own = make_header<T>("batch_norm forward", channels, count, options.exchange, check);
   own.eps = options.eps + 0.0; // −0 is 0, also where bytes are compared
   own.momentum = options.momentum.value_or(-1) + 0.0;
   own.running_variance = static_cast<std::int32_t>(options.variance);
@@ -65,27 +65,6 @@ make_forward_header(std::int64_t channels, std::int64_t count, affine_parameters
 
 inline void throw_fault(std::string_view pass, call_check const& check) {
   if (check.failed()) throw invalid_argument_error{std::string{pass} + ": " + check.fault()};
-}
-
-/// mean and m2 of a part's channels over all ranks, merged in rank order so that every rank gets the same bits.
-inline void merge_ranks(channel_exchange const& exchange, exchange_part const& part, std::span<double> mean,
-                        std::span<double> m2) {
-  std::int64_t merged = 0;
-  for (std::size_t r = 0; r < exchange.headers().size(); ++r) {
-    auto const count = exchange.headers()[r].count;
-    merge_channels(merged, mean, m2, count, part.first_of(r), part.second_of(r));
-    merged += count;
-  }
-}
-
-/// The sums of a part's channels over all ranks, in rank order.
-inline void sum_ranks(channel_exchange const& exchange, exchange_part const& part, std::span<double> first,
-                      std::span<double> second) {
-  for (std::size_t r = 0; r < exchange.headers().size(); ++r) {
-    auto const rank_first = part.first_of(r), rank_second = part.second_of(r);
-    for (std::size_t c = 0; c < first.size(); ++c) first[c] += rank_first[c];
-    for (std::size_t c = 0; c < second.size(); ++c) second[c] += rank_second[c];
-  }
 }
 
 } // namespace syncnorm::detail

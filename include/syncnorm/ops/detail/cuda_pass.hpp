@@ -57,8 +57,7 @@ public:
   [[nodiscard]] virtual bool collective() const = 0;
   /// What it exchanges by itself.
   [[nodiscard]] virtual pass_packets const& packets() const { return workspace_->packets(); }
-  /// How its ranks would exchange, and what becomes of their values.
-  [[nodiscard]] virtual exchange_policy wish() const = 0;
+  /// What becomes of the ranks' values.
   [[nodiscard]] virtual merge_rule rule() const { return merge_rule::sums; }
   /// Writes this rank's packet.
   virtual void local(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) = 0;
@@ -178,10 +177,10 @@ void run_steps(C const& comm, device_pass& pass, cudaStream_t stream) {
   } else {
     device_scope const there{workspace.device()}; // the others are waiting, even if another is current
     auto const& packets = pass.packets();
-    auto const policy = resolve_on_stream(pass.wish(), comm, pass.rule(), workspace.channels(), packets.values());
+    auto const policy = resolve_on_stream(syncnorm::detail::policy_asked(pass.header()), comm, pass.rule(),
+                                          workspace.channels(), packets.values());
     bool const reduces = policy == exchange_policy::reduce;
     auto header = pass.header();
-    header.wish = static_cast<std::int16_t>(pass.wish());
     header.policy = static_cast<std::int16_t>(policy);
     workspace.on_own_device(stream, pass.stream_device(), [&](cudaStream_t on) {
       if (!workspace.agreed()) workspace.agree(comm, header, on);

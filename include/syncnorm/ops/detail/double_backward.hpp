@@ -85,8 +85,7 @@ public:
     auto& packets = workspace.double_packets;
     if (workspace.exchange.agreed()) packets.agree();
     packets.prepare(size(comm));
-    packets.header(0) = make_header<T>(name, channels_, count_of(in_.x), check_);
-    packets.header(0).wish = static_cast<std::int16_t>(saved_->exchange);
+    packets.header(0) = make_header<T>(name, channels_, count_of(in_.x), saved_->exchange, check_);
     report_what_throws(packets.header(0), [&] {
       if (!check_.failed()) local();
     });

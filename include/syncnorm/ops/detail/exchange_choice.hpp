@@ -33,6 +33,11 @@ enum class merge_rule : std::uint8_t {
   return reduce + besides < gather ? exchange_policy::reduce : exchange_policy::gather;
 }
 
+/// As the options of a pass have it.
+[[nodiscard]] inline exchange_policy policy_asked(packet_header const& own) {
+  return static_cast<exchange_policy>(own.wish);
+}
+
 /// What `wish` comes to over `comm`; the same on every rank, as all that it depends on is. A communicator without
 /// allreduce gathers.
 template <communicator C>

@@ -103,7 +103,6 @@ public:
   }
 
   [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
-  [[nodiscard]] exchange_policy policy() const override { return options_.exchange; }
   [[nodiscard]] std::int64_t channels() const override { return channels_; }
   [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
 

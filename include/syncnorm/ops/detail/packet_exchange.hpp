@@ -15,12 +15,12 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/erased_work.hpp>
-#include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/core/moments.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/ops/detail/digest.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/ops/detail/fold_ranks.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
 namespace syncnorm::detail {
@@ -124,20 +124,9 @@ public:
       return;
     }
     for (auto const& row : rows) std::ranges::fill(row, 0.0);
-    std::int64_t merged = 0;
-    for (std::size_t r = 0; r < ranks_; ++r) {
-      auto const from = rank_values(r);
-      if (rule_ == merge_rule::sums) {
-        for (std::size_t v = 0; v < rows.size(); ++v) {
-          auto const part = row_of(from, layer, v);
-          for (std::size_t c = 0; c < part.size(); ++c) rows[v][c] += part[c];
-        }
-        continue;
-      }
-      auto const header = header_at(from.data() + offsets_[layer]);
-      merge_channels(merged, rows[0], rows[1], header.count, row_of(from, layer, 0), row_of(from, layer, 1));
-      merged += header.count;
-    }
+    fold_ranks(
+        rule_, ranks_, [&](std::size_t r) { return header_at(rank_values(r).data() + offsets_[layer]).count; },
+        [&](std::size_t r, std::size_t v) { return row_of(rank_values(r), layer, v); }, rows);
   }
 
 private:

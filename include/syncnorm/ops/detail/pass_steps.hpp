@@ -29,8 +29,6 @@ public:
   virtual ~pass_steps() = default;
 
   [[nodiscard]] virtual merge_rule rule() const = 0;
-  /// Of the user, who may leave it to the cost model.
-  [[nodiscard]] virtual exchange_policy policy() const = 0;
   [[nodiscard]] virtual std::int64_t channels() const = 0;
   /// Whether the pass involves other ranks, where there are any.
   [[nodiscard]] virtual bool collective() const = 0;

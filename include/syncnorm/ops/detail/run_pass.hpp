@@ -10,6 +10,7 @@
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/ops/detail/fold_ranks.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
@@ -26,8 +27,7 @@ void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace
   }
   channel_span const all{0, steps.channels()};
   auto own = steps.header();
-  own.wish = static_cast<std::int16_t>(steps.policy());
-  auto const policy = resolve(steps.policy(), comm, steps.rule(), steps.channels());
+  auto const policy = resolve(policy_asked(own), comm, steps.rule(), steps.channels());
   if (policy == exchange_policy::reduce) {
     auto& packets = workspace.packets;
     if (workspace.exchange.agreed()) packets.agree();
@@ -52,11 +52,11 @@ void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace
       [&](exchange_part const& part) { steps.local(part.channels, part.first, part.second); },
       [&] { steps.accept(summarize(exchange.headers())); },
       [&](exchange_part const& part, exchange_part const* next) {
-        auto const [first, second] = steps.totals(part.channels);
-        if (steps.rule() == merge_rule::moments)
-          merge_ranks(exchange, part, first, second);
-        else
-          sum_ranks(exchange, part, first, second);
+        auto const& headers = exchange.headers();
+        fold_ranks(
+            steps.rule(), headers.size(), [&](std::size_t r) { return headers[r].count; },
+            [&](std::size_t r, std::size_t v) { return v == 0 ? part.first_of(r) : part.second_of(r); },
+            steps.totals(part.channels));
         if (next != nullptr)
           steps.apply_and_local(part.channels, next->channels, next->first, next->second);
         else
