@@ -41,11 +41,14 @@ template <class T>
   return common_layout(x) == layout::strided && x.stride_c < x.stride_s && x.stride_c < x.stride_n;
 }
 
+/// Elements of the shortest rows that are worth vectors along them.
+inline constexpr std::int64_t shortest_row = 16;
+
 /// Whether the rows of a sample follow each other without a gap and are too short for vectors: then the positions of a
 /// row are better taken for channels, each element of a sample in a lane of its own.
 template <class T>
 [[nodiscard]] constexpr bool folds(tensor_view<T> const& x) {
-  return has_rows(x) && x.spatial < 16 && x.stride_c == x.spatial;
+  return has_rows(x) && x.spatial < shortest_row && x.stride_c == x.spatial;
 }
 
 /// The same for arithmetic with coefficients of the channel: as long as those of a sample's elements fit the first-level
@@ -56,7 +59,7 @@ template <class T>
   constexpr std::int64_t few_vectors = 512 / sizeof(accumulate_t<std::remove_const_t<T>>), small_table = 1 << 12;
   std::int64_t const long_row = sizeof(T) == 2 && x.samples >= 16 ? 2 * few_vectors : few_vectors;
   return has_rows(x) && x.stride_c == x.spatial &&
-         (x.spatial < 16 || (x.spatial < long_row && x.size() <= small_table * x.samples));
+         (x.spatial < shortest_row || (x.spatial < long_row && x.size() <= small_table * x.samples));
 }
 
 /// `x` with its positions taken for channels, `[N, C·S, 1]`.
@@ -136,8 +139,10 @@ struct groups {
   constexpr groups(std::int64_t samples, std::int64_t spatial, std::int64_t longest_piece)
       : cut{spatial, longest_piece}, pieces{samples * cut.pieces} {
     if (pieces == 0) return;
-    length = std::max(
-        {ceil_div(pieces, most), ceil_div(fewest_elements, cut.length), cut.length >= long_piece ? fewest_pieces : 1});
+    // What a group takes beside its rows counts where these are of few vectors: it has 4 KB of them.
+    std::int64_t const fewest = spatial < shortest_row ? fewest_elements : longest_piece / 2;
+    length =
+        std::max({ceil_div(pieces, most), ceil_div(fewest, cut.length), cut.length >= long_piece ? fewest_pieces : 1});
     count = ceil_div(pieces, length);
   }
 

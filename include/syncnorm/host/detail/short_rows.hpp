@@ -20,7 +20,7 @@ inline constexpr std::int64_t short_row_pilot = 16;
 
 /// Whether rows are taken by `short_row_sums`.
 [[nodiscard]] constexpr bool are_short_rows(std::int64_t spatial) {
-  return spatial >= short_row_pilot && spatial < groups::long_piece;
+  return spatial >= shortest_row && spatial < groups::long_piece;
 }
 
 /// Σ a and Σ a·b per channel over short rows, those of some rows in `A`, and of these in double. `Op` has
@@ -37,6 +37,7 @@ class short_row_sums {
   using pair = std::array<vector, 2>;
   using vectors = std::array<vector, coefficients>;
   using pointers = std::array<T const*, inputs>;
+  static constexpr std::int64_t most_vectors = longest_sum / 2; ///< of a row, which are added in `A`
 
 public:
   short_row_sums(Op const& op, std::array<tensor_view<T const>, inputs> const& in)
@@ -46,7 +47,7 @@ public:
   void operator()(std::int64_t begin, std::int64_t end, double* first, double* second) const {
     std::fill_n(first, channels_, 0.0);
     std::fill_n(second, channels_, 0.0);
-    constexpr std::int64_t fewest_for_columns = 8;
+    constexpr std::int64_t fewest_for_columns = sizeof(T) == 2 ? 8 : 12;
     if (end - begin < fewest_for_columns) {
       for (std::int64_t c = 0; c < channels_; ++c) add_rows(c, begin, end, first[c], second[c]);
       return;
@@ -138,10 +139,15 @@ private:
     // Rows of so many inputs that are a power of two apart share few sets of the first-level cache.
     constexpr std::int64_t most_rows = 16 / static_cast<std::int64_t>(inputs);
     std::int64_t const width = channels * spatial_, at_once = ceil_div(end - begin, ceil_div(end - begin, most_rows));
+    // So many are added up in `A`, and then so many vectors of them: `longest_sum` in all.
+    std::int64_t const vectors_of_row = std::min(most_vectors, spatial_ / lanes),
+                       stretch = (longest_sum - vectors_of_row) / at_once * at_once;
     for (std::int64_t row = begin; row < end; row += at_once) {
       std::int64_t const last = std::min(end, row + at_once);
-      auto const sum_columns = [&]<std::size_t Columns>(
-          std::int64_t first_lane, std::integral_constant<std::size_t, Columns>) __attribute__((always_inline)) {
+      bool const begun = (row - begin) % stretch != 0, done = last == end || (last - begin) % stretch == 0;
+      auto const sum_columns = [&]<std::size_t Columns>(std::int64_t first_lane,
+                                                        std::integral_constant<std::size_t, Columns>, int fresh = lanes)
+          __attribute__((always_inline)) {
         std::array<vectors, Columns> k;
         std::array<pair, Columns> sum{};
         auto const lane = [&](std::size_t v) { return first_lane + static_cast<std::int64_t>(v) * lanes; };
@@ -160,7 +166,10 @@ private:
           for (std::size_t j = 0; j < inputs; ++j) from[j] += in_[j].stride_n;
         }
         for (std::size_t v = 0; v < Columns; ++v)
-          for (std::size_t j = 0; j < 2; ++j) store<lanes>(&sums[j][static_cast<std::size_t>(lane(v))], sum[v][j]);
+          for (std::size_t j = 0; j < 2; ++j) {
+            A* const to = &sums[j][static_cast<std::size_t>(lane(v))];
+            store<lanes>(to, begun ? load<lanes>(to) + keep_last<A, lanes>(sum[v][j], fresh) : sum[v][j]);
+          }
       };
       constexpr std::integral_constant<std::size_t, 1> one{};
       constexpr std::integral_constant<std::size_t, line_elements<T> / lanes >= 2 ? 2 : 1> some{};
@@ -169,20 +178,26 @@ private:
       // A line of the cache may be gone before it is read again.
       for (; lane + some_lanes <= width; lane += some_lanes) sum_columns(lane, some);
       for (; lane + lanes <= width; lane += lanes) sum_columns(lane, one);
-      if (width % lanes != 0) sum_columns(width - lanes, one);
+      if (width % lanes != 0) sum_columns(width - lanes, one, static_cast<int>(width % lanes));
+      if (!done) continue;
       for (std::int64_t i = 0; i < channels; ++i) {
-        first[i] += static_cast<double>(sum_positions(&sums[0][static_cast<std::size_t>(i * spatial_)]));
-        second[i] += static_cast<double>(sum_positions(&sums[1][static_cast<std::size_t>(i * spatial_)]));
+        first[i] += sum_positions(&sums[0][static_cast<std::size_t>(i * spatial_)]);
+        second[i] += sum_positions(&sums[1][static_cast<std::size_t>(i * spatial_)]);
       }
     }
   }
 
-  [[nodiscard, gnu::always_inline]] A sum_positions(A const* sums) const {
-    vector all{};
-    std::int64_t i = 0;
-    for (; i + lanes <= spatial_; i += lanes) all += load<lanes>(sums + i);
-    if (i < spatial_) all += keep_last<A, lanes>(load<lanes>(sums + spatial_ - lanes), static_cast<int>(spatial_ - i));
-    return sum_lanes<A, lanes>(all);
+  [[nodiscard, gnu::always_inline]] double sum_positions(A const* sums) const {
+    vector_t<double, native_lanes<double>> all{};
+    for (std::int64_t i = 0; i < spatial_;) {
+      vector some{};
+      std::int64_t const end = std::min(spatial_, i + most_vectors * lanes);
+      for (; i + lanes <= end; i += lanes) some += load<lanes>(sums + i);
+      if (i < end) some += keep_last<A, lanes>(load<lanes>(sums + end - lanes), static_cast<int>(end - i));
+      all += fold_to_double<A>(some);
+      i = end;
+    }
+    return sum_lanes<double, native_lanes<double>>(all);
   }
 
   Op op_;
