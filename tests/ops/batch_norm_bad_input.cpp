@@ -165,6 +165,7 @@ TEST_CASE("outputs may be what they are made of, and lie between other elements"
 
   refused([&] { forward({at(0), at(30)}, {at(200), at(31)}, none); }, "y[1] and x[1] overlap in memory, and are not");
   refused([&] { forward({at(0), at(30)}, {at(30), at(200)}, none); }, "y[0] and x[1] overlap in memory");
+  refused([&] { forward({at(0), at(30)}, {at(200), at(200)}, none); }, "y[1] and y[0] overlap in memory");
   refused([&] { forward({at(0), at(30)}, {at(200), at(100)}, residuals); }, "y[1] and the residual[0] overlap");
   layer.eval();
   refused([&] { forward({at(0), at(30)}, {at(30), at(200)}, none); }, "inference: y[0] and x[1] overlap in memory");
@@ -175,6 +176,7 @@ TEST_CASE("outputs may be what they are made of, and lie between other elements"
   };
   wrong_gradients({at(160), at(300)}, {}, "dx[0] and dy[1] overlap in memory");
   wrong_gradients({at(300), at(61)}, {}, "dx[1] and dy[0] overlap in memory");
+  wrong_gradients({at(300), at(315)}, {}, "dx[1] and dx[0] overlap in memory");
   wrong_gradients({at(130), at(300)}, {}, "dx[0] and the residual[1] overlap in memory");
   wrong_gradients({at(300), at(330)}, {at(360), at(20)}, "dresidual[1] and x[0] overlap in memory");
   wrong_gradients({at(60), at(300)}, {at(330), at(60)}, "dresidual[1] and dy[0] overlap in memory");

@@ -84,7 +84,8 @@ TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the 
     test::nccl_communicator comm;
     layer_over<test::nccl_communicator> layer;
     test::stream on{};
-    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 20}, y{test::layout::nhwc, 2, 3, 20};
+    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 3, 20}, y{test::layout::nhwc, 2, 3, 20},
+        second{test::layout::nhwc, 2, 3, 20}, third{test::layout::nhwc, 2, 3, 20};
 
     explicit rank(ncclComm_t of) : comm{test::nccl_communicator::adopt(of)}, layer{comm, 3} {
       x.put(std::vector<long double>(120, 1), 0);
@@ -123,7 +124,7 @@ TEST_CASE("a pass is two launches and one allgather, allocates nothing, and the 
   auto const for_batches = [&](auto const& pass) {
     for (auto const& each : ranks) {
       std::array<syncnorm::tensor_view<float const>, 3> const x{each->x.view, each->x.view, each->x.view};
-      std::array const out{each->y.view, each->y.view, each->y.view};
+      std::array const out{each->y.view, each->second.view, each->third.view};
       pass(*each, x, out);
     }
   };

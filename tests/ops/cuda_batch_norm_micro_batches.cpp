@@ -55,6 +55,35 @@ TEST_CASE("double backward on a device agrees with the oracle, of one batch and 
   test::check_no_violations();
 }
 
+TEST_CASE("double backward on a device needs nothing of positions whose outputs are 0") {
+  test::device_buffer<std::uint8_t> const mask{std::vector<std::uint8_t>{1, 0, 1, 1}};
+  auto const run = [&](long double garbage, std::size_t where, float slope) {
+    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 1, 2}, dy{test::layout::nchw, 2, 1, 2},
+        u{test::layout::nchw, 2, 1, 2}, y{test::layout::nchw, 2, 1, 2}, to_x{test::layout::nchw, 2, 1, 2};
+    auto const of = [&](std::size_t tensor) { return tensor == where ? garbage : 0.25L; };
+    x.put({1, of(0), 3, -2}, 0), dy.put({0.5, of(1), -1, 2}, 0), u.put({2, of(2), 1, -1}, 0);
+    layer_over<syncnorm::self_communicator> layer{{}, 1};
+    syncnorm::batch_norm_epilogue<float> const epilogue{.activation = syncnorm::activation::leaky_relu(slope),
+                                                        .mask = syncnorm::mask_of(mask.data(), 2, 2),
+                                                        .masked = syncnorm::masked_outputs::zero};
+    test::stream const on;
+    layer.forward(x.view, y.view, epilogue, on);
+    layer.double_backward({.dx = u.view}, x.view, dy.view, y.view, to_x.view, epilogue, {}, on);
+    layer.synchronize(on);
+    auto all = y.get();
+    auto const of_x = to_x.get();
+    auto const of_gamma = layer_cases::get(layer.gamma_grad());
+    all.insert(all.end(), of_x.begin(), of_x.end());
+    all.insert(all.end(), of_gamma.begin(), of_gamma.end());
+    return all;
+  };
+  for (float const slope : {1.0F, 0.5F})
+    for (std::size_t where = 0; where < 3; ++where)
+      for (long double const garbage : {std::numeric_limits<long double>::infinity(), std::nanl("")})
+        CHECK(run(garbage, where, slope) == run(0.25L, 3, slope));
+  test::check_no_violations();
+}
+
 TEST_CASE("what is not given to double backward on a device is not another times 0") {
   long double const infinity = std::numeric_limits<long double>::infinity();
   layer_over<syncnorm::self_communicator> layer{{}, 1};
@@ -86,11 +115,12 @@ TEST_CASE("what is not given to double backward on a device is not another times
 TEST_CASE("what is wrong with one micro-batch on a device on one rank is an error on every rank") {
   test::over_nccl(2, [](auto const& comm) {
     layer_over<test::nccl_communicator> layer{comm, 2};
-    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 2, 3}, y{test::layout::nchw, 2, 2, 3};
+    layer_cases::device_tensor<float> x{test::layout::nchw, 2, 2, 3}, y{test::layout::nchw, 2, 2, 3},
+        more{test::layout::nchw, 2, 2, 3};
     x.put(std::vector<long double>(12, 1), 0), y.put(std::vector<long double>(12, -5), 0);
     test::stream const on;
     std::vector<syncnorm::tensor_view<float const>> xs{x.view, x.view}, dys{x.view, x.view};
-    std::vector<syncnorm::tensor_view<float>> ys{y.view, y.view};
+    std::vector<syncnorm::tensor_view<float>> ys{y.view, more.view};
     auto const thrown = [&](auto const& f) {
       return test::thrown<syncnorm::invalid_argument_error>([&] {
         f();
@@ -106,6 +136,10 @@ TEST_CASE("what is wrong with one micro-batch on a device on one rank is an erro
     if (here) few.pop_back();
     CHECK(thrown([&] { layer.forward(xs, few, {}, on); }) ==
           "batch_norm forward: rank 1: there are 1 micro-batches of y, expected 2 as of x");
+    auto same = ys;
+    if (here) same[1] = y.view;
+    CHECK(thrown([&] { layer.forward(xs, same, {}, on); }) ==
+          "batch_norm forward: rank 1: y[1] and y[0] overlap in memory");
     std::vector<syncnorm::batch_norm_epilogue<float>> const one(here ? 1 : 2);
     CHECK(thrown([&] { layer.forward(xs, ys, one, on); }) ==
           "batch_norm forward: rank 1: there are 1 epilogues, expected 2 as micro-batches of x");

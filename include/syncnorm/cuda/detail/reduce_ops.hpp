@@ -332,15 +332,17 @@ struct double_backward_sums_op : added_parts<5> {
     if constexpr (Epilogue) {
       A v = d * k.scale + k.shift;
       if (residual.data != nullptr) v += to_accumulate(in[3]);
-      g = counts_too || !zeroes ? activation_gradient(v, g, slope) : A{0};
+      g = activation_gradient(v, g, slope);
     }
-    to.of[0] += g;
-    to.of[1] += g * d;
-    if (u.data == nullptr) return; // not 0 times what may be infinite
-    A const second = to_accumulate(in[0]), counted_second = Epilogue && !counts_too ? A{0} : second;
-    to.of[2] += counted_second;
-    to.of[3] += counted_second * d;
-    to.of[4] += second * g;
+    // Nothing of what does not count, and not 0 times it: it may be infinite.
+    bool const counted = !Epilogue || counts_too, written = counted || !zeroes;
+    to.of[0] += written ? g : A{0};
+    to.of[1] += written ? g * d : A{0};
+    if (u.data == nullptr) return;
+    A const second = to_accumulate(in[0]);
+    to.of[2] += counted ? second : A{0};
+    to.of[3] += counted ? second * d : A{0};
+    to.of[4] += written ? second * g : A{0};
   }
   static SYNCNORM_DEVICE void flush(fine& from, double (&sum)[sums]) {
     SYNCNORM_UNROLL

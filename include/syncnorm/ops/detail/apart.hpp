@@ -48,13 +48,16 @@ private:
   std::span<batch_norm_epilogue<T> const> epilogues_{};
 };
 
-/// K micro-batches of an output, which are apart from what is read; but where it `may_be_same`, that of the same number it may be.
+/// K micro-batches of an output, which are apart from each other and from what is read; but where it `may_be_same`, that of the same
+/// number it may be.
 template <class T>
 void check_output_apart(call_check& check, std::size_t batches, named_views<T> const& written,
                         std::initializer_list<named_views<T>> read, bool may_be_same) {
   for (std::size_t k = 0; k < batches; ++k) {
     if (!written[k].is_given()) continue;
     batch_name const of{written.name, k, batches};
+    for (std::size_t j = 0; j < k; ++j)
+      check_apart<T>(check, written[k], of, written[j], batch_name{written.name, j, batches}, false);
     for (std::size_t j = 0; j < batches; ++j)
       for (auto const& each : read)
         check_apart<T>(check, written[k], of, each[j], batch_name{each.name, j, batches}, may_be_same && j == k);
