@@ -460,6 +460,10 @@ TEST_CASE("Clusters are for devices which have them, and code which knows of the
   CHECK(gpu::runs_clusters<900>(900));
   CHECK(gpu::runs_clusters<800, 900>(900));
   CHECK(gpu::runs_clusters<900>(1000)); // by its intermediate code
+  CHECK(gpu::runs_clusters<800, 900, 1000>(1000));
+  CHECK(gpu::runs_clusters<900, 1200>(1000));
+  CHECK(!gpu::runs_clusters<800, 900>(1000)); // perhaps by the intermediate code of 8.0
+  CHECK(!gpu::runs_clusters<1000>(900));
   CHECK(!gpu::runs_clusters<800>(900));
   CHECK(!gpu::runs_clusters<800, 1000>(900));
   CHECK(!gpu::runs_clusters<800, 900>(860));

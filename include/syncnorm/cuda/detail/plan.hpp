@@ -308,11 +308,12 @@ template <class Op>
   return cut;
 }
 
-/// Whether a device of `architecture` runs code that knows of clusters, where there is code for those that are `Compiled`: of these it
-/// takes the latest one not after its own.
+/// Whether a device of `architecture` is sure to run code that knows of clusters, where there is code for those that are `Compiled`. Of
+/// its own generation it takes what is not after it; of others intermediate code, and nobody says of which there is any.
 template <int... Compiled>
 [[nodiscard]] constexpr bool runs_clusters(int architecture) {
-  return ((Compiled >= 900 && Compiled <= architecture) || ...);
+  bool const of_its_own = ((Compiled <= architecture && Compiled / 100 == architecture / 100) || ...);
+  return architecture >= 900 && (of_its_own || ((Compiled >= 900) && ...)) && ((Compiled <= architecture) || ...);
 }
 
 /// Blocks of `accept_kernel`: one for the header, and, of moments, one for each `threads` channels.
