@@ -37,8 +37,9 @@ struct forward_operands {
   affine_parameters<P> affine;
   running_statistics<P> running;
   statistics_scope scope = statistics_scope::all_ranks;
-  std::span<batch_norm_epilogue<T> const> epilogues{}; ///< none, or K
-  std::span<batch_norm_kept<T>> kept{};                ///< none: not in place; or K, where each y is x
+  std::span<batch_norm_epilogue<T> const> epilogues{};     ///< none, or K
+  std::span<batch_norm_kept<T>> kept{};                    ///< none: not in place; or K, where each y is x
+  function_ref<void(cudaStream_t)> wait = wait_for_stream; ///< where room has to be made for what is kept
 };
 
 /// A forward pass by the kernels of `Kernels`. Its statistics are of all ranks, of this rank, or, where they are constant, the running
@@ -208,7 +209,7 @@ private:
       });
       if (check_.failed()) return;
       try { // the other ranks are waiting
-        in_.kept[k].reserve(x.count(), in_.affine, of, (x.channels + 15) / 16, stream);
+        in_.kept[k].reserve(x.count(), in_.affine, of, (x.channels + 15) / 16, stream, in_.wait);
       } catch (cuda_error const& e) {
         check_.require(false, [&] { return std::string{e.what()}; });
       }

@@ -13,6 +13,7 @@
 #include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/recoverable.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
@@ -26,6 +27,11 @@ template <class T>
 [[nodiscard]] bool has_inverse(activation const& of) {
   return is_recoverable(1, 0, of.negative_slope, recoverable_ratio<T>);
 }
+
+/// Waits for a stream, for ever.
+inline constexpr auto wait_for_stream = [](cudaStream_t stream) {
+  syncnorm::detail::require_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+};
 
 /// What a forward pass in place keeps of x for its backward pass, on the current device: the channels that cannot be recovered
 /// from y, as `is_recoverable` says. Which these are is known on the device alone, so there is room for a number of them.
@@ -46,18 +52,18 @@ public:
   }
 
   /// Makes room for the channels of an x of `count` elements a channel that cannot be recovered by these parameters, and for
-  /// `spare` more. Local; waits for the stream, allocates, and drops what is kept. A graph goes on with the room that it was captured
-  /// with, which stays as long as this.
+  /// `spare` more. Local; waits for the stream, by `wait`, allocates, and drops what is kept. A graph goes on with the room that it was
+  /// captured with, which stays as long as this.
   template <class P>
   void reserve(std::int64_t count, affine_parameters<P> affine, activation const& of, std::int64_t spare,
-               cudaStream_t stream) {
+               cudaStream_t stream, function_ref<void(cudaStream_t)> wait = wait_for_stream) {
     using syncnorm::detail::require_cuda;
     auto const on_host = [&](std::span<P const> values, double otherwise) {
       std::vector<P> all(static_cast<std::size_t>(channels_), from_double<P>(otherwise));
       if (!values.empty())
         require_cuda(cudaMemcpyAsync(all.data(), values.data(), values.size_bytes(), cudaMemcpyDeviceToHost, stream),
                      "cudaMemcpyAsync");
-      require_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+      wait(stream);
       return all;
     };
     auto const gamma = on_host(affine.gamma, 1), beta = on_host(affine.beta, 0);
@@ -66,7 +72,7 @@ public:
       if (!is_recoverable(as_double(gamma[c]), as_double(beta[c]), of.negative_slope, recoverable_ratio<T>)) ++needed;
     room_ = count_ = 0;
     if (table_ == nullptr) table_ = (own_table_ = detail::device_memory{table_bytes(channels_)}).data();
-    auto const room = std::min(channels_, needed + spare);
+    auto const room = std::clamp<std::int64_t>(needed + spare, 0, channels_);
     if (std::exchange(captured_, false)) elements_of_graphs_.push_back(std::move(own_elements_));
     own_elements_ = detail::device_memory{};
     own_elements_ = detail::device_memory{static_cast<std::size_t>(room * count) * sizeof(T)};

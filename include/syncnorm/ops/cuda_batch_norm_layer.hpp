@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -68,6 +69,11 @@ public:
     auto own = syncnorm::detail::make_forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
     own.policy = static_cast<std::int16_t>(resolved(detail::merge_rule::moments));
     workspace_.agree(comm_, own, stream);
+    // What a rank gets that runs a pass meanwhile.
+    syncnorm::detail::set_text(own.pass, "batch_norm preparation");
+    syncnorm::detail::require_cuda(
+        cudaMemcpyAsync(workspace_.packets().own_headers().data(), &own, sizeof own, cudaMemcpyHostToDevice, stream),
+        "cudaMemcpyAsync");
     using detail::merge_rule;
     auto const forward = resolved(merge_rule::moments), backward = resolved(merge_rule::sums);
     detail::rehearse_exchange(comm_, workspace_.packets(), merge_rule::moments, forward, stream);
@@ -111,8 +117,14 @@ public:
   /// room for each, or it is an error and every one stays.
   void forward_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues,
                         cudaStream_t stream) {
-    in_place_ = x.size();
-    run_forward(read_only(x), x, epilogues, kept_of(in_place_), stream);
+    in_place_.batches = x.size();
+    try {
+      run_forward(read_only(x), x, epilogues, kept_of(in_place_.batches), stream);
+    } catch (...) {
+      in_place_.pass = saved_.passes;
+      throw;
+    }
+    in_place_.pass = saved_.passes;
   }
 
   /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards,
@@ -130,9 +142,10 @@ public:
                          std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues,
                          std::span<tensor_view<T> const> dresidual, batch_norm_backward_options const& options,
                          cudaStream_t stream) {
-    run_backward(
-        {dy, read_only(y), dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual, kept_of(in_place_), y},
-        options, stream);
+    std::string_view const fault = in_place_.pass == saved_.passes ? "" : "the latest forward pass was not in place";
+    detail::backward_operands<T, P> const in{
+        dy, read_only(y), dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual, kept_of(in_place_.batches), y};
+    run_backward(in, options, stream, {.fault = fault});
   }
 
   /// Makes room for what passes in place keep of tensors as large as `x`, by gamma and beta as they are, and for `spare` channels
@@ -140,7 +153,7 @@ public:
   /// which the layer keeps.
   void reserve_in_place(tensor_view<T const> x, activation const& of, std::int64_t spare, cudaStream_t stream) {
     detail::device_scope const there{workspace_.device()};
-    kept_of(1)[0].reserve(x.count(), affine(), of, spare, stream);
+    kept_of(1)[0].reserve(x.count(), affine(), of, spare, stream, waits());
   }
   /// The same for K micro-batches. Epilogues: none, or one for each.
   void reserve_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues,
@@ -150,7 +163,7 @@ public:
     detail::device_scope const there{workspace_.device()};
     auto const kept = kept_of(x.size());
     for (std::size_t k = 0; k < x.size(); ++k)
-      kept[k].reserve(x[k].count(), affine(), detail::of_batch(epilogues, k).activation, spare, stream);
+      kept[k].reserve(x[k].count(), affine(), detail::of_batch(epilogues, k).activation, spare, stream, waits());
   }
   /// What the latest `forward_in_place` of more than `k` micro-batches has kept of the one of this number; of the first, nothing before
   /// any. Throws invalid_argument_error where there never was one of this number.
@@ -373,16 +386,22 @@ private:
   void run_forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
                    std::span<batch_norm_epilogue<T> const> epilogues, std::span<batch_norm_kept<T>> kept,
                    cudaStream_t stream) {
-    detail::forward<Kernels, T, P>(comm_, forward_operands(x, y, epilogues, kept), options_.norm, saved_, workspace_,
-                                   stream);
+    auto const wait = waits();
+    auto in = forward_operands(x, y, epilogues, kept);
+    in.wait = wait;
+    detail::forward<Kernels, T, P>(comm_, in, options_.norm, saved_, workspace_, stream);
+  }
+  /// Waits for a stream, no longer than the communicator lets it.
+  [[nodiscard]] auto waits() const {
+    return [this](cudaStream_t stream) { batch_norm_workspace::wait(comm_, stream); };
   }
   [[nodiscard]] pending_passes begin(batch_norm_pass pass, cudaStream_t stream) {
     bool agreed = workspace_.agreed();
     return pending_passes::begin(comm_, {&pass, 1}, workspace_.pool(), workspace_.passes_report(), agreed, stream);
   }
   void run_backward(detail::backward_operands<T, P> const& in, batch_norm_backward_options const& options,
-                    cudaStream_t stream) {
-    detail::backward<Kernels, T, P>(comm_, in, options, saved_, workspace_, stream);
+                    cudaStream_t stream, batch_norm_caller const& caller = {}) {
+    detail::backward<Kernels, T, P>(comm_, in, options, saved_, workspace_, stream, caller);
   }
 
   /// What is kept of each of K micro-batches.
@@ -417,7 +436,11 @@ private:
   batch_norm_saved saved_;
   batch_norm_workspace workspace_;
   std::vector<batch_norm_kept<T>> kept_; // of as many micro-batches as there were, of one at least
-  std::size_t in_place_ = 1;             // of the latest forward pass in place
+  /// Of the latest forward pass in place: `saved_.passes` after it, and how many micro-batches it had.
+  struct {
+    std::int64_t pass = -1;
+    std::size_t batches = 1;
+  } in_place_;
   std::vector<tensor_view<T const>> views_;
 };
 
