@@ -94,6 +94,28 @@ TEST_CASE("a rank that lacks the memory for an operation throws, and has started
   check(100, [&](in_type in, out_type out) { comm.scatter(in, out, 0); });
 }
 
+TEST_CASE("a rank that lacked the memory for an operation tries again, and no rank is out of step") {
+  auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 10s);
+  auto const ranks = static_cast<std::size_t>(comm.size());
+  int failed = 0;
+  for (int n = 0; n < 16; ++n) {
+    std::size_t const size = 1000 * static_cast<std::size_t>(n + 1); // as none had before
+    std::vector<double> const in(size, comm.rank());
+    std::vector<double> out(size * ranks);
+    auto const gather = [&] { syncnorm::allgather(comm, std::span{in}, std::span{out}); };
+    try {
+      if (comm.rank() == 0) test::fail_allocation(n);
+      gather();
+      test::fail_allocation(-1);
+    } catch (std::bad_alloc const&) {
+      ++failed;
+      gather();
+    }
+    for (std::size_t r = 0; r < ranks; ++r) CHECK(out[r * size] == static_cast<double>(r));
+  }
+  if (comm.rank() == 0) CHECK(failed > 1);
+}
+
 TEST_CASE("a null MPI_Comm and a bad timeout are refused") {
   CHECK_THROWS_AS(mpi_communicator{MPI_COMM_NULL}, syncnorm::invalid_argument_error);
   CHECK_THROWS_AS((mpi_communicator{MPI_COMM_WORLD, 0ms}), syncnorm::invalid_argument_error);

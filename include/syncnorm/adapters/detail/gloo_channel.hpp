@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <span>
 #include <string>
 #include <utility>
@@ -196,7 +197,10 @@ public:
     for_each_peer([&](int r) { received = std::min(received, header_of(*slot, r).all_received_below); });
     received_below_ = std::max(received_below_, received);
     // A layer exchanges the same memory in every step. After an error receives may be pending in the buffers.
-    if (!slot->error) idle_.keep(slot->bulk);
+    try {
+      if (!slot->error) idle_.keep(slot->bulk);
+    } catch (std::bad_alloc const&) { // others are made
+    }
     slot->error = nullptr;
     slot->pending.clear();
     slot->bulk_receives.clear();
@@ -247,6 +251,8 @@ private:
   void send_to(gloo_slot const& slot, gloo_buffer& buffer, int to, int phase, std::size_t bytes) {
     try {
       buffer.send(to, slot_tag(slot, phase), 0, bytes);
+    } catch (std::bad_alloc const&) { // this rank's own
+      throw;
     } catch (std::exception const& failure) {
       lose(header_of(slot, rank()).called, std::to_string(to), failure);
     }
@@ -255,6 +261,8 @@ private:
   void receive_from(gloo_buffer& buffer, int from, std::uint64_t tag, std::size_t offset, std::size_t bytes) {
     try {
       buffer.recv(from, tag, offset, bytes);
+    } catch (std::bad_alloc const&) {
+      throw;
     } catch (std::exception const& failure) {
       lose(opened_, std::to_string(from), failure);
     }
@@ -304,12 +312,14 @@ private:
   }
 
   std::unique_ptr<gloo_slot> make_slot() {
+    free_.reserve(slots_ + 1); // lest `close` fails
     auto slot = std::make_unique<gloo_slot>();
     slot->memory = std::make_unique_for_overwrite<std::byte[]>(stride() * index(size()));
     slot->own = context_->createUnboundBuffer(packet(*slot, rank()), stride());
     slot->packets = context_->createUnboundBuffer(slot->memory.get(), stride() * index(size()));
     slot->peers.resize(index(size()));
     for_each_peer([&](int r) { slot->peers[index(r)] = context_->createUnboundBuffer(packet(*slot, r), stride()); });
+    ++slots_;
     return slot;
   }
 
@@ -439,6 +449,7 @@ private:
   signature opened_;                 // the latest collective
   // Vectors, since a deque allocates now and then as things pass through it.
   std::vector<std::unique_ptr<gloo_slot>> announced_, free_;
+  std::size_t slots_ = 0;
   idle_gloo_buffers idle_; // of bulk data that were exchanged lately
 
   std::atomic<bool> failed_ = false;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <span>
 #include <string>
 #include <thread>
@@ -54,6 +55,7 @@ struct mpi_slot {
   collective_header header;               // what this rank says
   std::vector<collective_header> headers; // what every rank says, if they are to agree; gathered by the first request
   bool agreed = true;
+  bool started = false; // any request
   std::vector<MPI_Request> requests;
   std::size_t completed = 0; // of requests
   std::chrono::steady_clock::time_point deadline;
@@ -115,7 +117,8 @@ public:
     }
     slot->deadline = clock::now() + timeout_;
     slot->header = header;
-    slot->header.called.sequence = sequence_++;
+    slot->header.called.sequence = sequence_;
+    slot->started = false;
     slot->ranks = size_;
     slot->agreed = true;
     slot->requests.clear();
@@ -126,10 +129,11 @@ public:
   }
   /// Gives the slot of an operation that has completed back.
   void close(std::unique_ptr<mpi_slot> slot) {
-    if (slot->completed == slot->requests.size())
+    if (slot->completed != slot->requests.size()) return keep_for_ever(std::move(slot));
+    try {
       free_.push_back(std::move(slot));
-    else
-      keep_for_ever(std::move(slot));
+    } catch (std::bad_alloc const&) { // another one is made
+    }
   }
 
   /// Starts finding out whether every rank says the same of the operation. That is known before any other request of
@@ -171,6 +175,8 @@ public:
   template <class Call>
   void start(mpi_slot& slot, char const* name, Call call) {
     MPI_Request request = MPI_REQUEST_NULL;
+    // For want of memory an operation may never come to this; it is none then.
+    if (!std::exchange(slot.started, true)) ++sequence_;
     int const code = call(&request);
     if (request != MPI_REQUEST_NULL) slot.requests.push_back(request);
     if (code == MPI_SUCCESS) return;
@@ -268,7 +274,11 @@ private:
     static std::mutex mutex;
     static auto& kept = *new std::vector<std::unique_ptr<mpi_slot>>;
     std::lock_guard const lock{mutex};
-    kept.push_back(std::move(slot));
+    try {
+      kept.push_back(std::move(slot));
+    } catch (std::bad_alloc const&) {
+      static_cast<void>(slot.release());
+    }
   }
 
   MPI_Comm comm_;
