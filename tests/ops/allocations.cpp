@@ -1,9 +1,7 @@
 #include <array>
 #include <barrier>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <new>
 #include <optional>
 #include <span>
 #include <thread>
@@ -296,57 +294,6 @@ TEST_CASE("power norm allocates nothing after the first steps, in the warm-up an
         CHECK(of_power_norm(2, {16, 200, 9}, options) == 0);
         CHECK(of_power_norm(2, {1024, 1024, 1}, options) == 0);
       }
-}
-
-TEST_CASE("a pass whose rank had no memory, and tries again, is the pass that it should be, or an error") {
-  extents const of{4, 200, 3};
-  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce}) {
-    // The y of rank 0, whose allocation of this number fails; empty where that was too late to try again.
-    auto const y_of = [&](int failing, bool& failed) {
-      std::vector<float> result;
-      syncnorm::run_ranks(
-          2,
-          [&](thread_communicator const& comm) {
-            step_tensors t{of};
-            layer_type layer{comm, of.channels, {.norm = {.exchange = policy}}};
-            auto const forward = [&] { layer.forward(t.view(t.x), t.view(t.y)); };
-            try {
-              try {
-                if (comm.rank() == 0) test::fail_allocation(failing);
-                forward();
-                test::fail_allocation(-1);
-              } catch (std::bad_alloc const&) {
-                failed = true;
-                forward();
-              } catch (syncnorm::invalid_argument_error const&) { // which every rank hears of
-                if (comm.rank() == 0) failed = true;
-                forward();
-              }
-              if (comm.rank() == 0) result = t.y;
-            } catch (syncnorm::error const&) { // the ranks are out of step
-            }
-            comm.abort(); // for a rank that comes again when the other one is through
-          },
-          std::chrono::seconds{10});
-      return result;
-    };
-    bool failed = false;
-    auto const expected = y_of(-1, failed);
-    CHECK(!failed);
-    int failures = 0, completed = 0;
-    do {
-      failed = false;
-      auto const y = y_of(failures, failed);
-      CAPTURE(failures);
-      CHECK((y.empty() || y == expected));
-      if (failed) {
-        ++failures;
-        completed += y.empty() ? 0 : 1;
-      }
-    } while (failed);
-    CHECK(failures > 5);
-    CHECK(completed > 5);
-  }
 }
 
 TEST_CASE("allocations are counted") {

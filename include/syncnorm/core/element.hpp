@@ -20,7 +20,8 @@ enum class element_format : std::uint8_t { other, binary16, bfloat16 };
 ///       static constexpr auto format = syncnorm::element_format::binary16; // optional
 ///     };
 ///
-/// The type must convert explicitly to and from `accumulate_type`, or else the traits have functions that do:
+/// The type must be trivially copyable, have a default constructor, and convert explicitly to and from `accumulate_type`, or else
+/// the traits have functions that do:
 ///
 ///       static float to_accumulate(my_half value);
 ///       static my_half from_accumulate(float sum);
@@ -87,7 +88,7 @@ concept converts = requires(T value, accumulate_t<T> sum) {
 
 /// A type that tensors can hold.
 template <class T>
-concept element = std::is_trivially_copyable_v<T> && requires {
+concept element = std::is_trivially_copyable_v<T> && std::default_initializable<std::remove_cv_t<T>> && requires {
   { element_traits<std::remove_cv_t<T>>::name } -> std::convertible_to<std::string_view>;
 } &&(detail::traits_convert<T> || detail::converts<T>);
 

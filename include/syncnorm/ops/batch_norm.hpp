@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -35,7 +36,8 @@ namespace syncnorm {
 /// Construction is local and checks nothing: what is wrong with the options is reported by the first forward pass, on
 /// every rank. Errors leave parameters, gradients, running statistics and the counter as they were.
 template <element T, communicator C = self_communicator, host::executor E = host::serial_executor,
-          class P = accumulate_t<T>>
+          element P = accumulate_t<T>>
+requires allgathers<C, std::byte>
 class batch_norm {
 public:
   explicit batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {}, E exec = {})
@@ -94,14 +96,15 @@ public:
   /// The same of K micro-batches by one statistic, none of which may be in the memory of another one or of its residual.
   void forward_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues = {}) {
     bool const has_epilogues = epilogues.size() == x.size(); // of another number they are a fault of the pass
+    std::optional<read_only> from;
     auto const fault = detail::fault_or_thrown([&] {
+      from.emplace(x);
       if (kept_.size() < x.size()) kept_.resize(x.size());
       for (std::size_t k = 0; k < x.size(); ++k)
         kept_[k].keep(x[k], affine(), has_epilogues ? epilogues[k] : batch_norm_epilogue<T>{});
       return detail::find_shared_in_place(x, epilogues);
     });
-    read_only const from{x};
-    forward_by(from.views(), x, epilogues, fault);
+    forward_by(views_of(from), x, epilogues, fault);
     in_place_ = {saved_.passes, x.size()};
   }
 
@@ -119,9 +122,12 @@ public:
                          std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues = {},
                          std::span<tensor_view<T> const> dresidual = {},
                          batch_norm_backward_options const& options = {}) {
-    auto const fault = detail::fault_or_thrown([&] { return restore(y, epilogues); });
-    read_only const x{y};
-    batch_norm_backward_batches<T, P>(exec_, comm_, dy, x.views(), dx, {gamma_, beta_}, saved_,
+    std::optional<read_only> x;
+    auto const fault = detail::fault_or_thrown([&] {
+      x.emplace(y);
+      return restore(y, epilogues);
+    });
+    batch_norm_backward_batches<T, P>(exec_, comm_, dy, views_of(x), dx, {gamma_, beta_}, saved_,
                                       {gamma_grad_, beta_grad_}, options, workspace_, {.fault = fault}, epilogues,
                                       dresidual);
   }
@@ -161,7 +167,7 @@ public:
   /// completes it. Collective where `forward` is, and sharing no exchange with it: the two may be mixed.
   [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y,
                                              batch_norm_epilogue<T> const& epilogue = {}) {
-    return begin_pass(comm_, plan_forward(x, y, epilogue), workspace_);
+    return or_forget([&] { return begin_pass(comm_, plan_forward(x, y, epilogue), workspace_); });
   }
   /// `backward` in two phases.
   [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
@@ -270,6 +276,10 @@ private:
     std::size_t count_;
     host::detail::scratch_lease<tensor_view<T const>> views_;
   };
+  /// None where there was no memory for them, which is a fault of the pass.
+  [[nodiscard]] static std::span<tensor_view<T const> const> views_of(std::optional<read_only> const& of) {
+    return of ? of->views() : std::span<tensor_view<T const> const>{};
+  }
 
   /// Makes each y of a pass in place x again. Says what is wrong, or nothing.
   [[nodiscard]] std::string restore(std::span<tensor_view<T> const> y,
@@ -291,18 +301,24 @@ private:
     return {};
   }
 
+  /// What f does, a forward pass or its beginning; where it throws, nothing is left for a backward pass.
+  template <class F>
+  decltype(auto) or_forget(F const& f) {
+    return detail::or_forget(saved_, by_batch() ? statistics_scope::all_ranks : statistics_scope::constant,
+                             options_.norm.exchange, f);
+  }
+
   /// `fault` is what is wrong already.
   void forward_by(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
                   std::span<batch_norm_epilogue<T> const> epilogues, std::string_view fault) {
     if (by_batch())
       return batch_norm_forward_batches<T, P>(exec_, comm_, x, y, affine(), running(), options_.norm, saved_,
                                               workspace_, {.fault = fault}, epilogues);
-    if (!fault.empty()) {
-      detail::forget(saved_, statistics_scope::constant);
-      throw invalid_argument_error{"batch_norm inference: " + std::string{fault}};
-    }
-    auto const alone = plan_forward(x, y, epilogues);
-    run_alone({&alone, 1});
+    or_forget([&] {
+      if (!fault.empty()) throw invalid_argument_error{"batch_norm inference: " + std::string{fault}};
+      auto const alone = plan_forward(x, y, epilogues);
+      run_alone({&alone, 1});
+    });
   }
 
   C comm_;

@@ -126,12 +126,13 @@ void batch_norm_inference_batches(host::executor_ref exec, std::span<tensor_view
                                   std::type_identity_t<std::span<P const>> var, double eps, batch_norm_saved& saved,
                                   running_variance kind = running_variance::unbiased,
                                   std::span<batch_norm_epilogue<T> const> epilogues = {}) {
-  detail::inference_operands<T, P> const in{x, y, affine, mean, var, eps, kind, epilogues};
-  detail::call_check check;
-  detail::check_inference(check, in);
-  if (check.failed()) detail::forget(saved, statistics_scope::constant);
-  detail::throw_fault(in.name, check);
-  detail::infer(exec, in, saved);
+  detail::or_forget(saved, statistics_scope::constant, exchange_policy::automatic, [&] {
+    detail::inference_operands<T, P> const in{x, y, affine, mean, var, eps, kind, epilogues};
+    detail::call_check check;
+    detail::check_inference(check, in);
+    detail::throw_fault(in.name, check);
+    detail::infer(exec, in, saved);
+  });
 }
 
 /// Batch normalization by constant statistics, y = gamma·(x − mean)/√(var + eps) + beta: inference, and training by

@@ -25,11 +25,14 @@ void batch_norm_forward_batches(host::executor_ref exec, C const& comm, std::spa
                                 batch_norm_saved& saved, batch_norm_workspace& workspace,
                                 batch_norm_caller const& caller = {},
                                 std::type_identity_t<std::span<batch_norm_epilogue<T> const>> epilogues = {}) {
-  detail::forward_operands<T, P> const operands{x, y, affine, running, statistics_scope::all_ranks, epilogues};
-  detail::forward_steps<T, P> steps{exec,  workspace.exchange.channels(), operands, options, saved, workspace.buffers,
-                                    caller};
-  auto const parts = detail::choose_parts<C, T>(exec, comm, x, 1, steps.check().failed());
-  detail::run_pass(comm, steps, workspace, workspace.forward_plan, parts);
+  auto constexpr scope = statistics_scope::all_ranks;
+  detail::or_forget(saved, scope, options.exchange, [&] {
+    detail::forward_operands<T, P> const operands{x, y, affine, running, scope, epilogues};
+    detail::forward_steps<T, P> steps{exec,  workspace.exchange.channels(), operands, options, saved, workspace.buffers,
+                                      caller};
+    auto const parts = detail::choose_parts<C, T>(exec, comm, x, 1, steps.check().failed());
+    detail::run_pass(comm, steps, workspace, workspace.forward_plan, parts);
+  });
 }
 
 /// Gradients of `batch_norm_forward_batches`, in one exchange: those of `batch_norm_backward` of the concatenation. dx may

@@ -31,7 +31,7 @@ public:
 };
 
 template <class T, class P>
-class planned_forward final : public planned_pass, public in_kept_memory<planned_forward<T, P>> {
+class planned_forward final : public planned_pass, public in_kept_memory {
 public:
   planned_forward(host::executor_ref exec, std::int64_t channels, forward_operands<T, P> const& in,
                   batch_norm_options const& options, batch_norm_saved& saved, batch_norm_caller const& caller)
@@ -50,7 +50,7 @@ private:
 };
 
 template <class T, class P>
-class planned_backward final : public planned_pass, public in_kept_memory<planned_backward<T, P>> {
+class planned_backward final : public planned_pass, public in_kept_memory {
 public:
   planned_backward(host::executor_ref exec, std::int64_t channels, backward_operands<T, P> const& in,
                    batch_norm_saved const& saved, bool exchange, batch_norm_caller const& caller)
@@ -71,9 +71,7 @@ private:
 
 /// A forward pass by constant statistics, which takes part in no exchange.
 template <class T, class P>
-class planned_inference final : public planned_pass,
-                                public in_kept_memory<planned_inference<T, P>>,
-                                private pass_steps {
+class planned_inference final : public planned_pass, public in_kept_memory, private pass_steps {
 public:
   planned_inference(host::executor_ref exec, std::int64_t channels, forward_operands<T, P> const& in,
                     batch_norm_options const& options, batch_norm_saved& saved, batch_norm_caller const& caller = {})

@@ -84,6 +84,17 @@ inline void forget(batch_norm_saved& saved, statistics_scope scope,
   saved.inv_std.clear();
 }
 
+/// What f does, a forward pass of this scope or its beginning; where it throws, forgets.
+template <class F>
+decltype(auto) or_forget(batch_norm_saved& saved, statistics_scope scope, exchange_policy exchange, F const& f) {
+  try {
+    return f();
+  } catch (...) {
+    forget(saved, scope, exchange);
+    throw;
+  }
+}
+
 } // namespace detail
 
 /// Buffers of the passes of one layer, and its ranks' standing agreement on the number of channels, by which a pass

@@ -68,7 +68,7 @@ public:
     try {
       complete();
     } catch (...) {
-      for_each_layer([](std::size_t, detail::pass_steps& steps) { steps.fail(); });
+      fail();
       throw;
     }
     if (home_->agreed()) exchange_.agree(); // by passes that were begun meanwhile
@@ -78,13 +78,19 @@ public:
 
   /// Takes passes of one kind, forward or backward, and begins them over `comm`: one collective for all of them once `home`,
   /// which keeps the buffers, has been used for layers of these channels. Blocks where the communicator is not asynchronous; the
-  /// first time for the ranks to agree on the channels; and under the reduce policy for the first of two allreduces. Throws
-  /// nothing that the other ranks do not know of: errors come from `finish`.
+  /// first time for the ranks to agree on the channels; and under the reduce policy for the first of two allreduces. Errors
+  /// come from `finish`; but a want of memory, and what a communicator of the user's throws that is no `error`, from here, on this rank
+  /// alone.
   template <communicator C>
   [[nodiscard]] static pending_passes begin(C const& comm, std::span<batch_norm_pass> passes,
                                             detail::packet_exchange& home) {
     pending_passes pending{passes, home};
-    pending.start(comm);
+    try {
+      pending.start(comm);
+    } catch (...) {
+      pending.fail();
+      throw;
+    }
     return pending;
   }
 
@@ -92,6 +98,10 @@ private:
   pending_passes(std::span<batch_norm_pass> passes, detail::packet_exchange& home)
       : passes_(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end())),
         exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home} {}
+
+  void fail() const {
+    for_each_layer([](std::size_t, detail::pass_steps& steps) { steps.fail(); });
+  }
 
   void complete() {
     detail::explaining_mismatches([&] {

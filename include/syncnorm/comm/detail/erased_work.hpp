@@ -17,7 +17,7 @@ public:
 };
 
 template <async_work W>
-class work_model final : public erased_work, public in_kept_memory<work_model<W>> {
+class work_model final : public erased_work, public in_kept_memory {
 public:
   explicit work_model(W work) : work_{std::move(work)} {}
   bool test() override { return work_.test(); }

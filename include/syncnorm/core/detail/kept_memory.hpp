@@ -6,6 +6,8 @@
 #include <memory>
 #include <vector>
 
+#include <syncnorm/core/detail/cache_line.hpp>
+
 namespace syncnorm::detail {
 
 /// What the calling thread keeps; null once its variables of thread storage are gone, as they are before static ones.
@@ -50,7 +52,7 @@ struct kept_allocator {
   }
 
 private:
-  static constexpr std::size_t most = 32;
+  static constexpr std::size_t most = 64;
 
   struct array {
     T* memory;
@@ -79,11 +81,19 @@ private:
 template <class T>
 using kept_vector = std::vector<T, kept_allocator<T>>;
 
-/// Has `new T` use a `kept_allocator`; `T` derives from this.
-template <class T>
+/// Has `new T` use a `kept_allocator`; `T` derives from this. No template: at -O0 g++ 12 ends with an internal error over an operator
+/// new whose name has _Float16 in it.
 struct in_kept_memory {
-  [[nodiscard]] static void* operator new(std::size_t) { return kept_allocator<T>{}.allocate(1); }
-  static void operator delete(void* memory) noexcept { kept_allocator<T>{}.deallocate(static_cast<T*>(memory), 1); }
+  [[nodiscard]] static void* operator new(std::size_t bytes) { return kept_allocator<unit>{}.allocate(units(bytes)); }
+  static void operator delete(void* memory, std::size_t bytes) noexcept {
+    kept_allocator<unit>{}.deallocate(static_cast<unit*>(memory), units(bytes));
+  }
+
+private:
+  struct alignas(cache_line) unit {
+    std::array<std::byte, cache_line> bytes;
+  };
+  static constexpr std::size_t units(std::size_t bytes) { return (bytes + sizeof(unit) - 1) / sizeof(unit); }
 };
 
 } // namespace syncnorm::detail

@@ -174,7 +174,8 @@ private:
   template <class K>
   [[gnu::noinline]] void short_row(pointers const& in, targets const& out, std::int64_t count, K const& k) const {
     auto const bytes = static_cast<std::size_t>(count) * sizeof(T);
-    std::array<T, static_cast<std::size_t>(L)> elements{};
+    std::array<T, static_cast<std::size_t>(L)> elements;
+    std::memset(static_cast<void*>(elements.data()), 0, sizeof elements);
     std::array<vector, inputs> v;
     for (std::size_t j = 0; j < inputs; ++j) {
       std::memcpy(static_cast<void*>(elements.data()), in[j], bytes);

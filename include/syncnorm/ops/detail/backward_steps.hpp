@@ -59,40 +59,42 @@ public:
       : exec_{exec}, channels_{channels}, in_{operands}, saved_{&saved}, saved_passes_{saved.passes},
         buffers_{&buffers}, exchanges_{exchange && saved.scope == statistics_scope::all_ranks}, backward_{
                                                                                                     caller.backward} {
-    check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
-    check_.require(saved.mean.size() == static_cast<std::size_t>(channels) && saved.inv_std.size() == saved.mean.size(),
-                   [&] {
-                     return check_.text("the saved statistics have ", saved.mean.size(), " channels, expected ",
-                                        channels, "; was there a forward pass?");
-                   });
-    auto const batches = in_.x.size();
-    check_.require(in_.dy.size() == batches && (in_.dx.empty() || in_.dx.size() == batches), [&] {
-      return check_.text("there are ", in_.dy.size(), " micro-batches of dy and ", in_.dx.size(), " of dx, expected ",
-                         batches, " as of x");
+    look_into(check_, [&] {
+      check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+      check_.require(
+          saved.mean.size() == static_cast<std::size_t>(channels) && saved.inv_std.size() == saved.mean.size(), [&] {
+            return check_.text("the saved statistics have ", saved.mean.size(), " channels, expected ", channels,
+                               "; was there a forward pass?");
+          });
+      auto const batches = in_.x.size();
+      check_.require(in_.dy.size() == batches && (in_.dx.empty() || in_.dx.size() == batches), [&] {
+        return check_.text("there are ", in_.dy.size(), " micro-batches of dy and ", in_.dx.size(), " of dx, expected ",
+                           batches, " as of x");
+      });
+      for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
+        check_.tensor(in_.x[k], batch_name("x", k, batches), channels);
+        check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
+        if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
+      }
+      check_.own_count(count_of(in_.x), saved.own_count);
+      epilogues_.emplace(check_, in_.epilogues, in_.x);
+      check_.require(in_.dresidual.empty() || in_.dresidual.size() == batches, [&] {
+        return check_.text("there are ", in_.dresidual.size(), " micro-batches of dresidual, expected ", batches,
+                           " as of x");
+      });
+      for (std::size_t k = 0; k < in_.dresidual.size() && !check_.failed(); ++k) {
+        if (!in_.dresidual[k].is_given()) continue;
+        check_.require((*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
+                       [&] { return "the gradient of a residual is asked for, but there is no residual"; });
+        check_.output(in_.dresidual[k], batch_name("dresidual", k, batches), in_.x[k]);
+      }
+      check_outputs_apart<T>(check_, batches, {"dx", in_.dx}, {"dresidual", in_.dresidual},
+                             {{"dy", in_.dy}, {"x", in_.x}, named_views<T>{in_.epilogues}}, true);
+      check_.channel_values(in_.affine.gamma, "gamma", channels);
+      check_.channel_values(in_.affine.beta, "beta", channels);
+      check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
+      check_.channel_values(in_.gradients.beta, "the gradient of beta", channels);
     });
-    for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
-      check_.tensor(in_.x[k], batch_name("x", k, batches), channels);
-      check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
-      if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
-    }
-    check_.own_count(count_of(in_.x), saved.own_count);
-    epilogues_.emplace(check_, in_.epilogues, in_.x);
-    check_.require(in_.dresidual.empty() || in_.dresidual.size() == batches, [&] {
-      return check_.text("there are ", in_.dresidual.size(), " micro-batches of dresidual, expected ", batches,
-                         " as of x");
-    });
-    for (std::size_t k = 0; k < in_.dresidual.size() && !check_.failed(); ++k) {
-      if (!in_.dresidual[k].is_given()) continue;
-      check_.require((*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
-                     [&] { return "the gradient of a residual is asked for, but there is no residual"; });
-      check_.output(in_.dresidual[k], batch_name("dresidual", k, batches), in_.x[k]);
-    }
-    check_outputs_apart<T>(check_, batches, {"dx", in_.dx}, {"dresidual", in_.dresidual},
-                           {{"dy", in_.dy}, {"x", in_.x}, named_views<T>{in_.epilogues}}, true);
-    check_.channel_values(in_.affine.gamma, "gamma", channels);
-    check_.channel_values(in_.affine.beta, "beta", channels);
-    check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
-    check_.channel_values(in_.gradients.beta, "the gradient of beta", channels);
   }
 
   [[nodiscard]] call_check& check() noexcept { return check_; }

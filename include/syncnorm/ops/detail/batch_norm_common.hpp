@@ -4,6 +4,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
@@ -41,7 +42,7 @@ template <class T>
                                         exchange_policy wish, call_check const& check) {
   packet_header own;
   set_text(own.pass, pass);
-  set_text(own.element, element_traits<T>::name);
+  set_text(own.element, element_name<T>());
   set_text(own.fault, check.fault());
   own.channels = channels;
   own.count = check.failed() ? 0 : count;
@@ -61,6 +62,16 @@ make_forward_header(std::int64_t channels, std::int64_t count, affine_parameters
   own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
   own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
   return own;
+}
+
+/// Runs `look`, which says in `check` what is wrong with a pass. So is what it throws, for want of memory.
+template <class Look>
+void look_into(call_check& check, Look const& look) {
+  auto thrown = fault_or_thrown([&] {
+    look();
+    return std::string{};
+  });
+  check.require(thrown.empty(), [&] { return std::move(thrown); });
 }
 
 inline void throw_fault(std::string_view pass, call_check const& check) {

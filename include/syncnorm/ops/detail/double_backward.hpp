@@ -42,36 +42,38 @@ public:
                   batch_norm_saved const& saved, batch_norm_caller const& caller)
       : exec_{exec}, channels_{channels}, length_{static_cast<std::size_t>(std::max<std::int64_t>(0, channels))},
         in_{operands}, saved_{&saved} {
-    check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
-    check_.require(saved.mean.size() == length_ && saved.inv_std.size() == length_, [&] {
-      return check_.text("the saved statistics have ", saved.mean.size(), " channels, expected ", channels,
-                         "; was there a forward pass?");
-    });
-    auto const batches = in_.x.size();
-    auto const as_many = [&](std::size_t count, char const* what) {
-      check_.require(count == batches || count == 0, [&] {
-        return check_.text("there are ", count, " micro-batches of ", what, ", expected ", batches, " as of x");
+    look_into(check_, [&] {
+      check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+      check_.require(saved.mean.size() == length_ && saved.inv_std.size() == length_, [&] {
+        return check_.text("the saved statistics have ", saved.mean.size(), " channels, expected ", channels,
+                           "; was there a forward pass?");
       });
-    };
-    check_.require(in_.dy.size() == batches, [&] {
-      return check_.text("there are ", in_.dy.size(), " micro-batches of dy, expected ", batches, " as of x");
+      auto const batches = in_.x.size();
+      auto const as_many = [&](std::size_t count, char const* what) {
+        check_.require(count == batches || count == 0, [&] {
+          return check_.text("there are ", count, " micro-batches of ", what, ", expected ", batches, " as of x");
+        });
+      };
+      check_.require(in_.dy.size() == batches, [&] {
+        return check_.text("there are ", in_.dy.size(), " micro-batches of dy, expected ", batches, " as of x");
+      });
+      as_many(in_.u.size(), "the gradient with respect to dx");
+      as_many(in_.v.size(), "the gradient with respect to dresidual");
+      as_many(in_.to_dy.size(), "the gradient to dy");
+      as_many(in_.to_x.size(), "the gradient to x");
+      for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
+      check_.own_count(count_of(in_.x), saved.own_count);
+      epilogues_.emplace(check_, in_.epilogues, in_.x);
+      check_outputs_apart(check_, in_);
+      for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
+        check_.require(!in_.v[k].is_given() || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
+                       [&] { return "there is a gradient with respect to dresidual, but no residual"; });
+      check_.channel_values(in_.affine.gamma, "gamma", channels);
+      check_.channel_values(in_.affine.beta, "beta", channels);
+      check_.channel_values(in_.a, "the gradient with respect to that of gamma", channels);
+      check_.channel_values(in_.b, "the gradient with respect to that of beta", channels);
+      check_.channel_values(in_.gamma_gradient, "the gradient of gamma", channels);
     });
-    as_many(in_.u.size(), "the gradient with respect to dx");
-    as_many(in_.v.size(), "the gradient with respect to dresidual");
-    as_many(in_.to_dy.size(), "the gradient to dy");
-    as_many(in_.to_x.size(), "the gradient to x");
-    for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
-    check_.own_count(count_of(in_.x), saved.own_count);
-    epilogues_.emplace(check_, in_.epilogues, in_.x);
-    check_outputs_apart(check_, in_);
-    for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
-      check_.require(!in_.v[k].is_given() || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
-                     [&] { return "there is a gradient with respect to dresidual, but no residual"; });
-    check_.channel_values(in_.affine.gamma, "gamma", channels);
-    check_.channel_values(in_.affine.beta, "beta", channels);
-    check_.channel_values(in_.a, "the gradient with respect to that of gamma", channels);
-    check_.channel_values(in_.b, "the gradient with respect to that of beta", channels);
-    check_.channel_values(in_.gamma_gradient, "the gradient of gamma", channels);
   }
 
   template <communicator C>

@@ -76,22 +76,24 @@ public:
                 batch_norm_caller const& caller)
       : exec_{exec}, channels_{channels}, in_{operands}, options_{options}, saved_{&saved}, buffers_{&buffers},
         backward_{caller.backward} {
-    check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
-    check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
-    check_.require(in_.x.size() == in_.y.size(), [&] {
-      return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", in_.x.size(), " as of x");
+    look_into(check_, [&] {
+      check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+      check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
+      check_.require(in_.x.size() == in_.y.size(), [&] {
+        return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", in_.x.size(), " as of x");
+      });
+      for (std::size_t k = 0; k < in_.x.size() && !check_.failed(); ++k) {
+        check_.tensor(in_.x[k], batch_name("x", k, in_.x.size()), channels);
+        check_.output(in_.y[k], batch_name("y", k, in_.x.size()), in_.x[k]);
+      }
+      check_.channel_values(in_.affine.gamma, "gamma", channels);
+      check_.channel_values(in_.affine.beta, "beta", channels);
+      check_.options(options, in_.running, channels);
+      check_.batches_tracked(options, in_.running.num_batches_tracked);
+      epilogues_.emplace(check_, in_.epilogues, in_.x);
+      check_output_apart<T>(check_, in_.x.size(), {"y", in_.y}, {{"x", in_.x}, named_views<T>{in_.epilogues}}, true);
+      if (!collective()) check_.require(count() != 1, [] { return one_value_fault(false); });
     });
-    for (std::size_t k = 0; k < in_.x.size() && !check_.failed(); ++k) {
-      check_.tensor(in_.x[k], batch_name("x", k, in_.x.size()), channels);
-      check_.output(in_.y[k], batch_name("y", k, in_.x.size()), in_.x[k]);
-    }
-    check_.channel_values(in_.affine.gamma, "gamma", channels);
-    check_.channel_values(in_.affine.beta, "beta", channels);
-    check_.options(options, in_.running, channels);
-    check_.batches_tracked(options, in_.running.num_batches_tracked);
-    epilogues_.emplace(check_, in_.epilogues, in_.x);
-    check_output_apart<T>(check_, in_.x.size(), {"y", in_.y}, {{"x", in_.x}, named_views<T>{in_.epilogues}}, true);
-    if (!collective()) check_.require(count() != 1, [] { return one_value_fault(false); });
   }
 
   [[nodiscard]] call_check& check() noexcept { return check_; }

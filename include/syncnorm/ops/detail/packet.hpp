@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
 
@@ -24,6 +25,14 @@ template <std::size_t N>
 void set_text(std::array<char, N>& field, std::string_view text) {
   field.fill('\0');
   std::ranges::copy(text.substr(0, N - 1), field.begin());
+}
+
+/// What a header says of the type of elements.
+template <element T>
+[[nodiscard]] constexpr std::string_view element_name() {
+  constexpr std::string_view name = element_traits<T>::name;
+  static_assert(name.size() < sizeof(packet_header::element), "element_traits: a name has at most 15 characters");
+  return name;
 }
 
 template <std::size_t N>

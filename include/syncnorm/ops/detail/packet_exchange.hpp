@@ -16,6 +16,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/erased_work.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
+#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/moments.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/ops/detail/digest.hpp>
@@ -28,7 +29,8 @@ namespace syncnorm::detail {
 /// The exchange of the values of one or several layers in one message, by gathering or by reducing, in two phases.
 ///
 /// `start` issues every collective of the exchange, and `finish` none: an exchange may be abandoned between the two, and
-/// exchanges may be finished in any order, without ranks getting out of step. What fails in `start` is thrown by `finish`.
+/// exchanges may be finished in any order, without ranks getting out of step. An `error` of `start` is thrown by `finish`;
+/// what else it meets, as a want of memory, the other ranks may not know of, so that this rank is not to go on as they do.
 ///
 /// It may be moved, but not copied, between `start` and the end of its work. As in `channel_exchange`, the first exchange of a shape is
 /// preceded by a head of fixed size, by which ranks come to agree on the size of what follows; one that fits into the head
@@ -55,6 +57,7 @@ public:
     own_.assign(offsets_.back(), 0.0);
     headers_.assign(channels_.size(), {});
     summaries_.assign(channels_.size(), {});
+    of_ranks_.resize(ranks_);
     failure_ = nullptr;
     gathered_ = reduced_ = false;
   }
@@ -88,7 +91,7 @@ public:
       if constexpr (allreduces<C, double>)
         if (policy == exchange_policy::reduce) return start_reduce(comm, split);
       return start_gather(comm, split);
-    } catch (...) {
+    } catch (error const&) {
       failure_ = std::current_exception();
       return nullptr;
     }
@@ -100,7 +103,6 @@ public:
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (!gathered_) return;
     require_own_message(rank_, std::as_bytes(std::span{own_}), std::as_bytes(std::span{received_}));
-    of_ranks_.resize(ranks_);
     for (std::size_t l = 0; l < channels_.size(); ++l) {
       for (std::size_t r = 0; r < ranks_; ++r) of_ranks_[r] = header_at(rank_values(r).data() + offsets_[l]);
       require_agreement(of_ranks_, layer_name(l));
@@ -172,15 +174,15 @@ private:
     std::size_t const at = channels_.size() == 1 ? 0 : header_room;
     bool const fits = at + own_.size() <= room;
     std::vector<double> head(room), heads(room * ranks_);
+    received_.reserve(own_.size() * ranks_); // before the exchange, after which ranks go on alike
     packet_header all = headers_.front();
     all.channels = std::accumulate(channels_.begin(), channels_.end(), std::int64_t{0});
     std::copy_n(own_.begin(), std::min(own_.size(), room - at), head.data() + at);
     std::memcpy(head.data(), &all, sizeof all);
     allgather(comm, std::as_bytes(std::span{head}), std::as_writable_bytes(std::span{heads}));
     require_own_message(rank_, std::as_bytes(std::span{head}), std::as_bytes(std::span{heads}));
-    std::vector<packet_header> of_ranks(ranks_);
-    for (std::size_t r = 0; r < ranks_; ++r) of_ranks[r] = header_at(heads.data() + r * room);
-    require_agreement(of_ranks);
+    for (std::size_t r = 0; r < ranks_; ++r) of_ranks_[r] = header_at(heads.data() + r * room);
+    require_agreement(of_ranks_);
     agreed_ = true;
     if (policy == exchange_policy::reduce || !fits) return false;
     received_.resize(own_.size() * ranks_);
@@ -206,6 +208,7 @@ private:
   std::unique_ptr<erased_work> start_reduce(C const& comm, bool split) {
     received_.clear();
     received_.shrink_to_fit();
+    if (rule_ == merge_rule::moments) m2_.resize(channels_before(channels_.size()));
     sums_.assign(prefix() + channels_before(channels_.size()) * (rule_ == merge_rule::moments ? 1 : values_), 0.0);
     summed_agreement::write(headers_, own_agreement_);
     std::ranges::copy(own_agreement_, sums_.begin());
@@ -228,7 +231,6 @@ private:
     }
     allreduce(comm, std::span<double const>{sums_}, std::span{sums_});
     accept_sums(comm, sums_);
-    m2_.resize(channels_before(channels_.size()));
     for (std::size_t l = 0; l < channels_.size(); ++l) {
       auto const mean = own(l, 0), own_m2 = own(l, 1), of_all = std::span{sums_}.subspan(sum_at(l, 0), mean.size());
       auto const m2 = std::span{m2_}.subspan(channels_before(l), mean.size());

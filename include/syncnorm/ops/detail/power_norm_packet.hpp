@@ -41,7 +41,7 @@ template <class T>
                                                        power_norm_options const& options, call_check const& check) {
   power_norm_header own;
   set_text(own.pass, pass);
-  set_text(own.element, element_traits<T>::name);
+  set_text(own.element, element_name<T>());
   set_text(own.fault, check.fault());
   own.channels = channels;
   own.eps = options.eps;
