@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -47,7 +48,7 @@ void add_options(CLI::App& app, options& opts) {
   for (auto const& [name, kind] : norms) names.push_back(name);
   app.add_option("--norm", opts.norm, "the normalization")->check(CLI::IsMember(names));
   app.add_option("--ranks", opts.ranks, "ranks, as threads")->check(whole_number(1, 64));
-  app.add_option("--steps", opts.steps, "steps of training")->check(whole_number(1));
+  app.add_option("--steps", opts.steps, "steps of training")->check(whole_number(2));
   app.add_option("--sequences", opts.sequences, "sequences of a batch, over all ranks")->check(whole_number(1));
   app.add_option("--warmup", opts.warmup, "steps in which power norm takes the statistics of the batch")
       ->check(whole_number(0));
@@ -147,7 +148,9 @@ int main(int argc, char** argv) try {
   sequence_norm::options opts;
   sequence_norm::add_options(app, opts);
   CLI11_PARSE(app, argc, argv);
-  return sequence_norm::run(opts);
+  int const status = sequence_norm::run(opts);
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) throw std::runtime_error{"the output cannot be written"};
+  return status;
 } catch (std::exception const& failure) {
   std::fprintf(stderr, "sequence_norm: %s\n", failure.what());
   return 2;

@@ -34,6 +34,9 @@ text_check positive_number(double most) {
   };
 }
 
+/// Refuses the path that a variable which is not set gives.
+std::string not_empty(std::string const& path) { return path.empty() ? "the path is empty" : ""; }
+
 /// Adds an option whose value goes by one of a few names.
 template <class T>
 CLI::Option* add_choice(CLI::App& app, std::string const& option, T& value,
@@ -64,9 +67,11 @@ command read_command_line(int argc, char** argv) {
   // What the launcher appends wins over what the user gave.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
 
-  app.add_option("--data", opts.data, "folder of the published binary files; without it, drawn shapes are learnt");
+  app.add_option("--data", opts.data, "folder of the published binary files; without it, drawn shapes are learnt")
+      ->check(not_empty);
   app.add_option("--data-cache", opts.data_cache,
-                 "where the drawn shapes are kept (default: the folder for temporary files)");
+                 "where the drawn shapes are kept (default: the folder for temporary files)")
+      ->check(not_empty);
   app.add_option("--train-images", opts.shapes.train_images, "how many shapes are drawn to learn from")
       ->capture_default_str()
       ->check(whole_number(1));
@@ -117,11 +122,12 @@ command read_command_line(int argc, char** argv) {
       ->check(whole_number(0, std::numeric_limits<std::uint64_t>::max()));
   add_choice(app, "--dtype", opts.dtype, {{"float", number_kind::float32}, {"double", number_kind::float64}},
              "float or double (default: float)");
-  app.add_option("--record", opts.record, "file for the first steps in full precision, for `compare`");
+  app.add_option("--record", opts.record, "file for the first steps in full precision, for `compare`")
+      ->check(not_empty);
   app.add_option("--record-steps", opts.record_steps, "how many steps those are")
       ->capture_default_str()
       ->check(whole_number(1));
-  app.add_option("--result", opts.result, "file for the result, for `table`, which then prints it");
+  app.add_option("--result", opts.result, "file for the result, for `table`, which then prints it")->check(not_empty);
   app.add_flag("!--no-test", opts.evaluate, "do not test the network in the end");
   app.add_flag("--quiet", opts.quiet, "print the final table alone");
 

@@ -34,7 +34,7 @@ namespace train_cifar {
   if (path.empty() || fs::is_fifo(before)) return "";
   if (!std::ofstream{path, std::ios::app})
     return path.string() + ": cannot be written: " + std::generic_category().message(errno);
-  if (!fs::exists(before)) fs::remove(path, ignored);
+  if (!fs::exists(before)) fs::remove(fs::weakly_canonical(path, ignored), ignored); // not a link that leads there
   return "";
 }
 

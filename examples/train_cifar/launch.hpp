@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -53,7 +54,11 @@ public:
     // A parent that ignores SIGCHLD would hand that down, and the ends of children would be lost.
     std::signal(SIGCHLD, SIG_DFL);
     sigemptyset(&held_);
-    for (int const signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&held_, signal);
+    for (int const signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) {
+      struct sigaction now {};
+      sigaction(signal, nullptr, &now);
+      if (now.sa_handler != SIG_IGN) sigaddset(&held_, signal); // as under nohup
+    }
     sigprocmask(SIG_BLOCK, &held_, &before_);
   }
   ~held_signals() { sigprocmask(SIG_SETMASK, &before_, nullptr); }
@@ -164,7 +169,7 @@ inline int start_ranks(int ranks, std::span<char* const> arguments) {
   std::vector<std::string> all(arguments.begin(), arguments.end());
   // The last of an option's values counts, so that the user chooses the interface, but not where these ranks meet.
   all.insert(all.begin() + 1, {"--interface", "lo"});
-  all.insert(all.end(), {"--rendezvous", "file:" + folder.path()});
+  all.insert(std::find(all.begin(), all.end(), "--"), {"--rendezvous", "file:" + folder.path()});
   std::fflush(nullptr);
   {
     core_shares const shares;
