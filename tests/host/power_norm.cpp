@@ -340,6 +340,22 @@ TEST_CASE_TEMPLATE("group scaling and its gradient are those of their definition
     }
 }
 
+TEST_CASE("wide groups of equal squares, whose sums all round the same way, have the root that they should") {
+  constexpr std::int64_t n = 2, c = 8192, s = 20;
+  for (float const value : {0.1F, 0.7F, 1.3F, 3.9F})
+    for (bool const rows : {true, false}) {
+      std::vector<float> x(static_cast<std::size_t>(n * c * s), value), y(x.size()), dx(x.size());
+      for (std::size_t i = 0; i < x.size(); i += 2) x[i] = -value;
+      auto const view = [&](auto& of) { return rows ? nchw(of.data(), n, c, s) : nhwc(of.data(), n, c, s); };
+      host::channel_scaling const scaling{1, 0};
+      host::group_scaling<float>(host::serial_executor{}, view(x), view(y), scaling);
+      CHECK(std::abs(std::abs(y[0]) - 1) < 1e-6);
+      // dy = u, so that the mean of dy·u is 1 and nothing is left.
+      host::group_scaling_backward<float>(host::serial_executor{}, view(y), view(x), view(dx), scaling);
+      CHECK(std::abs(dx[0]) < 2e-6 / value);
+    }
+}
+
 TEST_CASE("what group scaling cannot do is said") {
   std::vector<float> memory(24);
   constexpr host::serial_executor serial{};

@@ -273,6 +273,20 @@ TEST_CASE("a stream of another device than that of the layer on one rank is an e
   test::check_no_violations();
 }
 
+TEST_CASE("a rank that runs a pass while another one prepares is told so") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<test::nccl_communicator> layer{comm, 3, {.norm = {.exchange = syncnorm::exchange_policy::gather}}};
+    step_memory step;
+    test::stream const on;
+    if (comm.rank() == 0) return layer.prepare(on);
+    CHECK(test::thrown<syncnorm::mismatch_error>([&] {
+            step.forward(layer, on);
+            layer.synchronize(on);
+          }) == "batch_norm forward: ranks disagree on the operation: rank 0 has batch_norm preparation, rank 1 has "
+                "batch_norm forward");
+  });
+}
+
 TEST_CASE("one value per channel over all ranks is too few") {
   std::string const message = "batch_norm forward: training needs more than 1 value per channel over all ranks, got 1";
   auto const check = [&](auto const& comm, syncnorm::exchange_policy policy) {

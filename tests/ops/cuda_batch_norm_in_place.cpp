@@ -1,10 +1,12 @@
 #include "ops/cuda_support.hpp"
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -209,6 +211,23 @@ TEST_CASE(
   CHECK(fake_cuda::allocated() == before);
 }
 
+TEST_CASE("to make room for a pass in place waits no longer than the communicator lets it") {
+  auto const raw = fake_nccl::make_group(2);
+  auto const as_rank = [&](std::size_t r) {
+    auto const comm = test::nccl_communicator::adopt(raw[r], std::chrono::milliseconds{300});
+    layer_over<test::nccl_communicator> layer{comm, 3};
+    in_place_memory m;
+    test::device_buffer<float> const y{std::vector<float>(30)};
+    layer.prepare(m.on);
+    if (r == 1) return; // and is not heard of any more
+    layer.forward(m.x.view, syncnorm::nchw(y.data(), 2, 3, 5), m.on);
+    CHECK_THROWS_AS(layer.reserve_in_place(m.x.view, {}, 0, m.on), syncnorm::communicator_error);
+    CHECK_THROWS_AS(layer.forward_in_place(m.x.view, m.on), syncnorm::communicator_error);
+  };
+  std::jthread const other{as_rank, std::size_t{1}};
+  as_rank(0);
+}
+
 TEST_CASE("what is wrong with a pass in place on one rank is an error on every rank") {
   test::over_nccl(2, [](auto const& comm) {
     layer_over<test::nccl_communicator> layer{comm, 3};
@@ -240,6 +259,13 @@ TEST_CASE("what is wrong with a pass in place on one rank is an error on every r
     layer.backward_in_place(m.x.view, m.dy.view, m.dx.view, m.on); // x is there already
     layer.synchronize(m.on);
     CHECK(m.dx.get() == once);
+    test::device_buffer<float> const elsewhere{std::vector<float>(30)};
+    layer.forward(m.x.view, syncnorm::nchw(elsewhere.data(), 2, 3, 5), m.on);
+    auto const after = m.x.get();
+    CHECK(thrown([&] {
+            layer.backward_in_place(m.x.view, m.dy.view, m.dx.view, m.on);
+          }).starts_with("batch_norm backward: rank 0: the latest forward pass was not in place; rank 1: the latest"));
+    CHECK(m.x.get() == after);
     // What an earlier pass has kept does not go over what a pass that failed has left.
     layer_cases::put(layer.gamma(), {0, 1, 1});
     layer.reserve_in_place(m.x.view, {}, 0, m.on);

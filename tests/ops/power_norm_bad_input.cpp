@@ -172,6 +172,18 @@ struct executor_at_times {
   }
 };
 
+/// Is out of threads after so many calls.
+struct executor_for_a_while {
+  int* calls;
+
+  [[nodiscard]] int concurrency() const { return 1; }
+  template <class F>
+  void for_each(std::int64_t n, F const& f) const {
+    if (--*calls < 0) throw std::runtime_error{""};
+    for (std::int64_t i = 0; i < n; ++i) f(i);
+  }
+};
+
 } // namespace
 
 TEST_CASE("what is wrong with a forward pass on one rank is an error on every rank") {
@@ -243,6 +255,47 @@ TEST_CASE("what a rank's own sums of a power norm throw is an error on every ran
       forward(), backward();
       CHECK(layer.iters() == 3);
     });
+}
+
+TEST_CASE(
+    "what a rank's executor throws after the exchange of a warm-up is an error on every rank in its backward pass") {
+  syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+    int calls = 1000; // until it is out of threads
+    syncnorm::power_norm<float, syncnorm::thread_communicator, executor_for_a_while> layer{
+        comm, 4, {.norm = {.warmup_iters = 100}}, {&calls}};
+    step_inputs in{4};
+    auto const backward = [&] { layer.backward(in.x_view, in.dy_view, in.dx_view), layer.synchronize(); };
+    layer.forward(in.x_view, in.y_view), backward();
+    int const before = calls = 1000;
+    layer.forward(in.x_view, in.y_view), backward();
+    int const of_step = before - calls;
+    bool thrown_late = false;
+    // At each of its calls in turn, of which the last of a forward pass comes after the exchange.
+    for (int n = 0; n < of_step; ++n) {
+      auto const steps = layer.iters();
+      calls = comm.rank() == 1 ? n : 1000;
+      bool threw = false;
+      try {
+        layer.forward(in.x_view, in.y_view);
+      } catch (std::runtime_error const&) {
+        threw = true;
+      }
+      bool const moved = layer.iters() == steps + 1;
+      thrown_late = thrown_late || (threw && moved);
+      if (comm.rank() == 1 && threw) calls = 1000;
+      if (!moved) continue; // on no rank
+      bool failed = false;
+      try {
+        backward();
+      } catch (syncnorm::invalid_argument_error const&) {
+        failed = true;
+      }
+      CHECK(failed);
+      calls = 1000;
+      layer.forward(in.x_view, in.y_view), backward();
+    }
+    CHECK(thrown_late == (comm.rank() == 1));
+  });
 }
 
 TEST_CASE("a single rank throws at once, in the warm-up and after it") {

@@ -65,7 +65,7 @@ TEST_CASE("a forward pass that lacked memory leaves nothing for a backward pass"
     int failures = 0;
     for (bool failed = true; failed; failures += failed ? 1 : 0) {
       syncnorm::batch_norm<float> layer{{}, 3};
-      small_batch first{4, 5, 1}, second{6, 7, 10};
+      small_batch first{4, 5, 1}, second{4, 5, 10}; // of as many elements
       layer.forward(first.view(first.x), first.view(first.y));
       failed = fails(failures, [&] { forward(layer, second); });
       CAPTURE(failures);

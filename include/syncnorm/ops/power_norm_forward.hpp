@@ -55,7 +55,8 @@ void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) 
 /// or `workspace.synchronize()`. (Throwing at once, a rank would leave its peers alone in what it calls next.) Until then the
 /// state must not be read. Where no position of any rank counts, z = u/√(running_phi + eps) and the state is unchanged.
 ///
-/// On an error, whenever it is thrown, the state is unchanged. Throws invalid_argument_error (an argument of any rank; a
+/// On an error, whenever it is thrown, the state is unchanged; but not by what an executor throws in the warm-up once the ranks have
+/// exchanged, which have all moved it: that is thrown here alone, and then by the backward pass on every rank. Throws invalid_argument_error (an argument of any rank; a
 /// running_phi that would not be finite), mismatch_error, communicator_error.
 /// Source: Shen et al., "PowerNorm: Rethinking batch normalization in transformers", 2020, and its authors' code.
 template <class T, class P = accumulate_t<T>, communicator C>
@@ -94,13 +95,13 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   // Where this rank cannot tell, as the others do, so that it throws where they throw.
   bool const tells = state.iters != nullptr && *state.iters >= 0 && options.warmup_iters >= 0;
   bool const by_batch = tells ? pass->step <= options.warmup_iters : workspace.warms_up();
-  for (auto* const values : {&pass->inv_z, &pass->inv_dx, &pass->counted, &pass->masked})
-    values->assign(own_sums.size(), 0.0);
   auto own = detail::make_power_norm_header<T>(name, channels, options, check);
   own.step = pass->step;
   own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
   own.records = caller.records ? 1 : 0;
   auto const compute = [&] {
+    for (auto* const values : {&pass->inv_z, &pass->inv_dx, &pass->counted, &pass->masked})
+      values->assign(own_sums.size(), 0.0);
     pass->samples = x.samples;
     pass->spatial = x.spatial;
     own.count = host::count_positions(x.samples, x.spatial, mask);
@@ -118,7 +119,13 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   detail::run_or_report(comm, own, compute);
   pass->faulty = own.fault[0] != '\0';
   workspace.start_forward(comm, own, options, state, pass, /*may_overlap=*/!by_batch);
-  if (by_batch) host::power_normalize<T>(exec, x, y, scaling, pass->inv_z, affine);
+  if (!by_batch) return;
+  try {
+    host::power_normalize<T>(exec, x, y, scaling, pass->inv_z, affine);
+  } catch (...) {
+    pass->complete = false; // so that its backward pass tells the others
+    throw;
+  }
 }
 
 /// Power normalization by constant statistics, y = gamma·u/√(running_phi + eps) + beta: inference. Not collective; the

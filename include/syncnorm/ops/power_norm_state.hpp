@@ -150,11 +150,11 @@ public:
 
   /// This rank's Σ u², to be filled before `start_forward`.
   [[nodiscard]] std::span<double> prepare_forward(C const& comm) {
-    return forward_.exchange.prepare(comm, channels_, agreed_);
+    return prepare(forward_, comm);
   }
   /// The same for Σ gh·z.
   [[nodiscard]] std::span<double> prepare_backward(C const& comm) {
-    return backward_.exchange.prepare(comm, channels_, agreed_);
+    return prepare(backward_, comm);
   }
 
   /// Starts the exchange of a forward pass. Whether it is still in flight then: else it has finished, well or badly.
@@ -176,7 +176,6 @@ public:
     forward_.pending = false;
     auto const pass = std::exchange(forward_.pass, nullptr);
     try {
-      sums_.resize(pass->inv_z.size());
       forward_.exchange.finish(*forward_.comm, sums_);
       agreed_ = true;
       commit_forward(*pass);
@@ -191,7 +190,6 @@ public:
   void finish_backward() {
     if (!std::exchange(backward_.pending, false)) return;
     auto const pass = std::exchange(backward_.pass, nullptr);
-    sums_.resize(static_cast<std::size_t>(channels_ > 0 ? channels_ : 0));
     backward_.exchange.finish(*backward_.comm, sums_);
     agreed_ = true;
     auto const count = count_of(backward_);
@@ -212,6 +210,12 @@ private:
     std::shared_ptr<detail::power_norm_pass> pass;
     detail::sum_exchange<C> exchange;
   };
+
+  [[nodiscard]] std::span<double> prepare(flight& each, C const& comm) {
+    auto const own = each.exchange.prepare(comm, channels_, agreed_);
+    sums_.resize(own.size());
+    return own;
+  }
 
   [[nodiscard]] bool overlaps(C const& comm) const {
     return agreed_ && size(comm) > 1 && detail::sum_exchange<C>::can_overlap();

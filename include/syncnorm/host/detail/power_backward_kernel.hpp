@@ -74,21 +74,19 @@ private:
       };
       A root = 1, along = 0; // the mean of du·u, through which x acts on its group's root
       if constexpr (Scaled) {
-        lane_sum<A, lanes> squares, products;
-        for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
+        root = scaling_.template inverse_root<A>(sum_of_width<A>(width, [&]<int L>(std::int64_t i, auto& squares) {
           fetch<L>(x, begin + i + ahead);
           auto const v = load<L>(x + begin + i);
           squares.template add<L>(v * v);
-        });
-        root = scaling_.template inverse_root<A>(squares.total());
+        }));
         if constexpr (Map) {
-          for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
+          along = sum_of_width<A>(width, [&]<int L>(std::int64_t i, auto& products) {
             std::int64_t const c = begin + i;
             fetch<L>(dy, c + ahead);
             auto const u = load<L>(x + c) * splat<A, L>(root);
             products.template add<L>(gradient.template operator()<L>(c, load<L>(dy + c), u) * u);
           });
-          along = products.total() / static_cast<A>(width);
+          along /= static_cast<A>(width);
         }
       }
       for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
@@ -126,7 +124,7 @@ private:
         keep[static_cast<std::size_t>(i)] = hidden ? A{0} : A{1};
       }
       for (std::int64_t begin = first; begin < first + length; begin += width) {
-        if constexpr (Scaled) find_roots(at, begin, root.data(), along.data(), dy_copy.data(), x_copy.data());
+        if constexpr (Scaled) find_factors(at, begin, root.data(), along.data(), dy_copy.data(), x_copy.data());
         for (std::int64_t c = begin; c < begin + width; ++c) {
           A const* const dy = fetch_run(dy_, c, at, dy_copy.data());
           A const* const x = fetch_run(x_, c, at, x_copy.data());
@@ -160,30 +158,20 @@ private:
     });
   }
 
-  /// The factor of each position of a run, for the group of channels that begins with `begin`, and the group's mean of
-  /// du·u.
-  void find_roots(groups::piece const& at, std::int64_t begin, A* root, A* along, A* dy_copy, A* x_copy) const {
-    constexpr int lanes = native_lanes<A>;
-    std::fill_n(root, at.length, A{0});
-    std::fill_n(along, at.length, A{0});
-    for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
-      A const* const x = fetch_run(x_, c, at, x_copy);
-      for_each_lanes<lanes>(at.length, [&]<int L>(std::int64_t i) {
-        auto const v = load<L>(x + i);
-        store<L>(root + i, load<L>(root + i) + v * v);
-      });
-    }
-    for (std::int64_t i = 0; i < at.length; ++i) root[i] = scaling_.template inverse_root<A>(root[i]);
+  /// Of each position of a run and a group of channels the factor, and the mean of du·u.
+  void find_factors(groups::piece const& at, std::int64_t begin, A* root, A* along, A* dy_copy, A* x_copy) const {
+    find_roots(x_, scaling_, at, begin, root, x_copy);
     if constexpr (!Map) return;
-    for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
+    sum_of_width(scaling_.width, at.length, along, [&](std::int64_t of) {
+      std::int64_t const c = begin + of;
       A const* const dy = fetch_run(dy_, c, at, dy_copy);
       A const* const x = fetch_run(x_, c, at, x_copy);
-      for_each_lanes<lanes>(at.length, [&]<int L>(std::int64_t i) {
+      for_each_lanes<native_lanes<A>>(at.length, [&]<int L>(std::int64_t i) {
         auto const u = load<L>(x + i) * load<L>(root + i);
         auto const du = load<L>(dy + i) * splat<A, L>(dy_scale_[c]) + u * splat<A, L>(u_scale_[c]);
         store<L>(along + i, load<L>(along + i) + du * u);
       });
-    }
+    });
     for (std::int64_t i = 0; i < at.length; ++i) along[i] /= static_cast<A>(scaling_.width);
   }
 

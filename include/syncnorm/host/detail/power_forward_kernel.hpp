@@ -64,13 +64,11 @@ private:
     for (std::int64_t begin = 0; begin < length; begin += width) {
       A root = 1;
       if constexpr (Scaled) {
-        lane_sum<A, lanes> squares;
-        for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
+        root = scaling_.template inverse_root<A>(sum_of_width<A>(width, [&]<int L>(std::int64_t i, auto& squares) {
           fetch<L>(x, begin + i + ahead);
           auto const v = load<L>(x + begin + i);
           squares.template add<L>(v * v);
-        });
-        root = scaling_.template inverse_root<A>(squares.total());
+        }));
       }
       for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
         std::int64_t const c = begin + i;
@@ -97,7 +95,7 @@ private:
         keep[static_cast<std::size_t>(i)] = hidden ? A{0} : A{1};
       }
       for (std::int64_t begin = first; begin < first + length; begin += width) {
-        if constexpr (Scaled) find_roots(at, begin, root.data(), x_copy.data());
+        if constexpr (Scaled) find_roots(x_, scaling_, at, begin, root.data(), x_copy.data());
         for (std::int64_t c = begin; c < begin + width; ++c) {
           A const* const x = fetch_run(x_, c, at, x_copy.data());
           A* const y = Map ? place_run(y_, c, at, y_copy.data()) : nullptr;
@@ -122,19 +120,6 @@ private:
         }
       }
     });
-  }
-
-  /// The factor of each position of a run, for the group of channels that begins with `begin`.
-  void find_roots(groups::piece const& at, std::int64_t begin, A* root, A* x_copy) const {
-    std::fill_n(root, at.length, A{0});
-    for (std::int64_t c = begin; c < begin + scaling_.width; ++c) {
-      A const* const x = fetch_run(x_, c, at, x_copy);
-      for_each_lanes<native_lanes<A>>(at.length, [&]<int L>(std::int64_t i) {
-        auto const v = load<L>(x + i);
-        store<L>(root + i, load<L>(root + i) + v * v);
-      });
-    }
-    for (std::int64_t i = 0; i < at.length; ++i) root[i] = scaling_.template inverse_root<A>(root[i]);
   }
 
   tensor_view<T const> x_;

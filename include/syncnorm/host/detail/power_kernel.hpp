@@ -174,6 +174,50 @@ void add_to(double* sums, A const* piece, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) sums[i] += static_cast<double>(piece[i]);
 }
 
+/// The sum over a group's `width` channels at one position, in `A` over some of them and of these in double:
+/// add.template operator()<L>(i, sum) adds lanes from channel i of the group on.
+template <class A, class Add>
+[[nodiscard]] A sum_of_width(std::int64_t width, Add const& add) {
+  constexpr int lanes = native_lanes<A>;
+  double all = 0;
+  for (std::int64_t first = 0; first < width; first += longest_sum * lanes) {
+    lane_sum<A, lanes> some;
+    for_each_lanes<lanes>(std::min(longest_sum * lanes, width - first),
+                          [&]<int L>(std::int64_t i) { add.template operator()<L>(first + i, some); });
+    all += static_cast<double>(some.total());
+  }
+  return static_cast<A>(all);
+}
+
+/// The same at each of `length` positions of a run: add(i) adds channel i of the group to `sums`.
+template <class A, class Add>
+void sum_of_width(std::int64_t width, std::int64_t length, A* sums, Add const& add) {
+  run_buffer<double> all;
+  std::fill_n(all.data(), length, 0.0);
+  std::fill_n(sums, length, A{0});
+  for (std::int64_t i = 0; i < width; ++i) {
+    add(i);
+    if (i + 1 < width && (i + 1) % longest_sum != 0) continue;
+    add_to(all.data(), sums, length);
+    std::fill_n(sums, length, A{0});
+  }
+  for (std::int64_t i = 0; i < length; ++i) sums[i] = static_cast<A>(all[static_cast<std::size_t>(i)]);
+}
+
+/// The factor of each position of a run, for the group of channels that begins with `begin`.
+template <class T, class A = accumulate_t<T>>
+void find_roots(tensor_view<T const> const& x, channel_groups const& scaling, groups::piece const& at,
+                std::int64_t begin, A* root, A* x_copy) {
+  sum_of_width(scaling.width, at.length, root, [&](std::int64_t i) {
+    A const* const from = fetch_run(x, begin + i, at, x_copy);
+    for_each_lanes<native_lanes<A>>(at.length, [&]<int L>(std::int64_t s) {
+      auto const v = load<L>(from + s);
+      store<L>(root + s, load<L>(root + s) + v * v);
+    });
+  });
+  for (std::int64_t s = 0; s < at.length; ++s) root[s] = scaling.template inverse_root<A>(root[s]);
+}
+
 /// Two sums for each of some channels, in `A` over some hundred positions, and of these in double.
 template <class A>
 class position_sums {

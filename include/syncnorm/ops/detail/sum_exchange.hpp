@@ -50,6 +50,7 @@ public:
     values_.assign(legal, 0.0);
     send_.assign(message_, 0.0);
     receive_.resize(ranks_ * message_);
+    rest_.resize(ranks_ * (legal - first_));
     headers_.resize(ranks_);
     return values_;
   }
@@ -94,7 +95,6 @@ public:
       std::ranges::copy(values_, sums.begin());
       return;
     }
-    rest_.resize(ranks_ * rest);
     if (rest > 0) {
       auto const last = bytes_of(std::span<double const>{values_}.subspan(first_));
       allgather(comm, last, bytes_of(rest_));
