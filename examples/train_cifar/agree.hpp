@@ -3,8 +3,10 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,15 @@
 #include "options.hpp"
 
 namespace train_cifar {
+
+/// The same of equal images and labels.
+[[nodiscard]] inline std::int64_t digest_of(image_set const& images) {
+  auto const hash_of = [](auto const& values) {
+    auto const bytes = std::as_bytes(std::span{values});
+    return std::hash<std::string_view>{}({reinterpret_cast<char const*>(bytes.data()), bytes.size()});
+  };
+  return static_cast<std::int64_t>(hash_of(images.pixels) ^ hash_of(images.labels));
+}
 
 /// Throws mismatch_error on every rank where the ranks were not given the same work. Collective.
 inline void require_agreement(syncnorm::any_communicator const& comm, options const& opts, data_set const& data) {
@@ -36,6 +47,8 @@ inline void require_agreement(syncnorm::any_communicator const& comm, options co
       std::pair{"the number of classes", number(data.classes)},
       std::pair{"the number of training images", number(data.train.size())},
       std::pair{"the number of test images", number(data.test.size())},
+      std::pair{"a digest of the training images", digest_of(data.train)},
+      std::pair{"a digest of the test images", digest_of(data.test)},
   };
   std::array<std::int64_t, named.size()> own{};
   for (std::size_t i = 0; i < own.size(); ++i) own[i] = named[i].second;

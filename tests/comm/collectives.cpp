@@ -1,6 +1,9 @@
 #include <syncnorm/comm/collectives.hpp>
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -25,6 +28,15 @@ struct unasked {
 };
 static_assert(!syncnorm::communicator<unasked> && !syncnorm::communicator<int>);
 
+/// All that batch norm needs.
+struct gathers_alone {
+  syncnorm::thread_communicator const* comm;
+
+  [[nodiscard]] int rank() const { return comm->rank(); }
+  [[nodiscard]] int size() const { return comm->size(); }
+  void allgather(std::span<std::byte const> in, std::span<std::byte> out) const { comm->allgather(in, out); }
+};
+
 /// What `f` throws as an `E`.
 template <class E, class F>
 std::string thrown(F&& f) {
@@ -41,6 +53,18 @@ std::string thrown(F&& f) {
 TEST_CASE("a communicator with allgather and allreduce alone keeps the contract") {
   for (int const ranks : {1, 2, 5})
     syncnorm::run_ranks(ranks, [](auto const& comm) { contract::check_contract(communicator{comm}); });
+}
+
+TEST_CASE("a barrier takes no more than an allgather") {
+  std::atomic<int> entered{0};
+  syncnorm::run_ranks(3, [&](auto const& threads) {
+    gathers_alone const comm{&threads};
+    for (int i = 1; i <= 20; ++i) {
+      ++entered;
+      syncnorm::barrier(comm);
+      CHECK(entered >= 3 * i);
+    }
+  });
 }
 
 // One test for what the communicator has itself and for what is made of its allgather and allreduce.

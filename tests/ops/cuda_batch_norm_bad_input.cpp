@@ -282,8 +282,9 @@ TEST_CASE("a rank that runs a pass while another one prepares is told so") {
     CHECK(test::thrown<syncnorm::mismatch_error>([&] {
             step.forward(layer, on);
             layer.synchronize(on);
-          }) == "batch_norm forward: ranks disagree on the operation: rank 0 has batch_norm preparation, rank 1 has "
-                "batch_norm forward");
+          }) ==
+          "batch_norm preparation: ranks disagree on the operation: rank 0 has batch_norm preparation, rank 1 has "
+          "batch_norm forward");
   });
 }
 

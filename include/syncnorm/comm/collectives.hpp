@@ -68,9 +68,13 @@ template <communicator C>
 void barrier(C const& comm) {
   if constexpr (requires { comm.barrier(); }) {
     comm.barrier();
-  } else {
+  } else if constexpr (allreduces<C, std::int32_t>) {
     std::int32_t token = 0;
     allreduce(comm, std::span<std::int32_t const>{&token, 1}, std::span{&token, 1});
+  } else {
+    std::byte const token{};
+    std::vector<std::byte> all(static_cast<std::size_t>(size(comm)));
+    allgather(comm, std::span{&token, 1}, std::span{all});
   }
 }
 
