@@ -9,7 +9,15 @@ namespace {
 
 struct half {
   unsigned short bits;
+  half() = default;
   explicit half(float value) : bits{static_cast<unsigned short>(value)} {}
+  explicit operator float() const { return bits; }
+};
+
+/// Cannot be made of nothing.
+struct never_empty {
+  unsigned short bits;
+  explicit never_empty(float value) : bits{static_cast<unsigned short>(value)} {}
   explicit operator float() const { return bits; }
 };
 
@@ -32,6 +40,12 @@ template <>
 struct syncnorm::element_traits<half> {
   using accumulate_type = float;
   static constexpr std::string_view name = "half";
+};
+
+template <>
+struct syncnorm::element_traits<never_empty> {
+  using accumulate_type = float;
+  static constexpr std::string_view name = "never empty";
 };
 
 template <>
@@ -59,6 +73,7 @@ TEST_CASE("elements are what element_traits describes and what converts both way
   static_assert(syncnorm::element<float> && syncnorm::element<double>);
   static_assert(syncnorm::element<float const> && syncnorm::element<half> && syncnorm::element<half const>);
   static_assert(!syncnorm::element<undescribed> && !syncnorm::element<int> && !syncnorm::element<one_way>);
+  static_assert(!syncnorm::element<never_empty>);
   static_assert(std::is_same_v<syncnorm::accumulate_t<half const>, float>);
   static_assert(std::is_same_v<syncnorm::accumulate_t<double>, double>);
   CHECK(syncnorm::element_traits<float>::name == "float");
