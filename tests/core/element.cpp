@@ -74,6 +74,7 @@ TEST_CASE("elements are what element_traits describes and what converts both way
   static_assert(syncnorm::element<float const> && syncnorm::element<half> && syncnorm::element<half const>);
   static_assert(!syncnorm::element<undescribed> && !syncnorm::element<int> && !syncnorm::element<one_way>);
   static_assert(!syncnorm::element<never_empty>);
+  CHECK(syncnorm::element_traits<never_empty>::name == "never empty");
   static_assert(std::is_same_v<syncnorm::accumulate_t<half const>, float>);
   static_assert(std::is_same_v<syncnorm::accumulate_t<double>, double>);
   CHECK(syncnorm::element_traits<float>::name == "float");

@@ -149,13 +149,9 @@ public:
   [[nodiscard]] detail::power_norm_factors& factors() noexcept { return factors_; }
 
   /// This rank's Σ u², to be filled before `start_forward`.
-  [[nodiscard]] std::span<double> prepare_forward(C const& comm) {
-    return prepare(forward_, comm);
-  }
+  [[nodiscard]] std::span<double> prepare_forward(C const& comm) { return prepare(forward_, comm); }
   /// The same for Σ gh·z.
-  [[nodiscard]] std::span<double> prepare_backward(C const& comm) {
-    return prepare(backward_, comm);
-  }
+  [[nodiscard]] std::span<double> prepare_backward(C const& comm) { return prepare(backward_, comm); }
 
   /// Starts the exchange of a forward pass. Whether it is still in flight then: else it has finished, well or badly.
   void start_forward(C const& comm, detail::power_norm_header const& own, power_norm_options const& options,
