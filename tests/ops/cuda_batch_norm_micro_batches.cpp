@@ -55,7 +55,7 @@ TEST_CASE("double backward on a device agrees with the oracle, of one batch and 
   test::check_no_violations();
 }
 
-TEST_CASE("double backward on a device needs nothing of positions whose outputs are 0") {
+TEST_CASE("positions whose outputs are 0 leave nothing in double backward on a device") {
   test::device_buffer<std::uint8_t> const mask{std::vector<std::uint8_t>{1, 0, 1, 1}};
   auto const run = [&](long double garbage, std::size_t where, float slope) {
     layer_cases::device_tensor<float> x{test::layout::nchw, 2, 1, 2}, dy{test::layout::nchw, 2, 1, 2},

@@ -58,12 +58,13 @@ public:
   void reserve(std::int64_t count, affine_parameters<P> affine, activation const& of, std::int64_t spare,
                cudaStream_t stream, function_ref<void(cudaStream_t)> wait = wait_for_stream) {
     using syncnorm::detail::require_cuda;
+    wait(stream); // before there is a copy to wait for, which CUDA would do for ever
     auto const on_host = [&](std::span<P const> values, double otherwise) {
       std::vector<P> all(static_cast<std::size_t>(channels_), from_double<P>(otherwise));
       if (!values.empty())
         require_cuda(cudaMemcpyAsync(all.data(), values.data(), values.size_bytes(), cudaMemcpyDeviceToHost, stream),
                      "cudaMemcpyAsync");
-      wait(stream);
+      wait_for_stream(stream);
       return all;
     };
     auto const gamma = on_host(affine.gamma, 1), beta = on_host(affine.beta, 0);
