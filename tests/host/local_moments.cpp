@@ -264,6 +264,21 @@ TEST_CASE("elements of two values, which all round the same way, keep the accura
   }
 }
 
+TEST_CASE("squares that a float holds make a variance, however many there are") {
+  constexpr float far = 4.9e17F; // of what is documented
+  for (auto const order : test::arrangements)
+    for (auto const [n, s] : {std::array<std::int64_t, 2>{512, 255}, {256, 196}, {64, 49}, {2, 9000}, {400, 3}}) {
+      INFO(test::name_of(order), ", N ", n, ", S ", s);
+      std::vector<float> values(static_cast<std::size_t>(2 * n * s));
+      // The first sample is as far from the others as may be.
+      for (std::size_t i = 0; i < values.size(); ++i)
+        values[i] = static_cast<std::int64_t>(i) / (2 * s) % 2 == 0 ? far : -far;
+      test::tensor<float> x{order, n, 2, s, values};
+      for (double const m2 : statistics{host::serial_executor{}, x.view()}.m2)
+        CHECK(std::abs(m2 / (static_cast<double>(n * s) * far * far) - 1) < 1e-5);
+    }
+}
+
 TEST_CASE("what is no number stays in its channel") {
   for (auto const order : test::arrangements) {
     for (std::int64_t const s : {1, 5, 300}) {

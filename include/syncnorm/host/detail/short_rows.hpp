@@ -95,8 +95,8 @@ private:
     std::int64_t const at_once = ceil_div(groups::long_piece, spatial_);
     for (std::int64_t row = begin; row < end; row += at_once) {
       auto const sums = sum_rows(c, row, std::min(end, row + at_once), k);
-      first += static_cast<double>(sum_lanes<A, lanes>(sums[0]));
-      second += static_cast<double>(sum_lanes<A, lanes>(sums[1]));
+      first += sum_in_double<A>(sums[0]);
+      second += sum_in_double<A>(sums[1]);
     }
   }
 
@@ -188,16 +188,16 @@ private:
   }
 
   [[nodiscard, gnu::always_inline]] double sum_positions(A const* sums) const {
-    vector_t<double, native_lanes<double>> all{};
+    double all = 0;
     for (std::int64_t i = 0; i < spatial_;) {
       vector some{};
       std::int64_t const end = std::min(spatial_, i + most_vectors * lanes);
       for (; i + lanes <= end; i += lanes) some += load<lanes>(sums + i);
       if (i < end) some += keep_last<A, lanes>(load<lanes>(sums + end - lanes), static_cast<int>(end - i));
-      all += fold_to_double<A>(some);
+      all += sum_in_double<A>(some);
       i = end;
     }
-    return sum_lanes<double, native_lanes<double>>(all);
+    return all;
   }
 
   Op op_;
