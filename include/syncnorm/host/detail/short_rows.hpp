@@ -34,6 +34,7 @@ class short_row_sums {
   static constexpr int lanes = native_lanes<A>;
   static constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients;
   using vector = vector_t<A, lanes>;
+  using doubles = vector_t<double, native_lanes<double>>;
   using pair = std::array<vector, 2>;
   using vectors = std::array<vector, coefficients>;
   using pointers = std::array<T const*, inputs>;
@@ -93,11 +94,14 @@ private:
     vectors k;
     for (std::size_t j = 0; j < coefficients; ++j) k[j] = splat<A, lanes>(values[j]);
     std::int64_t const at_once = ceil_div(groups::long_piece, spatial_);
+    doubles a{}, b{};
     for (std::int64_t row = begin; row < end; row += at_once) {
       auto const sums = sum_rows(c, row, std::min(end, row + at_once), k);
-      first += sum_in_double<A>(sums[0]);
-      second += sum_in_double<A>(sums[1]);
+      a += fold_in_double<A>(sums[0]);
+      b += fold_in_double<A>(sums[1]);
     }
+    first += sum_lanes<double, native_lanes<double>>(a);
+    second += sum_lanes<double, native_lanes<double>>(b);
   }
 
   [[nodiscard]] pair sum_rows(std::int64_t c, std::int64_t begin, std::int64_t end, vectors const& k) const {
@@ -188,16 +192,16 @@ private:
   }
 
   [[nodiscard, gnu::always_inline]] double sum_positions(A const* sums) const {
-    double all = 0;
+    doubles all{};
     for (std::int64_t i = 0; i < spatial_;) {
       vector some{};
       std::int64_t const end = std::min(spatial_, i + most_vectors * lanes);
       for (; i + lanes <= end; i += lanes) some += load<lanes>(sums + i);
       if (i < end) some += keep_last<A, lanes>(load<lanes>(sums + end - lanes), static_cast<int>(end - i));
-      all += sum_in_double<A>(some);
+      all += fold_in_double<A>(some);
       i = end;
     }
-    return all;
+    return sum_lanes<double, native_lanes<double>>(all);
   }
 
   Op op_;

@@ -283,15 +283,16 @@ fold_to_double(vector_t<A, native_lanes<A>> const& v) {
   }
 }
 
-/// The sum of all lanes of a full register, in double: of numbers whose sum `A` may not hold.
+/// The same, its halves added in double: numbers whose sum `A` may not hold.
 template <class A>
-[[nodiscard, gnu::always_inline]] inline double sum_in_double(vector_t<A, native_lanes<A>> const& v) {
-  constexpr int lanes = native_lanes<double>;
-  if constexpr (std::is_same_v<A, double>)
-    return sum_lanes<double, lanes>(v);
-  else
-    return sum_lanes<double, lanes>(to_double<A, lanes>(lanes_of<0, lanes>(v)) +
-                                    to_double<A, lanes>(lanes_of<lanes, lanes>(v)));
+[[nodiscard, gnu::always_inline]] inline vector_t<double, native_lanes<double>>
+fold_in_double(vector_t<A, native_lanes<A>> const& v) {
+  if constexpr (std::is_same_v<A, double>) {
+    return v;
+  } else {
+    constexpr int half = native_lanes<double>;
+    return to_double<A, half>(lanes_of<0, half>(v)) + to_double<A, half>(lanes_of<half, half>(v));
+  }
 }
 
 /// `value` in the first lane, and zeros. Made in a register: a processor waits for memory before it reads a vector of which it has
