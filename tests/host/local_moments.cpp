@@ -267,7 +267,9 @@ TEST_CASE("elements of two values, which all round the same way, keep the accura
 TEST_CASE("squares that a float holds make a variance, however many there are") {
   constexpr float far = 4.9e17F; // of what is documented
   for (auto const order : test::arrangements)
-    for (auto const [n, s] : {std::array<std::int64_t, 2>{512, 255}, {256, 196}, {64, 49}, {2, 9000}, {400, 3}}) {
+    for (std::array<std::int64_t, 2> const of :
+         {std::array<std::int64_t, 2>{512, 255}, {256, 196}, {64, 49}, {2, 9000}, {400, 3}}) {
+      std::int64_t const n = of[0], s = of[1];
       INFO(test::name_of(order), ", N ", n, ", S ", s);
       std::vector<float> values(static_cast<std::size_t>(2 * n * s));
       // The first sample is as far from the others as may be.
