@@ -84,6 +84,7 @@ using kept_vector = std::vector<T, kept_allocator<T>>;
 /// Has `new T` use a `kept_allocator`; `T`, aligned to a line of the cache at most, derives from this. No template: at -O0 g++ 12
 /// ends with an internal error over an operator new whose name has _Float16 in it.
 struct in_kept_memory {
+  // NOLINTNEXTLINE(misc-new-delete-overloads): what matches is the delete that is told a size
   [[nodiscard]] static void* operator new(std::size_t bytes) { return kept_allocator<unit>{}.allocate(units(bytes)); }
   static void operator delete(void* memory, std::size_t bytes) noexcept {
     kept_allocator<unit>{}.deallocate(static_cast<unit*>(memory), units(bytes));
