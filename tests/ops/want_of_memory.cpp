@@ -119,8 +119,8 @@ TEST_CASE("passes in two phases that lacked memory on one rank have no other pas
     syncnorm::run_ranks(
         2,
         [&](thread_communicator const& comm) {
-          using layer_type = syncnorm::batch_norm<float, thread_communicator>;
-          std::array layers{layer_type{comm, 3}, layer_type{comm, 3}};
+          using layer_of_three = syncnorm::batch_norm<float, thread_communicator>;
+          std::array layers{layer_of_three{comm, 3}, layer_of_three{comm, 3}};
           std::array batches{small_batch{4, 5, 10}, small_batch{4, 5, 1000}};
           std::array<std::optional<syncnorm::pending_passes>, 2> pending;
           bool const lacked = fails(comm.rank() == 1 ? failures : -1, [&] {

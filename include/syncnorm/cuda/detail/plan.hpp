@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <numeric>
 #include <type_traits>
 
@@ -312,8 +313,14 @@ template <class Op>
 /// its own generation it takes what is not after it; of others intermediate code, and nobody says of which there is any.
 template <int... Compiled>
 [[nodiscard]] constexpr bool runs_clusters(int architecture) {
-  bool const of_its_own = ((Compiled <= architecture && Compiled / 100 == architecture / 100) || ...);
-  return architecture >= 900 && (of_its_own || ((Compiled >= 900) && ...)) && ((Compiled <= architecture) || ...);
+  bool runs = false, of_its_own = false, all_have = true;
+  for (int const compiled : {Compiled...}) {
+    bool const is_later = compiled > architecture;
+    runs = runs || !is_later;
+    of_its_own = of_its_own || (!is_later && compiled / 100 == architecture / 100);
+    all_have = all_have && compiled >= 900;
+  }
+  return architecture >= 900 && runs && (of_its_own || all_have);
 }
 
 /// Blocks of `accept_kernel`: one for the header, and, of moments, one for each `threads` channels.
