@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,7 @@
 #include <syncnorm/core/error.hpp>
 
 #include "cores.hpp"
+#include "signals.hpp"
 
 namespace train_cifar {
 
@@ -54,11 +56,7 @@ public:
     // A parent that ignores SIGCHLD would hand that down, and the ends of children would be lost.
     std::signal(SIGCHLD, SIG_DFL);
     sigemptyset(&held_);
-    for (int const signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) {
-      struct sigaction now {};
-      sigaction(signal, nullptr, &now);
-      if (now.sa_handler != SIG_IGN) sigaddset(&held_, signal); // as under nohup
-    }
+    add_heeded_signals(held_, std::array{SIGCHLD, SIGINT, SIGTERM, SIGHUP});
     sigprocmask(SIG_BLOCK, &held_, &before_);
   }
   ~held_signals() { sigprocmask(SIG_SETMASK, &before_, nullptr); }

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "shapes.hpp"
+#include "signals.hpp"
 
 namespace train_cifar {
 
@@ -38,11 +39,7 @@ class held_end {
 public:
   held_end() {
     sigemptyset(&held_);
-    for (int const signal : signals) {
-      struct sigaction now {};
-      sigaction(signal, nullptr, &now);
-      if (now.sa_handler != SIG_IGN) sigaddset(&held_, signal); // as under nohup
-    }
+    add_heeded_signals(held_, signals);
     sigprocmask(SIG_BLOCK, &held_, &before_);
   }
   ~held_end() { sigprocmask(SIG_SETMASK, &before_, nullptr); }
