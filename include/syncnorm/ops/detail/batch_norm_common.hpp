@@ -67,10 +67,7 @@ make_forward_header(std::int64_t channels, std::int64_t count, affine_parameters
 /// Runs `look`, which says in `check` what is wrong with a pass. So is what it throws, for want of memory.
 template <class Look>
 void look_into(call_check& check, Look const& look) {
-  auto thrown = fault_or_thrown([&] {
-    look();
-    return std::string{};
-  });
+  auto thrown = thrown_by(look);
   check.require(thrown.empty(), [&] { return std::move(thrown); });
 }
 

@@ -53,14 +53,20 @@ template <class F>
   return text.empty() ? "an exception without a message" : text;
 }
 
+/// What `act` throws; empty where it throws nothing.
+template <class F>
+[[nodiscard]] std::string thrown_by(F const& act) {
+  return fault_or_thrown([&] {
+    act();
+    return std::string{};
+  });
+}
+
 /// Runs `local`, which computes what a rank sends. What that throws becomes the header's fault, since the other ranks are waiting
 /// already.
 template <class Header, class Local>
 void report_what_throws(Header& header, Local const& local) {
-  auto const fault = fault_or_thrown([&] {
-    local();
-    return std::string{};
-  });
+  auto const fault = thrown_by(local);
   if (fault.empty()) return;
   set_text(header.fault, fault);
   header.count = 0;
