@@ -418,6 +418,20 @@ TEST_CASE("a fault of one rank is thrown on every rank, and changes nothing") {
     CHECK_MESSAGE((contains(text, "rank 1: ") && contains(text, "int64_t")), text);
     CHECK(torch::equal(norm->running_mean, mean));
     norm->num_batches_tracked = counter;
+    // A cumulative average goes on from what the counter is when a pass begins, of whatever kind that is.
+    norm->options.momentum(c10::nullopt);
+    for (bool const two_phase : {true, false}) {
+      auto const pass = [&] { two_phase ? (void)norm->begin_forward(good).finish() : (void)norm->forward(good); };
+      auto const tracked = counter.clone();
+      if (comm.rank() == 1) counter.fill_(-1);
+      text = message_of<invalid_argument_error>(pass);
+      CHECK_MESSAGE(contains(text, "rank 1: num_batches_tracked is -1, expected at least 0"), text);
+      CHECK(torch::equal(norm->running_mean, mean));
+      counter.copy_(tracked);
+    }
+    (void)norm->begin_forward(good).finish();
+    CHECK(counter.item<std::int64_t>() == 4);
+    CHECK(norm->running_mean.isfinite().all().item<bool>());
     // In evaluation there is nobody to tell.
     norm->eval();
     auto const here = message_of<invalid_argument_error>([&] { norm->forward(random({3})); });

@@ -43,7 +43,7 @@ public:
         pass_->in_place = true;
       }
       if (!this->counts()) return;
-      tracks_ = in_.num_batches_tracked.template item<std::int64_t>(); // of any type, as Module::to converts it, too
+      read_counter();
       tracked_ = in_.num_batches_tracked;
       running_.num_batches_tracked = &in_.state->batches_tracked;
     });
@@ -52,7 +52,7 @@ public:
 
   void before() override {
     base::before();
-    if (tracked_.defined()) in_.state->batches_tracked = tracks_ = tracked_.item<std::int64_t>();
+    if (tracked_.defined()) read_counter();
   }
   void after() override {
     base::after();
@@ -92,6 +92,11 @@ private:
     }
     auto const alone = plan(); // which says that the batch is this rank's
     run_alone({&alone, 1});
+  }
+
+  void read_counter() {
+    in_.state->batches_tracked = tracks_ =
+        in_.num_batches_tracked.template item<std::int64_t>(); // of any type, as Module::to converts it, too
   }
 
   at::Tensor tracked_;
