@@ -16,23 +16,24 @@ class operand_check {
 public:
   explicit operand_check(char const* call) : call_{call} {}
 
-  void require(bool holds, std::string const& message) const {
-    if (!holds) throw invalid_argument_error{std::string{call_} + ": " + message};
+  /// `name` and `message` are put together only where something is wrong.
+  void require(bool holds, char const* name, char const* message) const {
+    if (!holds) throw invalid_argument_error{std::string{call_} + ": " + name + message};
   }
+  void require(bool holds, char const* message) const { require(holds, "", message); }
 
   template <class T>
   void tensor(tensor_view<T> const& x, char const* name) const {
-    require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0, std::string{name} + " has a negative extent");
-    require(x.channels < std::int64_t{1} << 31, std::string{name} + " has more than 2^31 - 1 channels");
-    require(x.data != nullptr || x.size() == 0, std::string{name} + " is null");
-    require(reinterpret_cast<std::uintptr_t>(x.data) % sizeof(T) == 0,
-            std::string{name} + " is not aligned to its elements");
+    require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0, name, " has a negative extent");
+    require(x.channels < std::int64_t{1} << 31, name, " has more than 2^31 - 1 channels");
+    require(x.data != nullptr || x.size() == 0, name, " is null");
+    require(reinterpret_cast<std::uintptr_t>(x.data) % sizeof(T) == 0, name, " is not aligned to its elements");
   }
   template <class T, class X>
   void like(tensor_view<T> const& y, char const* name, tensor_view<X> const& x) const {
     tensor(y, name);
-    require(y.samples == x.samples && y.channels == x.channels && y.spatial == x.spatial,
-            std::string{name} + " has other extents than x");
+    require(y.samples == x.samples && y.channels == x.channels && y.spatial == x.spatial, name,
+            " has other extents than x");
   }
   template <class T, class X>
   void optional(tensor_view<T> const& y, char const* name, tensor_view<X> const& x) const {
@@ -65,8 +66,9 @@ public:
   void work(workspace const& of, std::size_t needed) const {
     require(of.data != nullptr && reinterpret_cast<std::uintptr_t>(of.data) % 16 == 0,
             "the workspace is null or not aligned to 16 bytes");
-    require(of.bytes >= needed,
-            "the workspace has " + std::to_string(of.bytes) + " bytes, of " + std::to_string(needed));
+    if (of.bytes < needed)
+      require(false,
+              ("the workspace has " + std::to_string(of.bytes) + " bytes, of " + std::to_string(needed)).c_str());
   }
 
 private:
