@@ -115,6 +115,21 @@ TEST_CASE("what is wrong with a backward pass on one rank is an error on every r
   check_spoiled_step([](step_inputs& in) { in.dx_view.stride_n = 0; }, {"backward", "dx has the strides [0, "});
 }
 
+TEST_CASE("extents that cannot be counted are an error in every pass, before anything is counted") {
+  syncnorm::batch_norm<float> layer{{}, 3};
+  step_inputs in{3};
+  layer.forward(in.x_view, in.y_view);
+  auto too_many = in.x_view;
+  too_many.samples = too_many.spatial = std::int64_t{1} << 40;
+  syncnorm::tensor_view<float const> const x = too_many, dy = in.dy_view;
+  std::vector<std::string> const said{"x has more elements than can be counted"};
+  test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(x, in.y_view); }, said);
+  layer.forward(in.x_view, in.y_view);
+  test::check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(x, dy, in.dx_view); }, said);
+  test::check_throws<syncnorm::invalid_argument_error>(
+      [&] { layer.double_backward({.dx = in.x_view}, x, dy, in.y_view, in.dx_view); }, said);
+}
+
 TEST_CASE("what a pass writes over what it is yet to read, on one rank, is an error on every rank") {
   auto const turned = [](syncnorm::tensor_view<float> const& of) {
     return syncnorm::nhwc(of.data, of.samples, of.channels, of.spatial);

@@ -85,7 +85,7 @@ public:
     using syncnorm::detail::named_views;
     syncnorm::detail::check_outputs_apart<T>(check_, batches, {"dx", in_.dx}, {"dresidual", in_.dresidual},
                                              {{"dy", in_.dy}, {"x", in_.x}, named_views<T>{in_.epilogues}}, true);
-    auto const count = syncnorm::detail::count_of(in_.x);
+    auto const count = check_.count_of(in_.x);
     check_.own_count(count, saved_->own_count);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);

@@ -55,7 +55,7 @@ public:
     check_.batches_of(in_.epilogues.size(), batches, "epilogues", true);
     for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
     syncnorm::detail::check_outputs_apart(check_, in_);
-    auto const count = syncnorm::detail::count_of(in_.x);
+    auto const count = check_.count_of(in_.x);
     check_.own_count(count, saved_->own_count);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);

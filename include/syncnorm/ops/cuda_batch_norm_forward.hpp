@@ -83,7 +83,7 @@ public:
     if (in_.kept.empty())
       syncnorm::detail::check_output_apart<T>(check_, batches, {"y", in_.y},
                                               {{"x", in_.x}, named_views<T>{in_.epilogues}}, true);
-    auto const count = syncnorm::detail::count_of(in_.x);
+    auto const count = check_.count_of(in_.x);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
     if (constant())

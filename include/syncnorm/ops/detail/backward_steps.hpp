@@ -76,7 +76,7 @@ public:
         check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
         if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
       }
-      check_.own_count(count_of(in_.x), saved.own_count);
+      check_.own_count(check_.count_of(in_.x), saved.own_count);
       epilogues_.emplace(check_, in_.epilogues, in_.x);
       check_.require(in_.dresidual.empty() || in_.dresidual.size() == batches, [&] {
         return check_.text("there are ", in_.dresidual.size(), " micro-batches of dresidual, expected ", batches,
@@ -104,7 +104,7 @@ public:
   [[nodiscard]] bool collective() const override { return exchanges_; }
 
   [[nodiscard]] packet_header header() const override {
-    auto own = make_header<T>(name, channels_, count_of(in_.x), saved_->exchange, check_);
+    auto own = make_header<T>(name, channels_, check_.count_of(in_.x), saved_->exchange, check_);
     own.backward = static_cast<std::int32_t>(backward_);
     return own;
   }

@@ -94,6 +94,15 @@ public:
     require(given.data != nullptr || x.count() == 0, [&] { return text(name, " is null"); });
   }
 
+  /// N·S of all micro-batches; 0 where something is wrong, maybe with these numbers.
+  template <class T>
+  [[nodiscard]] std::int64_t count_of(std::span<tensor_view<T> const> batches) const {
+    std::int64_t count = 0;
+    if (failed()) return count;
+    for (auto const& x : batches) count += x.count();
+    return count;
+  }
+
   /// x, or the x of all micro-batches, as in the forward pass. `expected`: −1 where it may be any.
   void own_count(std::int64_t count, std::int64_t expected) {
     require(expected < 0 || count == expected,

@@ -28,14 +28,6 @@ template <class T>
   return x.channel_range(channels.first, channels.length);
 }
 
-/// N·S of all micro-batches.
-template <class T>
-[[nodiscard]] std::int64_t count_of(std::span<tensor_view<T> const> batches) {
-  std::int64_t count = 0;
-  for (auto const& x : batches) count += x.count();
-  return count;
-}
-
 /// The header of a pass of element type `T`, of which `wish` is asked; the caller adds what its pass alone has.
 template <class T>
 [[nodiscard]] packet_header make_header(std::string_view pass, std::int64_t channels, std::int64_t count,

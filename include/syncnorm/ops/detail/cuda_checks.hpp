@@ -60,17 +60,17 @@ public:
   template <class T, class Name>
   void input(tensor_view<T> const& x, Name name, std::int64_t channels) {
     tensor(x, name, channels);
-    if (x.size() != 0) memory(x.data, name);
+    if (!failed() && x.size() != 0) memory(x.data, name);
   }
   template <class T, class Name>
   void input_like(tensor_view<T const> const& y, Name name, tensor_view<T const> const& x) {
     same_extents(y, name, x);
-    if (y.size() != 0) memory(y.data, name);
+    if (!failed() && y.size() != 0) memory(y.data, name);
   }
   template <class T, class Name>
   void written(tensor_view<T> const& y, Name name, tensor_view<T const> const& x) {
     output(y, name, x);
-    if (y.size() != 0) memory(y.data, name);
+    if (!failed() && y.size() != 0) memory(y.data, name);
   }
   template <class P>
   void values(std::span<P> of_channels, std::string_view name, std::int64_t channels) {
@@ -83,6 +83,7 @@ public:
     using syncnorm::detail::batch_name;
     batch_name const residual{"the residual", k, batches}, mask{"the mask", k, batches};
     epilogue(given, x, residual, mask);
+    if (failed()) return;
     if (given.has_residual() && x.size() != 0) memory(given.residual.data, residual);
     if (given.mask && x.count() != 0) memory(given.mask.data, mask);
   }

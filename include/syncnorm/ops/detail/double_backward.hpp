@@ -62,7 +62,7 @@ public:
       as_many(in_.to_dy.size(), "the gradient to dy");
       as_many(in_.to_x.size(), "the gradient to x");
       for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
-      check_.own_count(count_of(in_.x), saved.own_count);
+      check_.own_count(check_.count_of(in_.x), saved.own_count);
       epilogues_.emplace(check_, in_.epilogues, in_.x);
       check_outputs_apart(check_, in_);
       for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
@@ -87,7 +87,7 @@ public:
     auto& packets = workspace.double_packets;
     if (workspace.exchange.agreed()) packets.agree();
     packets.prepare(size(comm));
-    packets.header(0) = make_header<T>(name, channels_, count_of(in_.x), saved_->exchange, check_);
+    packets.header(0) = make_header<T>(name, channels_, check_.count_of(in_.x), saved_->exchange, check_);
     report_what_throws(packets.header(0), [&] {
       if (!check_.failed()) local();
     });

@@ -125,7 +125,7 @@ public:
     saved_->scope = in_.scope;
     saved_->exchange = options_.exchange;
     saved_->count = all.count;
-    saved_->own_count = count_of(in_.x);
+    saved_->own_count = check_.count_of(in_.x);
     saved_->backward_needed = all.backward_needed;
     saved_->mean.assign(length, 0.0);
     saved_->inv_std.assign(length, 0.0);
