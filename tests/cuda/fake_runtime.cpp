@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <thread>
 #include <utility>
@@ -153,7 +154,6 @@ struct runtime {
   std::map<char const*, allocation> memory;
   std::map<CUstream_st*, std::thread::id> streams; // and who made them
   std::map<std::string, int> calls;
-  std::map<std::string, cudaError_t> failures;
   std::vector<std::string> notes;
 };
 
@@ -162,6 +162,7 @@ runtime& state() {
   return all;
 }
 
+thread_local std::map<std::string, cudaError_t> failures;
 thread_local int current_device = 0;
 thread_local CUstream_st* capturing_stream = nullptr;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
@@ -177,6 +178,8 @@ CUstream_st& at(cudaStream_t stream) {
   static CUstream_st null_stream{0}, per_thread{0};
   return stream == nullptr ? null_stream : stream == cudaStreamPerThread ? per_thread : *stream;
 }
+
+bool is_captured(cudaStream_t stream) { return at(stream).captured || at(stream).captured_by != nullptr; }
 
 /// What cudaMemset and cudaMemcpy to the device have still to do when they return, as streams see it that do not wait for the
 /// default one: it is done when somebody waits for that.
@@ -206,6 +209,17 @@ void finish_own_streams() {
 }
 
 using fake_cuda::enter;
+
+/// What `pointer` is in, if that was allocated here.
+std::optional<allocation> find_memory(void const* pointer) {
+  auto& all = state();
+  std::lock_guard const lock{all.mutex};
+  auto const after = all.memory.upper_bound(static_cast<char const*>(pointer));
+  if (after == all.memory.begin()) return {};
+  auto const& [first, memory] = *std::prev(after);
+  if (static_cast<char const*>(pointer) >= first + memory.bytes) return {};
+  return memory;
+}
 
 /// A call that is not allowed on a thread that is capturing, nor while any thread is capturing in global mode, unless in relaxed mode,
 /// and spoils the capture.
@@ -268,24 +282,21 @@ cudaError_t enter(char const* function) {
   auto& all = state();
   std::lock_guard const lock{all.mutex};
   ++all.calls[function];
-  auto const found = all.failures.find(function);
-  if (found == all.failures.end()) return cudaSuccess;
+  auto const found = failures.find(function);
+  if (found == failures.end()) return cudaSuccess;
   auto const code = found->second;
-  all.failures.erase(found);
+  failures.erase(found);
   return std::string{function}.starts_with("cuda") ? remembered(code) : code;
 }
 int calls(std::string const& function) {
   std::lock_guard const lock{state().mutex};
   return state().calls[function];
 }
-void fail_next(std::string const& function, cudaError_t code) {
-  std::lock_guard const lock{state().mutex};
-  state().failures[function] = code;
-}
+void fail_next(std::string const& function, cudaError_t code) { failures[function] = code; }
 void reset() {
   std::lock_guard const lock{state().mutex};
   state().calls.clear();
-  state().failures.clear();
+  failures.clear();
 }
 device_addresses addresses() {
   static auto const all = state().room.addresses();
@@ -348,22 +359,25 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, void const* pointer) {
   if (auto const code = enter("cudaPointerGetAttributes"); code != cudaSuccess) return code;
-  auto& all = state();
-  std::lock_guard const lock{all.mutex};
   *attributes = {};
   attributes->type = cudaMemoryTypeUnregistered;
-  auto const after = all.memory.upper_bound(static_cast<char const*>(pointer));
-  if (after == all.memory.begin()) return cudaSuccess;
-  auto const& [first, memory] = *std::prev(after);
-  if (static_cast<char const*>(pointer) >= first + memory.bytes) return cudaSuccess;
-  attributes->type = memory.type;
-  attributes->device = memory.device;
+  auto const memory = find_memory(pointer);
+  if (!memory) return cudaSuccess;
+  attributes->type = memory->type;
+  attributes->device = memory->device;
   attributes->devicePointer = const_cast<void*>(pointer);
   return cudaSuccess;
 }
 
-cudaError_t cudaMemcpyAsync(void* to, void const* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, void const* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (auto const code = enter("cudaMemcpyAsync"); code != cudaSuccess) return code;
+  if (kind == cudaMemcpyHostToDevice && !is_captured(stream) &&
+      !find_memory(from)) { // pageable memory is copied before the call returns
+    auto const* const first = static_cast<char const*>(from);
+    return fake_cuda::enqueue(stream, [to, taken = std::vector<char>(first, first + bytes)] {
+      std::memcpy(fake_cuda::on_host(to), taken.data(), taken.size());
+    });
+  }
   return fake_cuda::enqueue(stream, [=] { std::memmove(fake_cuda::on_host(to), fake_cuda::on_host(from), bytes); });
 }
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
@@ -417,8 +431,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return remembered(at(stream).idle() ? cudaSuccess : cudaErrorNotReady);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = at(stream).captured || at(stream).captured_by != nullptr ? cudaStreamCaptureStatusActive
-                                                                     : cudaStreamCaptureStatusNone;
+  *status = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return enter("cudaStreamIsCapturing");
 }
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {

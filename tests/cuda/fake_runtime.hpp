@@ -16,13 +16,13 @@ namespace fake_cuda {
 /// How often `function` was called since the last `reset`, by any thread.
 int calls(std::string const& function);
 
-/// Lets the next call of `function` return `code`, by whichever thread.
+/// Lets the next call of `function` by this thread return `code`.
 void fail_next(std::string const& function, cudaError_t code);
 
 /// Counts a call of `function`, and returns what is injected for it: success, unless there is something.
 cudaError_t enter(char const* function);
 
-/// Forgets calls and injected failures.
+/// Forgets calls, and the failures injected for this thread.
 void reset();
 
 /// Bytes of device and pinned memory that are allocated.

@@ -143,6 +143,13 @@ public:
   }
 
   [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
+  void forgo(cudaStream_t stream) override {
+    static constexpr std::int64_t failed = -1;
+    save();
+    syncnorm::detail::require_cuda(
+        cudaMemcpyAsync(saved_->statistics().count, &failed, sizeof failed, cudaMemcpyHostToDevice, stream),
+        "cudaMemcpyAsync");
+  }
   void fail() noexcept override {
     ++saved_->passes;
     saved_->exists = false;
@@ -208,11 +215,8 @@ private:
                "reserve_in_place() first";
       });
       if (check_.failed()) return;
-      try { // the other ranks are waiting
-        in_.kept[k].reserve(x.count(), in_.affine, of, (x.channels + 15) / 16, stream, in_.wait);
-      } catch (cuda_error const& e) {
-        check_.require(false, [&] { return std::string{e.what()}; });
-      }
+      syncnorm::detail::look_into(
+          check_, [&] { in_.kept[k].reserve(x.count(), in_.affine, of, (x.channels + 15) / 16, stream, in_.wait); });
     }
     if (check_.failed()) return;
     for (std::size_t k = 0; k < in_.kept.size(); ++k) {

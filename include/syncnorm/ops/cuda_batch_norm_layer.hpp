@@ -61,10 +61,11 @@ public:
   /// passes, and of those in two phases and in groups, run one each before they are captured.
   void prepare(cudaStream_t stream) {
     detail::device_scope const there{workspace_.device()}; // kernels are loaded on the current one
-    kernels_of<T, Kernels>::load_kernels();
-    if (syncnorm::size(comm_) == 1 || workspace_.agreed()) return;
+    auto const load = [] { kernels_of<T, Kernels>::load_kernels(); };
+    if (syncnorm::size(comm_) == 1 || workspace_.agreed()) return load();
     detail::require_capturable(comm_, "batch_norm preparation", false, stream);
     detail::device_check check{workspace_.device()};
+    syncnorm::detail::look_into(check, load);
     check.options(options_.norm, running(), channels_);
     auto own = syncnorm::detail::make_forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
     own.policy = static_cast<std::int16_t>(resolved(detail::merge_rule::moments));
@@ -117,9 +118,11 @@ public:
   /// room for each, or it is an error and every one stays.
   void forward_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues,
                         cudaStream_t stream) {
+    auto const read = read_only(x);
+    auto const kept = kept_of(x.size());
     in_place_.batches = x.size();
     try {
-      run_forward(read_only(x), x, epilogues, kept_of(in_place_.batches), stream);
+      run_forward(read, x, epilogues, kept, stream);
     } catch (...) {
       in_place_.pass = saved_.passes;
       throw;

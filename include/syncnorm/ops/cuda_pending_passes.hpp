@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <iterator>
 #include <memory>
 #include <numeric>
@@ -124,34 +125,11 @@ public:
   void finish(cudaStream_t stream) {
     if (done_) throw invalid_argument_error{"finish: these passes are finished already"};
     done_ = true;
-    if (buffers_ == nullptr)
-      throw_faults();
-    else
-      syncnorm::detail::require_cuda(buffers_->side.join(stream), "cudaStreamWaitEvent");
-    for (auto const& pass : passes_) pass.steps().require_current();
-    bool const reduces = buffers_ != nullptr && !buffers_->packets.gathers();
-    bool const together = buffers_ != nullptr && (passes_.size() > 1 || reduces);
-    std::optional<detail::device_scope> there;
-    if (buffers_ != nullptr) there.emplace(passes_.front().steps().workspace().device());
-    auto const complete = [&](cudaStream_t on) {
-      if (together) passes_[0].steps().agree_on_group(buffers_->packets.headers(reduces), report_->on_device(), on);
-      for (std::size_t l = 0; l < passes_.size(); ++l) {
-        auto& steps = passes_[l].steps();
-        if (buffers_ != nullptr && steps.collective())
-          steps.apply(reduces ? buffers_->packets.merged(l) : buffers_->packets.gathered(l),
-                      buffers_->packets.place(l, reduces, false),
-                      together && !reduces ? fault_report{} : report_->on_device(), on);
-        else if (steps.fault().empty())
-          steps.run_alone(on);
-      }
-    };
-    if (buffers_ == nullptr) {
+    try {
       complete(stream);
-    } else {
-      auto& workspace = passes_.front().steps().workspace();
-      int device_of_stream = workspace.device();
-      syncnorm::detail::require_cuda(detail::ask_device(stream, device_of_stream), "cudaStreamGetDevice");
-      workspace.on_own_device(stream, device_of_stream, complete);
+    } catch (...) {
+      fail();
+      throw;
     }
     if (auto* const buffers = std::exchange(buffers_, nullptr)) buffers->in_use = false;
     if (report_ != nullptr) report_->raise();
@@ -167,7 +145,15 @@ public:
     pending.passes_.assign(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end()));
     pending.report_ = &report;
     pending.stream_ = stream;
-    pending.start(comm, pool, agreed);
+    pending.done_ = false;
+    std::exception_ptr failure;
+    try {
+      failure = pending.start(comm, pool, agreed);
+    } catch (...) {
+      pending.fail();
+      throw;
+    }
+    if (failure != nullptr) std::rethrow_exception(failure);
     return pending;
   }
 
@@ -182,8 +168,40 @@ private:
     std::swap(done_, other.done_);
   }
 
-  [[nodiscard]] static bool is_backward(detail::device_pass const& pass) {
-    return pass.name() == std::string_view{"batch_norm backward"};
+  void fail() const noexcept {
+    for (auto const& pass : passes_) pass.steps().fail();
+  }
+
+  void complete(cudaStream_t stream) {
+    if (buffers_ == nullptr)
+      throw_faults();
+    else
+      syncnorm::detail::require_cuda(buffers_->side.join(stream), "cudaStreamWaitEvent");
+    for (auto const& pass : passes_) pass.steps().require_current();
+    bool const reduces = buffers_ != nullptr && !buffers_->packets.gathers();
+    bool const together = buffers_ != nullptr && (passes_.size() > 1 || reduces);
+    std::optional<detail::device_scope> there;
+    if (buffers_ != nullptr) there.emplace(passes_.front().steps().workspace().device());
+    auto const run = [&](cudaStream_t on) {
+      if (together) passes_[0].steps().agree_on_group(buffers_->packets.headers(reduces), report_->on_device(), on);
+      for (std::size_t l = 0; l < passes_.size(); ++l) {
+        auto& steps = passes_[l].steps();
+        if (buffers_ != nullptr && steps.collective())
+          steps.apply(reduces ? buffers_->packets.merged(l) : buffers_->packets.gathered(l),
+                      buffers_->packets.place(l, reduces, false),
+                      together && !reduces ? fault_report{} : report_->on_device(), on);
+        else if (steps.fault().empty())
+          steps.run_alone(on);
+      }
+    };
+    if (buffers_ == nullptr) {
+      run(stream);
+    } else {
+      auto& workspace = passes_.front().steps().workspace();
+      int device_of_stream = workspace.device();
+      syncnorm::detail::require_cuda(detail::ask_device(stream, device_of_stream), "cudaStreamGetDevice");
+      workspace.on_own_device(stream, device_of_stream, run);
+    }
   }
 
   /// Why pass l cannot be in a group with those before it; empty: it can.
@@ -192,33 +210,28 @@ private:
     for (auto const& before : std::span{passes_}.first(l))
       if (steps.saves_to() != nullptr && before.steps().saves_to() == steps.saves_to())
         return "two forward passes of one group are of the same layer";
-    if (is_backward(steps) != is_backward(passes_.front().steps()))
-      return "a forward and a backward pass cannot travel together";
+    if (steps.rule() != passes_.front().steps().rule()) return "a forward and a backward pass cannot travel together";
     return {};
   }
 
   /// Of passes that exchange nothing.
   void throw_faults() const {
-    try {
-      for (std::size_t l = 0; l < passes_.size(); ++l) {
-        auto const& steps = passes_[l].steps();
-        detail::throw_fault(steps);
-        if (auto const clash = clash_of(l); steps.collective() && !clash.empty())
-          throw invalid_argument_error{std::string{steps.name()} + ": " + std::string{clash}};
-      }
-    } catch (...) {
-      for (auto const& pass : passes_) pass.steps().fail();
-      throw;
+    for (std::size_t l = 0; l < passes_.size(); ++l) {
+      auto const& steps = passes_[l].steps();
+      detail::throw_fault(steps);
+      if (auto const clash = clash_of(l); steps.collective() && !clash.empty())
+        throw invalid_argument_error{std::string{steps.name()} + ": " + std::string{clash}};
     }
   }
 
+  /// Returns what is to be thrown of passes of which all ranks hear.
   template <class C>
-  void start(C const& comm, detail::packet_pool& pool, bool& agreed) {
+  [[nodiscard]] std::exception_ptr start(C const& comm, detail::packet_pool& pool, bool& agreed) {
     bool exchanges = false;
     for (auto const& pass : passes_) exchanges |= syncnorm::size(comm) > 1 && pass.steps().collective();
     if (exchanges) detail::require_capturable(comm, passes_.front().steps().name(), agreed, stream_);
     for (auto const& pass : passes_) pass.steps().check(!exchanges || !pass.steps().collective(), stream_);
-    if (!exchanges) return;
+    if (!exchanges) return nullptr;
     detail::device_scope const there{passes_.front().steps().workspace().device()};
 
     std::vector<syncnorm::detail::packet_header> headers;
@@ -237,6 +250,7 @@ private:
       if (auto const clash = clash_of(headers.size() - 1); !clash.empty())
         syncnorm::detail::set_text(header.fault, clash);
     }
+    std::exception_ptr failure;
     first.workspace().on_own_device(stream_, first.stream_device(), [&](cudaStream_t on) {
       if (!agreed) {
         auto head = headers.front(); // of faults all hear with the packets
@@ -249,22 +263,30 @@ private:
       buffers_ = &buffers;
       for (std::size_t l = 0; l < passes_.size(); ++l) {
         auto& steps = passes_[l].steps();
-        if (steps.collective())
-          steps.local(headers[l], buffers.packets.place(l, reduces, moments), on);
-        else
-          steps.announce(headers[l], buffers.packets.place(l, reduces, moments), on);
+        auto const own = buffers.packets.place(l, reduces, moments);
+        auto const thrown = detail::thrown_by_writing(headers[l], own, on, [&] {
+          steps.collective() ? steps.local(headers[l], own, on) : steps.announce(headers[l], own, on);
+        });
+        if (failure == nullptr) failure = thrown;
       }
       buffers.side.run_after(on, [&](cudaStream_t side) {
-        detail::exchange(comm, first, buffers.packets, policy, {}, side); // whose faults `finish` reports
+        if (failure == nullptr)
+          detail::exchange(comm, first, buffers.packets, policy, {}, side); // whose faults `finish` reports
+        else
+          detail::rehearse_exchange(comm, buffers.packets, first.rule(), policy, side);
       });
+      if (failure == nullptr) return;
+      report_->tell(moments);
+      for (auto const& pass : passes_) pass.steps().collective() ? pass.steps().forgo(on) : pass.steps().fail();
     });
+    return failure;
   }
 
   std::vector<batch_norm_pass> passes_;
   detail::packet_buffers* buffers_ = nullptr;
   detail::pass_report* report_ = nullptr;
   cudaStream_t stream_ = nullptr;
-  bool done_ = false;
+  bool done_ = true; ///< also of what was moved from
 };
 
 } // namespace syncnorm::cuda

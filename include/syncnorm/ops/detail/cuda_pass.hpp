@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <span>
 #include <string>
 #include <string_view>
@@ -68,6 +69,8 @@ public:
                      cudaStream_t stream) = 0;
   /// All of it on this rank alone, of a pass without fault.
   virtual void run_alone(cudaStream_t stream) = 0;
+  /// Leaves what a pass does that has failed on every rank, after an exchange by which the others hear of it.
+  virtual void forgo(cudaStream_t) {}
   /// Leaves nothing for a later pass, after something was thrown.
   virtual void fail() noexcept {}
 
@@ -156,21 +159,41 @@ void exchange(C const& comm, device_pass& pass, pass_packets const& packets, exc
   });
 }
 
-/// The collectives of `exchange`, of what is in the packets: communicators may connect ranks, and allocate, in the first of a kind and
-/// size.
+/// The collectives of `exchange` alone, of what is in the packets: communicators may connect ranks, and allocate, in the first of a kind
+/// and size.
 template <communicator C>
 void rehearse_exchange(C const& comm, pass_packets const& packets, merge_rule rule, exchange_policy policy,
                        cudaStream_t stream) {
   run_collectives(comm, packets, rule, policy, stream, [] {});
 }
 
-/// `run_pass`, but for what becomes of a pass that throws.
+/// Runs `write`, which enqueues this rank's packet of `header`. Returns what that throws, as where there is no code for the device: the
+/// other ranks, which are waiting, hear of it from the header in the packet's place.
+template <class Write>
+[[nodiscard]] std::exception_ptr thrown_by_writing(syncnorm::detail::packet_header header, packet_place const& own,
+                                                   cudaStream_t stream, Write const& write) {
+  try {
+    write();
+    return nullptr;
+  } catch (std::exception const& e) {
+    if (is_capturing(stream)) throw; // the capture has failed
+    syncnorm::detail::set_text(header.fault, e.what());
+    header.count = 0;
+    auto const failure = std::current_exception();
+    syncnorm::detail::require_cuda(cudaMemcpyAsync(own.data, &header, sizeof header, cudaMemcpyHostToDevice, stream),
+                                   "cudaMemcpyAsync");
+    return failure;
+  }
+}
+
+/// `run_pass`, but for what becomes of a pass that throws. Returns what is to be thrown of a pass of which all ranks hear.
 template <communicator C>
-void run_steps(C const& comm, device_pass& pass, cudaStream_t stream) {
+[[nodiscard]] std::exception_ptr run_steps(C const& comm, device_pass& pass, cudaStream_t stream) {
   auto& workspace = pass.workspace();
   bool const alone = syncnorm::size(comm) == 1 || !pass.collective();
   if (!alone) require_capturable(comm, pass.name(), workspace.agreed(), stream);
   pass.check(alone, stream);
+  std::exception_ptr failure;
   if (alone) {
     throw_fault(pass);
     pass.run_alone(stream);
@@ -185,22 +208,30 @@ void run_steps(C const& comm, device_pass& pass, cudaStream_t stream) {
     workspace.on_own_device(stream, pass.stream_device(), [&](cudaStream_t on) {
       if (!workspace.agreed()) workspace.agree(comm, header, on);
       auto const own = packets.place(0, reduces, pass.rule() == merge_rule::moments);
-      pass.local(header, own, on);
+      failure = thrown_by_writing(header, own, on, [&] { pass.local(header, own, on); });
+      if (failure != nullptr) {
+        rehearse_exchange(comm, packets, pass.rule(), policy, on);
+        workspace.passes_report().tell(pass.rule() == merge_rule::moments);
+        return pass.forgo(on);
+      }
       exchange(comm, pass, packets, policy, workspace.report(), on);
       pass.apply(reduces ? packets.merged(0) : packets.gathered(0), own, workspace.report(), on);
     });
   }
+  return failure;
 }
 
 /// Runs a pass over `comm`, in one allgather, or by sums.
 template <communicator C>
 void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
+  std::exception_ptr failure;
   try {
-    run_steps(comm, pass, stream);
+    failure = run_steps(comm, pass, stream);
   } catch (...) {
     pass.fail();
     throw;
   }
+  if (failure != nullptr) std::rethrow_exception(failure);
   pass.workspace().raise(); // what earlier passes have left, which not every rank knows of yet
 }
 

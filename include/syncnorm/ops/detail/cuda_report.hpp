@@ -32,6 +32,9 @@ public:
     return {reinterpret_cast<pass_fault*>(at), reinterpret_cast<packet_header*>(at + offset)};
   }
 
+  /// What a pass has failed by is thrown by other means.
+  void tell(bool of_forward) noexcept { forward_was_told_ = of_forward; }
+
   /// Throws what the first pass that failed since the last call has left, alike on every rank; does not wait.
   void raise() {
     std::atomic_ref word{*reinterpret_cast<std::uint32_t*>(memory_.host())};

@@ -86,17 +86,13 @@ public:
   /// Lest a first launch wait for the device, and for other ranks there.
   template <class Kernels, class T>
   void load() {
-    auto& loaded = loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
-    if (loaded) return;
-    c10::DeviceGuard const there{device_};
-    cuda::kernels_of<T, Kernels>::load_kernels();
-    loaded = true;
+    load_once(loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>)),
+              [] { cuda::kernels_of<T, Kernels>::load_kernels(); });
   }
   template <class Kernels, class T>
   void load_double_backward() {
-    auto& loaded = double_loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>));
-    if (!loaded) cuda::kernels_of<T, Kernels>::load_double_backward_kernels();
-    loaded = true;
+    load_once(double_loaded_.at(static_cast<std::size_t>(cuda::kind_of<T>)),
+              [] { cuda::kernels_of<T, Kernels>::load_double_backward_kernels(); });
   }
 
   /// Waits on the current stream, as long as the communicator lets it, and throws what has failed.
@@ -123,6 +119,16 @@ private:
     syncnorm::detail::require_cuda(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming),
                                    "cudaEventCreateWithFlags");
     there_.reset();
+  }
+
+  template <class Load>
+  void load_once(bool& loaded, Load const& load) {
+    if (std::exchange(loaded, true)) return;
+    c10::DeviceGuard const there{device_};
+    try {
+      load();
+    } catch (cuda_error const&) { // what is not loaded is not launched either, of which all ranks hear
+    }
   }
 
   void order(cudaStream_t stream) const {
