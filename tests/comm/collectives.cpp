@@ -13,6 +13,7 @@
 
 #include "comm/bare.hpp"
 #include "comm/contract.hpp"
+#include "comm/without_members.hpp"
 
 namespace {
 
@@ -53,6 +54,10 @@ std::string thrown(F&& f) {
 TEST_CASE("a communicator with allgather and allreduce alone keeps the contract") {
   for (int const ranks : {1, 2, 5})
     syncnorm::run_ranks(ranks, [](auto const& comm) { contract::check_contract(communicator{comm}); });
+}
+
+TEST_CASE("a communicator without members keeps the contract by its traits") {
+  syncnorm::run_ranks(3, [](auto const& comm) { contract::check_contract(contract::without_members{&comm}); });
 }
 
 TEST_CASE("a barrier takes no more than an allgather") {

@@ -65,7 +65,14 @@ std::vector<T> gathered(int size, std::size_t extent, int salt) {
 template <class T>
 std::vector<T> reduced(int size, std::size_t extent, int salt, syncnorm::reduce_op op) {
   auto all = values<T>(0, extent, salt);
-  for (int r = 1; r < size; ++r) syncnorm::reduce_into<T>(all, values<T>(r, extent, salt), op);
+  for (int r = 1; r < size; ++r)
+    for (std::size_t i = 0; i < extent; ++i) {
+      auto const more = value<T>(r, i, salt);
+      if (op == syncnorm::reduce_op::sum)
+        all[i] = static_cast<T>(all[i] + more);
+      else if ((op == syncnorm::reduce_op::min) == (more < all[i]))
+        all[i] = more;
+    }
   return all;
 }
 

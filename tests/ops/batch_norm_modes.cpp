@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
 
+#include <comm/without_members.hpp>
 #include <ops/grid_case.hpp>
 #include <support/message_of.hpp>
 #include <support/oracle.hpp>
@@ -408,5 +410,21 @@ TEST_CASE("statistics span a subgroup of the ranks") {
       CHECK(std::abs(y[i] - static_cast<double>(expected_y[first + i])) < 1e-12);
       CHECK(std::abs(dx[i] - static_cast<double>(expected_dx[first + i])) < 1e-12);
     }
+  });
+}
+
+TEST_CASE("a communicator that has traits in place of members serves a layer") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    auto const x = deviates(20 + static_cast<std::uint64_t>(comm.rank()), 3 * 2 * 5), dy = deviates(22, x.size());
+    auto const step = [&](auto const& over) {
+      std::vector<double> y(x.size()), dx(x.size());
+      auto const view = [](auto& values) { return syncnorm::nchw(values.data(), 3, 2, 5); };
+      syncnorm::batch_norm<double, std::remove_cvref_t<decltype(over)>> layer{over, 2};
+      layer.forward(view(x), view(y));
+      layer.backward(view(x), view(dy), view(dx));
+      y.insert(y.end(), dx.begin(), dx.end());
+      return y;
+    };
+    CHECK(step(contract::without_members{&comm}) == step(comm));
   });
 }
