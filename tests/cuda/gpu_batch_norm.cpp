@@ -205,8 +205,9 @@ TEST_CASE("double backward on a GPU agrees with the oracle, of one batch and ove
   using test::layout;
   for (bool const with_epilogue : {false, true})
     for (auto const order : {layout::nchw, layout::nhwc}) {
-      layer_cases::check_double_backward<layer_over<float, syncnorm::self_communicator>>(
-          syncnorm::self_communicator{}, {{1, 0, 3, 2}}, order, with_epilogue, true);
+      for (bool const captured : {false, true})
+        layer_cases::check_double_backward<layer_over<float, syncnorm::self_communicator>>(
+            syncnorm::self_communicator{}, {{1, 0, 3, 2}}, order, with_epilogue, captured);
       for (auto const& shares : {layer_cases::micro_batch_share{{2}, {0}, {3}}, {{1, 2}, {}, {0, 1, 1}}})
         over_threads(3, [&](auto const& comm) {
           layer_cases::check_double_backward<layer_over<float, staged_threads>>(comm, shares, order, with_epilogue,
@@ -230,13 +231,14 @@ TEST_CASE("passes in place, over micro-batches, in two phases and in groups on a
   syncnorm::self_communicator const self;
   using layer_cases::dx_over;
   for (auto const& of : layer_cases::in_place_cases()) {
-    layer_cases::check_in_place<alone>(self, of, true, dx_over::neither);
-    layer_cases::check_in_place<alone>(self, of, false, dx_over::dy);
+    for (bool const captured : {false, true})
+      for (auto const over : {dx_over::neither, dx_over::dy})
+        layer_cases::check_in_place<alone>(self, of, captured, over);
     over_threads(2, [&](auto const& comm) { layer_cases::check_in_place<over_host>(comm, of, false, dx_over::y); });
   }
   layer_cases::layer_case const of{{}, 37, 9, test::layout::nhwc, true, true, 0.25};
-  layer_cases::check_micro_batches<alone>(self, {{1, 0, 3, 2}}, of, true);
   for (bool const captured : {false, true}) {
+    layer_cases::check_micro_batches<alone>(self, {{1, 0, 3, 2}}, of, captured);
     layer_cases::check_micro_batches_in_place<alone>(self, {{2, 0, 3}}, test::layout::nhwc, captured, captured);
     layer_cases::check_micro_batches_in_place<alone>(self, {{4, 1, 2}}, test::layout::nchw, captured, !captured, true);
   }

@@ -203,6 +203,7 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
 
   // Evaluation, and its gradient.
   layer.eval();
+  layer.zero_grad(on);
   test::run_on(on, captured, step);
   layer.synchronize(on);
   oracle.mean = mean;
@@ -210,13 +211,21 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
   oracle.constant_statistics();
   auto const constant = oracle.backward(dy_all, first, first + own);
   CHECK(error_of(y.get(), part(oracle.y)) < accuracy);
-  auto found = dx.get();
+  auto found = dx.get(), found_residual = dresidual.get();
+  bool near_kink = false;
   if (of.slope != 1)
     oracle.for_each_near_kink(1e-4L, [&](std::size_t i) { // which is elsewhere now
       auto const at = static_cast<std::int64_t>(i) - first * c * s;
-      if (at >= 0 && at < own * c * s) found[static_cast<std::size_t>(at)] = constant.dx[i];
+      if (at < 0 || at >= own * c * s) return;
+      near_kink = true;
+      found[static_cast<std::size_t>(at)] = constant.dx[i];
+      if (of.residual) found_residual[static_cast<std::size_t>(at)] = constant.dresidual[i];
     });
   CHECK(error_of(found, part(constant.dx)) < accuracy);
+  if (of.residual) CHECK(error_of(found_residual, part(constant.dresidual)) < accuracy);
+  if (near_kink) return;
+  CHECK(error_of(get(layer.gamma_grad()), constant.gamma) < accuracy);
+  CHECK(error_of(get(layer.beta_grad()), constant.beta) < accuracy);
 }
 
 /// What is promised of results in T, relative to their scale, and of 16 bits that they are rounded once more.

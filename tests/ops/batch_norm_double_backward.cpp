@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
@@ -176,31 +177,71 @@ TEST_CASE("double backward in blocks of channels gives the bits of that of all a
   }
 }
 
-TEST_CASE("double backward in floats is that in doubles, rounded") {
+TEST_CASE_TEMPLATE("double backward of fewer bits is that of the same elements in doubles, rounded", T, float,
+                   syncnorm::float16, syncnorm::bfloat16) {
+  constexpr std::int64_t channels = 2, spatial = 3;
   test::second_order_case const problem{{2, 3}};
-  auto const narrow = [](std::vector<double> const& values) {
-    return std::vector<float>(values.begin(), values.end());
+  // What a T holds of a value, so that both have the same elements.
+  auto const narrow = [](std::vector<double> values) {
+    for (auto& value : values) value = syncnorm::as_double(syncnorm::from_double<T>(value));
+    return values;
   };
-  auto const x = narrow(problem.x), dy = narrow(problem.dy), u = narrow(problem.u), gamma = narrow(problem.gamma);
-  syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
-    auto const run = [&]<class T>(T) {
-      auto const share = [&]<class V>(std::vector<V>& values) {
-        return syncnorm::nchw(values.data(), 5, 2, 3).sample_range(comm.rank() * 2, 2 + comm.rank());
-      };
-      std::vector<T> own_x(x.begin(), x.end()), own_dy(dy.begin(), dy.end()), own_u(u.begin(), u.end());
-      std::vector<T> y(x.size()), to_dy(x.size()), to_x(x.size());
-      syncnorm::batch_norm<T, thread_communicator> layer{comm, 2};
-      std::ranges::copy(gamma, layer.gamma().begin());
-      layer.forward(share(own_x), share(y));
-      layer.double_backward({.dx = share(own_u)}, share(own_x), share(own_dy), share(to_dy), share(to_x));
-      std::vector<double> all(to_dy.begin(), to_dy.end());
-      all.insert(all.end(), to_x.begin(), to_x.end());
-      all.insert(all.end(), layer.gamma_grad().begin(), layer.gamma_grad().end());
-      return all;
-    };
-    auto const got = run(float{}), expected = run(double{});
-    for (std::size_t i = 0; i < got.size(); ++i) CHECK(std::abs(got[i] - expected[i]) < 2e-5);
-  });
+  auto const x = narrow(problem.x), dy = narrow(problem.dy), u = narrow(problem.u), v = narrow(problem.v),
+             residual = narrow(problem.residual);
+  std::vector<unsigned char> const mask{1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0};
+  for (bool const with : {false, true})
+    for (std::int64_t const batches : {1, 2})
+      syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+        std::int64_t const first = comm.rank() * 2, samples = 2 + comm.rank();
+        auto const run = [&]<class E>(E) {
+          using syncnorm::tensor_view;
+          auto const convert = [](std::vector<double> const& values) {
+            std::vector<E> converted;
+            for (double const value : values) converted.push_back(syncnorm::from_double<E>(value));
+            return converted;
+          };
+          auto own_x = convert(x), own_dy = convert(dy), own_u = convert(u), own_v = convert(v),
+               own_residual = convert(residual), y = own_x, to_dy = own_x, to_x = own_x;
+          auto const cut = [&](std::vector<E>& values) {
+            std::vector<tensor_view<E>> parts;
+            auto const all = syncnorm::nchw(values.data(), 5, channels, spatial).sample_range(first, samples);
+            for (std::int64_t k = 0; k < batches; ++k)
+              parts.push_back(all.sample_range(k, k + 1 == batches ? samples - k : 1));
+            return parts;
+          };
+          auto const read = [&](std::vector<E>& values) {
+            auto const parts = cut(values);
+            return std::vector<tensor_view<E const>>(parts.begin(), parts.end());
+          };
+          std::vector<syncnorm::batch_norm_epilogue<E>> epilogues(static_cast<std::size_t>(batches));
+          for (std::int64_t k = 0; with && k < batches; ++k) {
+            auto const part = read(own_residual)[static_cast<std::size_t>(k)];
+            epilogues[static_cast<std::size_t>(k)] = {
+                .activation = syncnorm::activation::leaky_relu(0.25),
+                .residual = part,
+                .mask = syncnorm::mask_of(mask.data() + (first + k) * spatial, part.samples, spatial)};
+          }
+          syncnorm::batch_norm<E, thread_communicator> layer{comm, channels};
+          std::ranges::copy(problem.gamma, layer.gamma().begin());
+          std::ranges::copy(problem.beta, layer.beta().begin());
+          auto const xs = read(own_x), us = read(own_u), vs = read(own_v);
+          layer.forward(xs, cut(y), epilogues);
+          syncnorm::batch_norm_second_order_batches<E, syncnorm::accumulate_t<E>> second{.dx = us};
+          if (with) second.dresidual = vs;
+          layer.double_backward(second, xs, read(own_dy), cut(to_dy), cut(to_x), epilogues);
+          std::vector<double> all(layer.gamma_grad().begin(), layer.gamma_grad().end());
+          for (auto const* of : {&to_dy, &to_x})
+            for (E const value : *of) all.push_back(syncnorm::as_double(value));
+          return all;
+        };
+        auto const got = run(T{}), expected = run(double{});
+        // Sums and coefficients in float, and of what is written as a T half a unit in its last place.
+        double const unit = std::is_same_v<T, float> ? 0 : std::is_same_v<T, syncnorm::float16> ? 0x1p-11 : 0x1p-8;
+        for (std::size_t i = 0; i < got.size(); ++i) {
+          CAPTURE(i);
+          CHECK(std::abs(got[i] - expected[i]) <= 2e-5 + (i < channels ? 0 : unit * std::abs(expected[i])));
+        }
+      });
 }
 
 TEST_CASE("double backward by constant statistics, and of this rank alone") {

@@ -190,11 +190,15 @@ std::vector<std::string> run_epilogue_case(epilogue_case<T> const& data, C const
   layer.eval();
   layer.zero_grad();
   layer.forward(x.view, y.view, epilogue);
-  layer.backward(x.view, still.view, dx.view, epilogue, {});
+  layer.backward(x.view, still.view, dx.view, epilogue,
+                 data.choice.residual ? dresidual.view : syncnorm::tensor_view<T>{});
   auto const of_constant = constant.backward(dy_of_all, first, first + samples);
   expect_tensor(y, constant.y, "y in evaluation");
   expect_tensor(dx, of_constant.dx, "dx in evaluation");
+  if (data.choice.residual)
+    expect_tensor(dresidual, of_constant.dresidual, "the gradient of the residual in evaluation");
   expect_sums(layer.gamma_grad(), of_constant.gamma, "the gradient of gamma in evaluation");
+  expect_sums(layer.beta_grad(), of_constant.beta, "the gradient of beta in evaluation");
   return failures;
 }
 
