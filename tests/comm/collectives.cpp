@@ -15,6 +15,8 @@
 #include "comm/contract.hpp"
 #include "comm/without_members.hpp"
 
+#include <support/message_of.hpp>
+
 namespace {
 
 using communicator = contract::bare<syncnorm::thread_communicator>;
@@ -37,17 +39,6 @@ struct gathers_alone {
   [[nodiscard]] int size() const { return comm->size(); }
   void allgather(std::span<std::byte const> in, std::span<std::byte> out) const { comm->allgather(in, out); }
 };
-
-/// What `f` throws as an `E`.
-template <class E, class F>
-std::string thrown(F&& f) {
-  try {
-    f();
-  } catch (E const& e) {
-    return e.what();
-  }
-  return "nothing";
-}
 
 } // namespace
 
@@ -77,11 +68,11 @@ TEST_CASE_TEMPLATE("a wrong extent of the root is everybody's error", C, syncnor
   syncnorm::run_ranks(3, [](auto const& threads) {
     C const comm{threads};
     std::vector<std::int32_t> root_buffer(comm.rank() == 1 ? 7 : 0), block(2);
-    auto const scattered =
-        thrown<syncnorm::invalid_argument_error>([&] { syncnorm::scatter(comm, root_buffer, std::span{block}, 1); });
+    auto const scattered = test_support::message_of<syncnorm::invalid_argument_error>(
+        [&] { syncnorm::scatter(comm, root_buffer, std::span{block}, 1); });
     CHECK(scattered.find("the buffer of rank 1, the root, has 7 elements, expected 6") != std::string::npos);
-    auto const reduced =
-        thrown<syncnorm::invalid_argument_error>([&] { syncnorm::reduce(comm, block, std::span{root_buffer}, 1); });
+    auto const reduced = test_support::message_of<syncnorm::invalid_argument_error>(
+        [&] { syncnorm::reduce(comm, block, std::span{root_buffer}, 1); });
     CHECK(reduced.find("the buffer of rank 1, the root, has 7 elements, expected 2") != std::string::npos);
     contract::check_derived(comm);
   });

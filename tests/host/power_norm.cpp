@@ -15,6 +15,8 @@
 
 #include <host/tensors.hpp>
 
+#include <support/message_of.hpp>
+
 using namespace syncnorm;
 
 namespace {
@@ -360,16 +362,8 @@ TEST_CASE("what group scaling cannot do is said") {
   std::vector<float> memory(24);
   constexpr host::serial_executor serial{};
   auto const x = nhwc(memory.data(), 2, 4, 3);
-  auto const message = [](auto const& f) -> std::string {
-    try {
-      f();
-    } catch (invalid_argument_error const& error) {
-      return error.what();
-    }
-    return "nothing thrown";
-  };
   auto const forward = [&](tensor_view<float> in, tensor_view<float> out, host::channel_scaling how) {
-    return message([&] { host::group_scaling<float>(serial, in, out, how); });
+    return test_support::message_of<invalid_argument_error>([&] { host::group_scaling<float>(serial, in, out, how); });
   };
   auto null = x;
   null.data = nullptr;
@@ -381,8 +375,9 @@ TEST_CASE("what group scaling cannot do is said") {
   CHECK(forward(x, null, {2}) == "group_scaling: y is null");
   CHECK(forward(x.sample_range(0, -1), x, {2}).starts_with("group_scaling: x has a negative extent"));
   CHECK(forward(x, x, {2, -1}).starts_with("group_scaling: eps is"));
-  CHECK(message([&] { host::group_scaling_backward<float>(serial, x.channel_range(0, 2), x, x, {2}); }) ==
-        "group_scaling_backward: dy is [2, 2, 3], expected [2, 4, 3] as x");
+  CHECK(test_support::message_of<invalid_argument_error>([&] {
+          host::group_scaling_backward<float>(serial, x.channel_range(0, 2), x, x, {2});
+        }) == "group_scaling_backward: dy is [2, 2, 3], expected [2, 4, 3] as x");
   CHECK(forward(x, x, {4}) == "nothing thrown");
   auto const empty = x.sample_range(0, 0);
   CHECK(forward(empty, empty, {2}) == "nothing thrown");

@@ -15,6 +15,7 @@
 #include <syncnorm/ops/batch_norm_group.hpp>
 
 #include <ops/epilogue_cases.hpp>
+#include <support/message_of.hpp>
 #include <support/sanitized.hpp>
 
 using syncnorm::activation;
@@ -162,33 +163,29 @@ TEST_CASE("what is wrong with an epilogue on one rank is thrown on every rank, a
       for (std::size_t i = 0; i < own.size(); ++i) own[i] = test::noise(1, i);
       auto const view = nchw(own.data(), 2, 3, 4);
       layer_over_threads layer{comm, 3};
-      auto const message = [&](auto const& call) -> std::string {
-        try {
-          call();
-        } catch (syncnorm::invalid_argument_error const& error) {
-          return error.what();
-        }
-        return "nothing thrown";
-      };
       batch_norm_epilogue<double> epilogue;
       if (comm.rank() == 1) make(epilogue);
-      auto const forward = message([&] { layer.forward(view, view, epilogue); });
+      auto const forward =
+          test_support::message_of<syncnorm::invalid_argument_error>([&] { layer.forward(view, view, epilogue); });
       CHECK_MESSAGE(forward.find(text) != std::string::npos, forward);
       CHECK(layer.num_batches_tracked() == 0);
       CHECK(layer.running_mean()[0] == 0);
       std::vector<double> y(own.size());
       layer.forward(view, nchw(y.data(), 2, 3, 4)); // the communicator is as usable as before
-      auto const backward = message([&] { layer.backward(view, view, view, epilogue, {}); });
+      auto const backward = test_support::message_of<syncnorm::invalid_argument_error>(
+          [&] { layer.backward(view, view, view, epilogue, {}); });
       CHECK_MESSAGE(backward.find(text) != std::string::npos, backward);
       CHECK(layer.beta_grad()[0] == 0);
       if (comm.rank() == 1) {
         layer.eval();
-        auto const inference = message([&] { layer.forward(view, view, epilogue); });
+        auto const inference =
+            test_support::message_of<syncnorm::invalid_argument_error>([&] { layer.forward(view, view, epilogue); });
         CHECK_MESSAGE(inference.find(text.substr(8)) != std::string::npos, inference);
         std::array<syncnorm::tensor_view<double const>, 2> const x{view, view};
         std::array const to{view, view};
         std::array const epilogues{batch_norm_epilogue<double>{}, epilogue};
-        auto const of_batches = message([&] { layer.forward(x, to, epilogues); });
+        auto const of_batches =
+            test_support::message_of<syncnorm::invalid_argument_error>([&] { layer.forward(x, to, epilogues); });
         CHECK_MESSAGE(of_batches.find(std::isnan(epilogue.activation.negative_slope) ? "is nan" : "[1]") !=
                           std::string::npos,
                       of_batches);

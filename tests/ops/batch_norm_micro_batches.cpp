@@ -15,6 +15,7 @@
 #include <syncnorm/ops/batch_norm_group.hpp>
 
 #include <ops/micro_batches.hpp>
+#include <support/message_of.hpp>
 #include <support/sanitized.hpp>
 
 using syncnorm::thread_communicator;
@@ -118,24 +119,18 @@ TEST_CASE("what is wrong with a micro-batch of one rank is an error on every ran
                                                          syncnorm::nchw(x.data() + 8, 2, 2, 2)};
     std::array<syncnorm::tensor_view<float>, 2> const ys{syncnorm::nchw(y.data(), 2, 2, 2),
                                                          syncnorm::nchw(y.data() + 8, 2, 2, 2)};
-    auto const thrown = [&](auto const& f) -> std::string {
-      try {
-        f();
-      } catch (syncnorm::invalid_argument_error const& e) {
-        return e.what();
-      }
-      return "nothing";
-    };
     auto const good = xs[1];
     if (comm.rank() == 1) xs[1].data = nullptr;
-    auto const null = thrown([&] { layer.forward(xs, ys); });
+    auto const null = test_support::message_of<syncnorm::invalid_argument_error>([&] { layer.forward(xs, ys); });
     CHECK_MESSAGE(null.find("rank 1: x[1] is null") != std::string::npos, null);
     xs[1] = good;
-    auto const few = thrown([&] { layer.forward(xs, std::span{ys}.first(comm.rank() == 2 ? 1 : 2)); });
+    auto const few = test_support::message_of<syncnorm::invalid_argument_error>(
+        [&] { layer.forward(xs, std::span{ys}.first(comm.rank() == 2 ? 1 : 2)); });
     CHECK_MESSAGE(few.find("rank 2: there are 1 micro-batches of y, expected 2") != std::string::npos, few);
     CHECK(layer.num_batches_tracked() == 0);
     layer.forward(xs, ys);
-    auto const dys = thrown([&] { layer.backward(xs, std::span{xs}.first(comm.rank() == 0 ? 1 : 2), ys); });
+    auto const dys = test_support::message_of<syncnorm::invalid_argument_error>(
+        [&] { layer.backward(xs, std::span{xs}.first(comm.rank() == 0 ? 1 : 2), ys); });
     CHECK_MESSAGE(dys.find("rank 0: there are 1 micro-batches of dy") != std::string::npos, dys);
     layer.backward(xs, xs, ys);
     CHECK(layer.num_batches_tracked() == 1);

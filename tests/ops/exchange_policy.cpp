@@ -19,6 +19,7 @@
 
 #include <ops/pending_cases.hpp>
 #include <support/exchange_costs.hpp>
+#include <support/message_of.hpp>
 #include <support/oracle.hpp>
 
 using syncnorm::exchange_cost;
@@ -218,25 +219,15 @@ TEST_CASE("what is wrong on one rank reaches every rank under the reduce policy,
       test::layer_data<float, thread_communicator> data{comm, channels, exchange_policy::reduce};
       test::layer_data<float, thread_communicator> other{comm, channels, exchange_policy::reduce,
                                                          comm.rank() == 2 ? 0.5 : 0.1};
-      auto const message = [](auto const& f) -> std::string {
-        try {
-          f();
-        } catch (syncnorm::invalid_argument_error const& e) {
-          return e.what();
-        } catch (syncnorm::mismatch_error const& e) {
-          return e.what();
-        }
-        return "nothing thrown";
-      };
       data.step();
       auto const before = data.state();
       auto x = data.x();
       if (comm.rank() != 0) x.data = nullptr, x.samples = 1;
-      auto text = message([&] { data.layer.forward(x, data.y()); });
+      auto text = test_support::message_of<syncnorm::error>([&] { data.layer.forward(x, data.y()); });
       CHECK_MESSAGE(
           (text.find("rank 1: x is null") != std::string::npos && text.find("rank 2: x is null") != std::string::npos),
           text);
-      text = message([&] { other.layer.forward(other.x(), other.y()); });
+      text = test_support::message_of<syncnorm::error>([&] { other.layer.forward(other.x(), other.y()); });
       CHECK_MESSAGE((text.find("momentum") != std::string::npos && text.find("rank 2 has 0.5") != std::string::npos),
                     text);
       data.step();
@@ -247,7 +238,7 @@ TEST_CASE("what is wrong on one rank reaches every rank under the reduce policy,
       auto one_y = data.y();
       one_y.samples = one_y.spatial = one.samples;
       auto const after = data.state();
-      text = message([&] { data.layer.forward(one, one_y); });
+      text = test_support::message_of<syncnorm::error>([&] { data.layer.forward(one, one_y); });
       CHECK_MESSAGE(text.find("more than 1 value per channel") != std::string::npos, text);
       CHECK(data.state() == after);
     });
@@ -260,16 +251,10 @@ TEST_CASE("ranks in passes of different layers are told what that may be") {
       three.step(); // agree
       five.step();
       auto& other = comm.rank() == 1 ? five : three;
-      auto const text = [](auto const& f) -> std::string {
-        try {
-          f();
-        } catch (syncnorm::mismatch_error const& e) {
-          return e.what();
-        }
-        return "nothing thrown";
-      };
-      for (auto const& told : {text([&] { other.layer.forward(other.x(), other.y()); }),
-                               text([&] { other.layer.begin_forward(other.x(), other.y()).finish(); })}) {
+      for (auto const& told :
+           {test_support::message_of<syncnorm::mismatch_error>([&] { other.layer.forward(other.x(), other.y()); }),
+            test_support::message_of<syncnorm::mismatch_error>(
+                [&] { other.layer.begin_forward(other.x(), other.y()).finish(); })}) {
         CHECK_MESSAGE(told.find("ranks disagree on collective") != std::string::npos, told);
         auto const explained = told.find("the number of channels");
         CHECK_MESSAGE((explained != std::string::npos && explained == told.rfind("the number of channels")), told);
@@ -296,17 +281,10 @@ TEST_CASE("options, and whether a backward pass follows, are agreed on in every 
       for (int step = 0; step < 2; ++step) { // in the first the ranks have yet to agree on the channels
         CHECK(forward(needed, possible));
         CHECK_FALSE(forward(possible, impossible));
-        auto const disagree = [&](auto const& f) -> std::string {
-          try {
-            f();
-          } catch (syncnorm::mismatch_error const& e) {
-            return e.what();
-          }
-          return "nothing thrown";
-        };
-        auto text = disagree([&] { (void)forward(impossible, needed); });
+        auto text = test_support::message_of<syncnorm::mismatch_error>([&] { (void)forward(impossible, needed); });
         CHECK_MESSAGE(text.find("rank 1 needs one, rank 0 records no gradients") != std::string::npos, text);
-        text = disagree([&] { (void)forward(possible, possible, comm.rank() == 2 ? 0.5 : 1e-5); });
+        text = test_support::message_of<syncnorm::mismatch_error>(
+            [&] { (void)forward(possible, possible, comm.rank() == 2 ? 0.5 : 1e-5); });
         CHECK_MESSAGE(text.find("rank 2 has 0.5") != std::string::npos, text);
       }
     });

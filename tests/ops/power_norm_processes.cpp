@@ -12,6 +12,8 @@
 
 #include <ops/power_norm_run.hpp>
 
+#include <support/message_of.hpp>
+
 namespace test {
 
 void check_power_norm_over_processes(syncnorm::any_communicator const& world) {
@@ -39,16 +41,8 @@ void check_power_norm_over_processes(syncnorm::any_communicator const& world) {
     std::vector<std::uint8_t> const mask(6, 1);
     auto const view = [&](std::vector<float>& values) { return syncnorm::tbc(values.data(), 3, 2, channels); };
     syncnorm::power_norm<float, syncnorm::any_communicator> layer{world, channels, {.norm = {.warmup_iters = 1}}};
-    auto const message = [&](auto const& f) -> std::string {
-      try {
-        f();
-      } catch (syncnorm::invalid_argument_error const& error) {
-        return error.what();
-      }
-      return "nothing thrown";
-    };
     for (int step = 0; step < 3; ++step) {
-      auto const text = message([&] {
+      auto const text = test_support::message_of<syncnorm::invalid_argument_error>([&] {
         layer.forward(view(x), view(y), syncnorm::mask_of(mask.data(), rank == 1 ? 1 : 2, 3));
         layer.backward(view(x), view(x), view(y));
       });
@@ -57,7 +51,7 @@ void check_power_norm_over_processes(syncnorm::any_communicator const& world) {
       auto dy = view(x);
       layer.forward(view(x), view(y), syncnorm::mask_of(mask.data(), 2, 3));
       if (rank == 1) dy.samples = 1;
-      auto const later = message([&] {
+      auto const later = test_support::message_of<syncnorm::invalid_argument_error>([&] {
         layer.backward(view(x), dy, view(y));
         layer.synchronize();
       });
