@@ -92,13 +92,10 @@ public:
   explicit c10d_communicator(c10::intrusive_ptr<Group> group, std::chrono::milliseconds timeout = default_timeout)
       : state_{std::make_shared<detail::c10d_state>()} {
     if (!group) throw invalid_argument_error{"c10d_communicator: the process group is null"};
-    if (timeout.count() <= 0)
-      throw invalid_argument_error{"c10d_communicator: timeout " + std::to_string(timeout.count()) +
-                                   " ms, expected more than 0"};
+    state_->timeout = detail::checked_timeout("c10d_communicator", timeout);
     if (group->getSize() > 1) detail::ignore_broken_pipes();
     state_->backend = group->getBackendName();
     state_->group = detail::process_group_of(std::move(group));
-    state_->timeout = detail::within_a_year(timeout);
   }
 
   [[nodiscard]] int rank() const noexcept { return state_->group->getRank(); }

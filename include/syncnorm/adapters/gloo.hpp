@@ -56,8 +56,7 @@ public:
                              std::chrono::milliseconds timeout = default_timeout,
                              std::optional<std::uint32_t> tag = std::nullopt) {
     if (!context) throw invalid_argument_error{"gloo_communicator: the context is null"};
-    if (timeout <= std::chrono::milliseconds::zero())
-      throw invalid_argument_error{"gloo_communicator: the timeout is not positive"};
+    timeout = detail::checked_timeout("gloo_communicator", timeout);
     if (tag && *tag >= 0x80'0000u)
       throw invalid_argument_error{"gloo_communicator: the tag " + std::to_string(*tag) + " is not below 2^23"};
     auto const own_tag = tag ? *tag : 0x80'0000u | static_cast<std::uint32_t>(context->nextSlot());

@@ -189,9 +189,7 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
   if (size < 1 || rank < 0 || rank >= size)
     throw invalid_argument_error{"make_gloo_context: rank " + std::to_string(rank) + " is not in [0, " +
                                  std::to_string(size) + ")"};
-  if (options.timeout <= std::chrono::milliseconds::zero())
-    throw invalid_argument_error{"make_gloo_context: the timeout is not positive"};
-  auto const timeout = detail::within_a_year(options.timeout);
+  auto const timeout = detail::checked_timeout("make_gloo_context", options.timeout);
   if (size > 1) detail::ignore_broken_pipes();
   auto const mesh = [&] {
     try {

@@ -149,8 +149,7 @@ private:
                                                            std::chrono::milliseconds timeout) {
     detail::require_mpi_running();
     if (comm == MPI_COMM_NULL) throw invalid_argument_error{"mpi_communicator: the MPI_Comm is null"};
-    if (timeout <= std::chrono::milliseconds::zero())
-      throw invalid_argument_error{"mpi_communicator: the timeout is not positive"};
+    timeout = detail::checked_timeout("mpi_communicator", timeout);
     int connects_two = 0;
     detail::require_mpi(MPI_Comm_test_inter(comm, &connects_two), "MPI_Comm_test_inter");
     if (connects_two != 0) throw invalid_argument_error{"mpi_communicator: the MPI_Comm is an intercommunicator"};

@@ -176,9 +176,7 @@ public:
   /// Throws invalid_argument_error where size < 1 or timeout ≤ 0.
   explicit thread_group(int size, std::chrono::milliseconds timeout = default_timeout) {
     if (size < 1) throw invalid_argument_error{"thread_group: size " + std::to_string(size) + ", expected at least 1"};
-    if (timeout.count() <= 0)
-      throw invalid_argument_error{"thread_group: timeout " + std::to_string(timeout.count()) +
-                                   " ms, expected more than 0"};
+    timeout = detail::checked_timeout("thread_group", timeout);
     bool const a_core_each = static_cast<unsigned>(size) <= std::thread::hardware_concurrency();
     state_ = detail::thread_state::make(size, timeout, a_core_each, std::make_shared<detail::thread_family>());
     state_->family().add(state_);

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
+
+#include <syncnorm/core/error.hpp>
 
 namespace syncnorm {
 
@@ -10,8 +13,12 @@ inline constexpr std::chrono::milliseconds default_timeout = std::chrono::minute
 
 namespace detail {
 
-/// `timeout`, or a year where it is longer, so that a deadline is a point in time that a clock can express.
-[[nodiscard]] constexpr std::chrono::milliseconds within_a_year(std::chrono::milliseconds timeout) {
+/// `timeout` as it was given to `whom`, or a year where it is longer, so that a deadline is a point in time that a clock can express.
+/// Throws invalid_argument_error where it is not positive.
+[[nodiscard]] inline std::chrono::milliseconds checked_timeout(char const* whom, std::chrono::milliseconds timeout) {
+  if (timeout.count() <= 0)
+    throw invalid_argument_error{std::string{whom} + ": timeout " + std::to_string(timeout.count()) +
+                                 " ms, expected more than 0"};
   return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours{24 * 365});
 }
 

@@ -121,12 +121,11 @@ private:
 
 namespace detail {
 
-/// What is kept of K micro-batches, as far as it says whether there is room for all: nothing, or of the one for which there is none
-/// if there is none for some. Those that keep every channel have room for it, and the others with elements keep the same channels.
-/// Epilogues: none, or K.
-template <class T, class Epilogue>
+/// What is kept of that one of K micro-batches which is the first to lack room: where it has enough, all have. Null: nothing is kept.
+/// Those that keep every channel have room for it, and the others with elements keep the same channels. Epilogues: none, or K.
+template <class T>
 [[nodiscard]] batch_norm_kept<T>* find_tightest(std::span<batch_norm_kept<T>> kept,
-                                                std::span<Epilogue const> epilogues) {
+                                                std::span<batch_norm_epilogue<T> const> epilogues) {
   batch_norm_kept<T>* found = nullptr;
   bool found_inverse = false;
   for (std::size_t k = 0; k < kept.size(); ++k) {

@@ -104,7 +104,7 @@ struct c10d_operation {
   collective_header header;
   std::byte* out;                       ///< where the result goes
   std::size_t bytes = bytes_of(header); ///< of this rank
-  std::int64_t number = 0; ///< of operations of this communicator, which other ranks may have made at another time
+  std::int64_t number = 0; ///< operations that this communicator has begun, for messages: ranks may count differently
   std::optional<std::chrono::steady_clock::time_point> deadline{};
   at::Tensor heads{}, rest{}; ///< of all ranks; what the second collective gives
   std::vector<c10::intrusive_ptr<::c10d::Work>> works{};

@@ -23,7 +23,6 @@
 #include <syncnorm/adapters/detail/gloo_driver.hpp>
 #include <syncnorm/adapters/detail/gloo_slot.hpp>
 #include <syncnorm/adapters/gloo_error.hpp>
-#include <syncnorm/comm/timeout.hpp>
 
 namespace syncnorm::detail {
 
@@ -46,7 +45,7 @@ public:
   using clock = std::chrono::steady_clock;
 
   gloo_channel(std::shared_ptr<gloo::Context> context, std::chrono::milliseconds timeout, std::uint32_t tag)
-      : context_{std::move(context)}, timeout_{within_a_year(timeout)}, tag_{tag} {
+      : context_{std::move(context)}, timeout_{timeout}, tag_{tag} {
     if (size() == 1) return;
     ignore_broken_pipes();
     guarded([&] {
@@ -443,7 +442,7 @@ private:
   bool connected_ = false;
   std::uint32_t next_sequence_ = 0;
   std::unique_ptr<gloo_slot> next_;  // which is being announced
-  int next_peer_ = 1;                // to this one next, so many ranks after this
+  int next_peer_ = 1;                // the next to announce it to, so many ranks after this one
   std::uint32_t closed_below_ = 0;   // this rank has all packets of the collectives before this one
   std::uint32_t received_below_ = 0; // every peer has
   signature opened_;                 // the latest collective

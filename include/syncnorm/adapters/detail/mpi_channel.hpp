@@ -18,7 +18,6 @@
 #include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/adapters/detail/mpi_include.hpp>
 #include <syncnorm/adapters/mpi_error.hpp>
-#include <syncnorm/comm/timeout.hpp>
 
 namespace syncnorm::detail {
 
@@ -87,7 +86,7 @@ public:
   using clock = std::chrono::steady_clock;
 
   mpi_channel(MPI_Comm comm, bool owned, std::chrono::milliseconds timeout)
-      : comm_{comm}, owned_{owned}, timeout_{within_a_year(timeout)} {
+      : comm_{comm}, owned_{owned}, timeout_{timeout} {
     require_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
     require_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
   }

@@ -39,10 +39,8 @@ public:
   using clock = std::chrono::steady_clock;
 
   nccl_channel(ncclComm_t comm, bool owned, std::chrono::milliseconds timeout)
-      : comm_{comm}, owned_{owned}, timeout_{within_a_year(timeout)} {
+      : comm_{comm}, owned_{owned}, timeout_{checked_timeout("nccl_communicator", timeout)} {
     if (comm == nullptr) throw invalid_argument_error{"nccl_communicator: the ncclComm_t is null"};
-    if (timeout <= std::chrono::milliseconds::zero())
-      throw invalid_argument_error{"nccl_communicator: the timeout is not positive"};
     // Of one that is still being made, NCCL calls the question an invalid argument.
     require(await(ncclInProgress), "ncclCommGetAsyncError", comm);
     require(ncclCommUserRank(comm, &rank_), "ncclCommUserRank", comm);

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include <syncnorm/comm/detail/signature.hpp>
-#include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/core/detail/cache_line.hpp>
 #include <syncnorm/core/detail/line_allocator.hpp>
 #include <syncnorm/core/error.hpp>
@@ -82,7 +81,7 @@ public:
     return std::allocate_shared<thread_state>(line_allocator<thread_state>{}, size, timeout, spin, std::move(family));
   }
   thread_state(int size, std::chrono::milliseconds timeout, bool spin, std::shared_ptr<thread_family> family)
-      : family_{std::move(family)}, size_{size}, timeout_{within_a_year(timeout)}, spin_{spin},
+      : family_{std::move(family)}, size_{size}, timeout_{timeout}, spin_{spin},
         upcoming_(static_cast<std::size_t>(size)) {
     // Those that ranks need who are never more than one operation apart.
     constexpr std::size_t common = 3;

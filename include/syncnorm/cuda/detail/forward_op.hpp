@@ -36,7 +36,7 @@ struct forward_statistics {
   static constexpr int values = 2;
 
   struct summary {
-    double mean, inv_std, variance;
+    double mean, inv_std, m2; ///< m2: 0 where statistics are constant
     std::int64_t count;
   };
 
@@ -58,7 +58,7 @@ struct forward_statistics {
     if (inverts) return {hw.load(saved.mean + c), hw.load(saved.inv_std + c), 0, hw.load(saved.count)};
     if (constant()) {
       double const held = load_value(hw, running.var, c, 1);
-      return {load_value(hw, running.mean, c, 0), inverse_deviation(held, variance, eps), held, 0};
+      return {load_value(hw, running.mean, c, 0), inverse_deviation(held, variance, eps), 0, 0};
     }
     incoming_packets const from{packets, channels};
     // Merging divides, and loads would wait for that: several are in flight.
@@ -101,7 +101,7 @@ struct forward_statistics {
       std::int64_t const tracked = hw.load(running.num_batches_tracked);
       weight = 1 / static_cast<double>(tracked < 0 ? 1 : tracked + 1);
     }
-    double value = s.variance / static_cast<double>(variance == running_variance::unbiased ? s.count - 1 : s.count);
+    double value = s.m2 / static_cast<double>(variance == running_variance::unbiased ? s.count - 1 : s.count);
     if (variance == running_variance::standard_deviation) value = std::sqrt(value + eps);
     store_value(hw, running.mean, c, (1 - weight) * load_value(hw, running.mean, c, 0) + weight * s.mean);
     store_value(hw, running.var, c, (1 - weight) * load_value(hw, running.var, c, 1) + weight * value);

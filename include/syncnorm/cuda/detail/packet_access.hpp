@@ -21,7 +21,7 @@ static_assert(offsetof(packet_header, backward) == 8 * (count_word + 1));
 static_assert(offsetof(packet_header, fault) % sizeof(std::uint64_t) == 0);
 
 inline constexpr auto absent_word = std::bit_cast<std::uint64_t>(syncnorm::detail::absent);
-/// The fault of a header that a kernel has made or changed: word of what is wrong was left, or will be before this one is looked at.
+/// The fault of a header of what failed before: the fault itself is in the report by then, and nobody adds to that.
 inline constexpr std::uint64_t told_word = 1;
 
 /// A header as words, which is how kernels take, write and compare it.
@@ -29,7 +29,8 @@ struct header_image {
   std::uint64_t words[header_words];
 };
 
-/// What a rank sends. `failed`: what the fault begins with where what `failing` is of has failed, which is then negative.
+/// What a rank sends. Where *failing is negative, a step before it has failed on the device, and `failed` is written over the beginning of
+/// the header's fault.
 struct outgoing_packet {
   header_image header;
   std::uint64_t failed[4];

@@ -48,8 +48,7 @@ private:
   std::span<batch_norm_epilogue<T> const> epilogues_{};
 };
 
-/// K micro-batches of an output, which are apart from each other and from what is read; but where it `may_be_same`, that of the same
-/// number it may be.
+/// K micro-batches of an output, which are apart from each other and from what is read. `may_be_same`: output k may be exactly input k.
 template <class T>
 void check_output_apart(call_check& check, std::size_t batches, named_views<T> const& written,
                         std::initializer_list<named_views<T>> read, bool may_be_same) {

@@ -68,10 +68,11 @@ public:
     return row_of(std::span{own_}, layer, row);
   }
 
-  /// Starts the exchange; `policy` is resolved. Null: it is complete. `split`: the work is to be awaited by and by, so that
-  /// nothing but what can be is waited for here. Collective.
+  /// Starts the exchange; `policy` is resolved. Null: it is complete. `two_phase`: returns when the last collective
+  /// has been started, where the communicator can do that. Collective.
   template <communicator C>
-  [[nodiscard]] std::unique_ptr<erased_work> start(C const& comm, merge_rule rule, exchange_policy policy, bool split) {
+  [[nodiscard]] std::unique_ptr<erased_work> start(C const& comm, merge_rule rule, exchange_policy policy,
+                                                   bool two_phase) {
     rule_ = rule;
     auto const shape = shape_digest(channels_);
     for (std::size_t l = 0; l < headers_.size(); ++l) {
@@ -89,8 +90,8 @@ public:
       rank_ = rank(comm);
       if (!agreed_ && exchange_head(comm, policy)) return nullptr;
       if constexpr (allreduces<C, double>)
-        if (policy == exchange_policy::reduce) return start_reduce(comm, split);
-      return start_gather(comm, split);
+        if (policy == exchange_policy::reduce) return start_reduce(comm, two_phase);
+      return start_gather(comm, two_phase);
     } catch (error const&) {
       failure_ = std::current_exception();
       return nullptr;
@@ -193,19 +194,19 @@ private:
   }
 
   template <class C>
-  std::unique_ptr<erased_work> start_gather(C const& comm, bool split) {
+  std::unique_ptr<erased_work> start_gather(C const& comm, bool two_phase) {
     received_.resize(own_.size() * ranks_);
     gathered_ = true;
     auto const in = std::as_bytes(std::span{own_});
     auto const out = std::as_writable_bytes(std::span{received_});
     if constexpr (allgathers_async<C, std::byte>)
-      if (split) return erase_work(allgather_async(comm, in, out));
+      if (two_phase) return erase_work(allgather_async(comm, in, out));
     allgather(comm, in, out);
     return nullptr;
   }
 
   template <class C>
-  std::unique_ptr<erased_work> start_reduce(C const& comm, bool split) {
+  std::unique_ptr<erased_work> start_reduce(C const& comm, bool two_phase) {
     received_.clear();
     received_.shrink_to_fit();
     if (rule_ == merge_rule::moments) m2_.resize(channels_before(channels_.size()));
@@ -218,12 +219,12 @@ private:
       of_layer[1] = headers_[l].backward == static_cast<std::int32_t>(backward_pass::needed) ? 1 : 0;
       of_layer[2] = headers_[l].backward == static_cast<std::int32_t>(backward_pass::impossible) ? 1 : 0;
     }
-    return rule_ == merge_rule::moments ? reduce_moments(comm, split) : reduce_sums(comm, split);
+    return rule_ == merge_rule::moments ? reduce_moments(comm, two_phase) : reduce_sums(comm, two_phase);
   }
 
   /// First the counts and Σ n·mean, then m2 about the mean of all ranks, which loses nothing however far the mean is from 0.
   template <class C>
-  std::unique_ptr<erased_work> reduce_moments(C const& comm, bool split) {
+  std::unique_ptr<erased_work> reduce_moments(C const& comm, bool two_phase) {
     for (std::size_t l = 0; l < channels_.size(); ++l) {
       auto const mean = own(l, 0);
       for (std::size_t c = 0; c < mean.size(); ++c)
@@ -240,17 +241,17 @@ private:
       }
     }
     reduced_ = true;
-    return reduce(comm, std::span{m2_}, split);
+    return reduce(comm, std::span{m2_}, two_phase);
   }
 
   template <class C>
-  std::unique_ptr<erased_work> reduce_sums(C const& comm, bool split) {
+  std::unique_ptr<erased_work> reduce_sums(C const& comm, bool two_phase) {
     for (std::size_t l = 0; l < channels_.size(); ++l)
       for (std::size_t v = 0; v < values_; ++v)
         std::ranges::copy(own(l, v), sums_.begin() + static_cast<std::ptrdiff_t>(sum_at(l, v)));
     auto const agreement = std::span{sums_}.first(prefix());
     reduced_ = true;
-    if (!split) {
+    if (!two_phase) {
       allreduce(comm, std::span<double const>{sums_}, std::span{sums_});
       accept_sums(comm, agreement);
       return nullptr;
@@ -258,13 +259,13 @@ private:
     // What ranks do where they disagree is collective, so it has to come to light before the call returns.
     allreduce(comm, std::span<double const>{agreement}, agreement);
     accept_sums(comm, agreement);
-    return reduce(comm, std::span{sums_}.subspan(prefix()), split);
+    return reduce(comm, std::span{sums_}.subspan(prefix()), two_phase);
   }
 
   template <class C>
-  static std::unique_ptr<erased_work> reduce(C const& comm, std::span<double> values, bool split) {
+  static std::unique_ptr<erased_work> reduce(C const& comm, std::span<double> values, bool two_phase) {
     if constexpr (allreduces_async<C, double>)
-      if (split) return erase_work(allreduce_async(comm, std::span<double const>{values}, values));
+      if (two_phase) return erase_work(allreduce_async(comm, std::span<double const>{values}, values));
     allreduce(comm, std::span<double const>{values}, values);
     return nullptr;
   }
