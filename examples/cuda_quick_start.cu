@@ -1,7 +1,10 @@
 // A training step of one layer on every GPU of this machine, a thread and a rank of NCCL to each, captured in a CUDA graph.
 
+#include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -19,6 +22,14 @@ void check(cudaError_t code) {
   if (code != cudaSuccess) throw std::runtime_error{cudaGetErrorString(code)};
 }
 
+/// y has the mean 0, over all ranks.
+void require_mean_of_zero(syncnorm::thread_communicator const& thread, std::span<float const> y) {
+  std::array<double, 2> sums{0, static_cast<double>(y.size())};
+  for (float const value : y) sums[0] += value;
+  syncnorm::allreduce(thread, sums, std::span<double>{sums});
+  if (!(std::abs(sums[0] / sums[1]) < 1e-5)) throw std::runtime_error{"the mean of y is not 0"};
+}
+
 void train(syncnorm::nccl_communicator const& comm, syncnorm::thread_communicator const& thread) {
   check(cudaSetDevice(comm.rank()));
   cudaStream_t stream = nullptr;
@@ -27,7 +38,10 @@ void train(syncnorm::nccl_communicator const& comm, syncnorm::thread_communicato
   float* memory = nullptr;
   auto const elements = samples * channels * pixels;
   check(cudaMalloc(reinterpret_cast<void**>(&memory), 4 * sizeof(float) * static_cast<std::size_t>(elements)));
-  check(cudaMemset(memory, 0, 4 * sizeof(float) * static_cast<std::size_t>(elements)));
+  std::vector<float> values(static_cast<std::size_t>(4 * elements), 1.0F);
+  for (std::size_t i = 0; i < values.size(); ++i)
+    values[i] = static_cast<float>(i % 101 + 10 * static_cast<std::size_t>(comm.rank()));
+  check(cudaMemcpy(memory, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice));
   auto const view = [&](int i) { return syncnorm::nchw(memory + i * elements, samples, channels, pixels); };
   auto const x = view(0), y = view(1), dy = view(2), dx = view(3);
   {
@@ -51,6 +65,9 @@ void train(syncnorm::nccl_communicator const& comm, syncnorm::thread_communicato
     check(cudaGraphDestroy(graph));
     thread.barrier();
   }
+  check(cudaMemcpy(values.data(), memory, values.size() * sizeof(float), cudaMemcpyDeviceToHost));
+  require_mean_of_zero(
+      thread, std::span{values}.subspan(static_cast<std::size_t>(elements), static_cast<std::size_t>(elements)));
   check(cudaFree(memory));
   check(cudaStreamDestroy(stream));
 }

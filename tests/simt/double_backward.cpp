@@ -113,7 +113,7 @@ void check_double_backward(second_order_case problem, arrangement order, int mul
       to_dy.push_back(static_cast<long double>(problem.slope_of(problem.dy[i])));
       to_x.push_back(static_cast<long double>(problem.slope_of(problem.x[i])));
     }
-    double const tolerance = std::max(8 * accuracy<T>, 1e-9); // that of the differences
+    double const tolerance = std::max(accuracy<T>, 1e-9); // that of the differences
     CHECK(error_of(as_long(to_dys[r].values()), to_dy) < tolerance);
     CHECK(error_of(as_long(to_xs[r].values()), to_x) < tolerance);
     CHECK(to_dys[r].intact());
@@ -121,7 +121,7 @@ void check_double_backward(second_order_case problem, arrangement order, int mul
     if (!problem.has_gamma) continue;
     for (double& gamma : problem.gamma)
       to_gamma.push_back(static_cast<long double>(problem.slope_of(gamma, static_cast<int>(r))));
-    CHECK(error_of(as_long(rank.gamma_gradient), to_gamma) < std::max(1e-9, 10 * accuracy<A>));
+    CHECK(error_of(as_long(rank.gamma_gradient), to_gamma) < std::max(1e-9, accuracy<A>));
   }
 }
 
