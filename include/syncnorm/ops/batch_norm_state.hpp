@@ -101,8 +101,8 @@ decltype(auto) or_forget(batch_norm_saved& saved, statistics_scope scope, exchan
 /// after the first is one collective. Use it on every rank for the same calls. Without one, each pass makes its own,
 /// and a pass of more than 128 channels is two collectives.
 struct batch_norm_workspace {
-  explicit batch_norm_workspace(std::int64_t channels)
-      : exchange{channels}, packets{{channels}, 2}, double_packets{{channels}, 7} {}
+  explicit batch_norm_workspace(std::int64_t channels, bool agreed = false)
+      : exchange{channels, agreed}, packets{{channels}, 2, agreed}, double_packets{{channels}, 7, agreed} {}
 
   detail::channel_exchange exchange;
   detail::exchange_plan forward_plan, backward_plan;

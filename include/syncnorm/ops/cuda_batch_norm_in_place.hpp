@@ -123,9 +123,9 @@ namespace detail {
 
 /// What is kept of that one of K micro-batches which is the first to lack room: where it has enough, all have. Null: nothing is kept.
 /// Those that keep every channel have room for it, and the others with elements keep the same channels. Epilogues: none, or K.
-template <class T>
+template <class T, class Epilogue>
 [[nodiscard]] batch_norm_kept<T>* find_tightest(std::span<batch_norm_kept<T>> kept,
-                                                std::span<batch_norm_epilogue<T> const> epilogues) {
+                                                std::span<Epilogue const> epilogues) {
   batch_norm_kept<T>* found = nullptr;
   bool found_inverse = false;
   for (std::size_t k = 0; k < kept.size(); ++k) {

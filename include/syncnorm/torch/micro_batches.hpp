@@ -14,7 +14,6 @@
 #include <syncnorm/torch/detail/forward_inputs.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/function.hpp>
-#include <syncnorm/torch/detail/group_function.hpp>
 #include <syncnorm/torch/detail/pending_outputs.hpp>
 #include <syncnorm/torch/detail/typed_forward_pass.hpp>
 #include <syncnorm/torch/epilogue.hpp>
@@ -58,13 +57,14 @@ public:
     auto const all = passes(norm, batches, epilogues);
     if (are_together(norm)) {
       all.front()->run();
-      if (batches.size() > 1) return record_group(all, false, needs_anchor(*all.front()));
-    } else { // whose faults come before the first of them writes
+      return record(all, false, needs_anchor(*all.front()));
+    }
+    { // whose faults come before the first of them writes
       at::AutoGradMode const no_recording{false};
       complete(*begin_together(all, false), all, [] {});
     }
     std::vector<at::Tensor> outputs;
-    for (auto const& pass : all) outputs.push_back(record(*pass, needs_anchor(*pass)));
+    for (auto const& pass : all) outputs.push_back(record({&pass, 1}, false, needs_anchor(*pass)).front());
     return outputs;
   }
 };

@@ -99,7 +99,7 @@ public:
     auto const backward = detail::backward_of(at::GradMode::is_enabled(), inputs.requires_grad());
     auto const pass = detail::make_pass_anywhere(std::move(inputs), backward);
     pass->run();
-    return detail::record(*pass, detail::needs_anchor(*pass));
+    return detail::record({&pass, 1}, false, detail::needs_anchor(*pass)).front();
   }
 
   /// Starts the exchange of `forward_with`, and returns while it is under way, given a communicator with `allgather_async`, or

@@ -14,7 +14,6 @@
 #include <syncnorm/torch/detail/begun_passes.hpp>
 #include <syncnorm/torch/detail/forward_pass.hpp>
 #include <syncnorm/torch/detail/function.hpp>
-#include <syncnorm/torch/detail/group_function.hpp>
 #include <syncnorm/torch/detail/typed_forward_pass.hpp>
 
 namespace syncnorm::torch::detail {
@@ -111,9 +110,9 @@ private:
   }
 
   [[nodiscard]] std::vector<at::Tensor> recorded() const {
-    if (grouped_ || passes_.front()->outputs().size() != 1) return record_group(passes_, grouped_, anchored_);
+    if (grouped_ || passes_.front()->outputs().size() != 1) return record(passes_, grouped_, anchored_);
     std::vector<at::Tensor> each;
-    for (auto const& pass : passes_) each.push_back(record(*pass, anchored_));
+    for (auto const& pass : passes_) each.push_back(record({&pass, 1}, false, anchored_).front());
     return each;
   }
 

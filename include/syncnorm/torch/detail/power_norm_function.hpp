@@ -16,7 +16,7 @@
 #include <syncnorm/ops/power_norm_backward.hpp>
 #include <syncnorm/ops/power_norm_state.hpp>
 #include <syncnorm/torch/detail/check.hpp>
-#include <syncnorm/torch/detail/function.hpp>
+#include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/refuse_differentiation.hpp>
 #include <syncnorm/torch/detail/views.hpp>
 #include <syncnorm/torch/executor.hpp>
@@ -124,12 +124,8 @@ public:
     auto const pass = c10::static_intrusive_pointer_cast<recorded_power_norm>(recorded->saved_data["pass"].toCapsule());
     at::Tensor x, weight;
     std::string fault;
-    attempt(fault, [&] {
-      // Tells of tensors that were modified since, and of a graph that was freed, on this rank alone.
-      auto const saved = recorded->get_saved_variables();
-      x = saved.at(0);
-      weight = saved.at(1);
-    });
+    // Tells of tensors that were modified since, and of a graph that was freed, on this rank alone.
+    if (auto const saved = saved_tensors(*recorded, fault); fault.empty()) x = saved.at(0), weight = saved.at(1);
     auto gradients = pass->is_double ? run<double>(*recorded, *pass, x, weight, dy.at(0), std::move(fault))
                                      : run<float>(*recorded, *pass, x, weight, dy.at(0), std::move(fault));
     refuse_differentiation("syncnorm::torch::PowerNorm: its gradients cannot be differentiated (double backward)",
