@@ -259,6 +259,35 @@ TEST_CASE("a rank hears of one that aborts or dies while it waits for another, t
     }
 }
 
+TEST_CASE("a timeout is that of one operation, and a part has that of the whole") {
+  test_support::check_passed(run_ranks(2, [](int rank, auto context) {
+    gloo_communicator const comm{context, 1s};
+    for (int i = 0; i < 13; ++i) {
+      if (rank == 0) std::this_thread::sleep_for(100ms);
+      comm.barrier();
+    }
+    gloo_communicator const brief{context, 300ms};
+    auto const part = brief.split(0, 0);
+    if (rank == 1) return std::this_thread::sleep_for(1s); // alive, and not there
+    auto const message = message_of<syncnorm::timeout_error>([&] { part.barrier(); });
+    CHECK_MESSAGE(contains(message, "300 ms"), message);
+  }));
+}
+
+TEST_CASE("whoever aborts and stays fails those that wait for it, at once") {
+  test_support::check_passed(run_ranks(2, [](int rank, auto context) {
+    gloo_communicator const comm{std::move(context), 20s};
+    comm.barrier();
+    auto const start = std::chrono::steady_clock::now();
+    if (rank == 1) {
+      comm.abort();
+      return std::this_thread::sleep_for(3s);
+    }
+    CHECK_THROWS_AS(comm.barrier(), syncnorm::communicator_error);
+    CHECK(std::chrono::steady_clock::now() - start < 2500ms);
+  }));
+}
+
 TEST_CASE("communicators share a context with each other and with Gloo's own collectives") {
   test_support::check_passed(run_ranks(3, [](int rank, auto context) {
     gloo_communicator const a{context, 60s}, b{context, 60s}, c{context, 60s, 7};
@@ -287,4 +316,11 @@ TEST_CASE("an unusable context is refused") {
   CHECK_THROWS_AS(gloo_communicator{nullptr}, syncnorm::invalid_argument_error);
   CHECK_THROWS_AS(gloo_communicator{std::make_shared<gloo::Context>(0, 2)}, syncnorm::gloo_error);
   CHECK_THROWS_AS((gloo_communicator{std::make_shared<gloo::Context>(0, 1), 0ms}), syncnorm::invalid_argument_error);
+  test_support::check_passed(run_ranks(1, [](int, auto context) {
+    CHECK_THROWS_AS((gloo_communicator{context, 1s, 0x80'0000u}), syncnorm::invalid_argument_error);
+    gloo_communicator const comm{context};
+    std::vector<float> const in(3);
+    std::vector<float> out(2);
+    CHECK_THROWS_AS(comm.scatter(std::span{in}, std::span{out}, 0), syncnorm::invalid_argument_error);
+  }));
 }

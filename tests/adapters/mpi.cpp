@@ -231,6 +231,55 @@ TEST_CASE("a rank that comes too late to a split is left alone by none that wait
   world.barrier();
 }
 
+TEST_CASE("a timeout is that of one operation, and a part has that of the whole") {
+  if (mpi_communicator{MPI_COMM_WORLD}.size() != 2) return;
+  auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 1s);
+  for (int i = 0; i < 13; ++i) {
+    if (comm.rank() == 0) std::this_thread::sleep_for(100ms);
+    comm.barrier();
+  }
+  auto const brief = mpi_communicator::duplicate(MPI_COMM_WORLD, 300ms);
+  auto const part = brief.split(0, 0);
+  if (brief.rank() == 0) {
+    auto const message = message_of<syncnorm::timeout_error>([&] { part.barrier(); });
+    CHECK_MESSAGE(contains(message, "300 ms"), message);
+  }
+  comm.barrier();
+}
+
+TEST_CASE("what is duplicated or split returns errors, and is freed") {
+  if (mpi_communicator{MPI_COMM_WORLD}.size() != 2) return;
+  static int freed = 0;
+  auto const count = [](MPI_Comm, int, void*, void*) {
+    ++freed;
+    return MPI_SUCCESS;
+  };
+  int key = MPI_KEYVAL_INVALID;
+  MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, count, &key, nullptr);
+  {
+    auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD);
+    auto const part = comm.split(0, 0);
+    for (auto const* each : {&comm, &part}) {
+      MPI_Errhandler handler{};
+      MPI_Comm_get_errhandler(each->native_handle(), &handler);
+      CHECK(handler == MPI_ERRORS_RETURN);
+      MPI_Comm_set_attr(each->native_handle(), key, nullptr);
+    }
+  }
+  CHECK(freed == 2);
+  MPI_Comm_free_keyval(&key);
+}
+
+TEST_CASE("an intercommunicator is refused") {
+  mpi_communicator const world{MPI_COMM_WORLD};
+  if (world.size() != 2) return;
+  MPI_Comm half = MPI_COMM_NULL, both = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, world.rank(), 0, &half);
+  MPI_Intercomm_create(half, 0, MPI_COMM_WORLD, 1 - world.rank(), 5, &both);
+  CHECK_THROWS_AS(mpi_communicator{both}, syncnorm::invalid_argument_error);
+  MPI_Comm_free(&both), MPI_Comm_free(&half);
+}
+
 TEST_CASE("abort fails what waits on this rank") {
   auto const comm = mpi_communicator::duplicate(MPI_COMM_WORLD, 60s);
   if (comm.size() == 1) return;

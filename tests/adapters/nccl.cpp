@@ -5,6 +5,7 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -334,4 +335,23 @@ TEST_CASE("what cannot be made a communicator, and calls that fail") {
   }
   CHECK(fake_nccl::alive() == 1); // not owned
   ncclCommDestroy(raw);
+}
+
+TEST_CASE("what a batch of collectives throws is thrown, and the communicator goes on") {
+  auto const comm = nccl_communicator::adopt(fake_nccl::make_group(1)[0]);
+  CHECK_THROWS_AS(comm.batch([] { throw std::logic_error{"no more"}; }), std::logic_error);
+  comm.batch([] {});
+}
+
+TEST_CASE("an error while a stream waits ends what waits there") {
+  auto const raw = fake_nccl::make_group(2);
+  auto const comm = nccl_communicator::adopt(raw[0], std::chrono::seconds{20});
+  gather_of_two gather{2};
+  gather(comm);
+  fake_nccl::set_async_error(raw[0], ncclRemoteError);
+  CHECK_THROWS_AS(comm.synchronize(gather.on), syncnorm::nccl_error);
+  CHECK(comm.native_handle() == nullptr);
+  comm.abort();
+  gather.on.wait();
+  ncclCommDestroy(raw[1]);
 }

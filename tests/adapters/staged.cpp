@@ -11,6 +11,7 @@
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 
+#include "comm/bare.hpp"
 #include "cuda/fake_runtime.hpp"
 #include "cuda/stream_contract.hpp"
 #include "support/throws.hpp"
@@ -155,4 +156,17 @@ TEST_CASE("a late peer is a timeout, and ranks that disagree get the host's erro
     CHECK_THROWS_AS(syncnorm::allgather(comm, in.span(), out.span(), on), syncnorm::mismatch_error);
     gather(comm); // threads go on after a disagreement
   });
+}
+
+TEST_CASE("over a communicator that cannot abort, a failure is remembered here, and costs are those of that one") {
+  syncnorm::thread_group const group{1};
+  syncnorm::staged const comm{contract::bare{group.communicator(0)}};
+  test::device_buffer<float> const in{{1, 2}}, out{2};
+  test::stream const on;
+  auto const gathers = [&] { syncnorm::allgather(comm, in.span(), out.span(), on); };
+  fake_cuda::fail_next("cudaMemcpyAsync", cudaErrorIllegalAddress);
+  CHECK_THROWS_AS(gathers(), syncnorm::cuda_error);
+  CHECK_THROWS_WITH_AS(gathers(), doctest::Contains("cannot be used any more"), syncnorm::communicator_error);
+  auto const threads = group.communicator(0);
+  CHECK(syncnorm::cost_of_exchange(syncnorm::staged{threads}) == syncnorm::cost_of_exchange(threads));
 }

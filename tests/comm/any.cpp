@@ -1,5 +1,6 @@
 #include <syncnorm/comm/any.hpp>
 
+#include <thread>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -36,6 +37,20 @@ TEST_CASE("a communicator that only blocks gains asynchronous operations that ha
     auto work = syncnorm::allgather_async(comm, in, std::span{out});
     CHECK((out == contract::gathered<float>(3, 4, 1)));
     CHECK(work.test());
+  });
+}
+
+TEST_CASE("what is polled is complete when it says so, and costs and overlaps what is wrapped does") {
+  run_ranks(2, [](thread_communicator const& threads) {
+    any_communicator const comm{threads};
+    auto const in = contract::values<float>(comm.rank(), 4, 1);
+    std::vector<float> out(8, -1);
+    auto work = syncnorm::allgather_async(comm, in, std::span{out});
+    while (!work.test()) std::this_thread::yield();
+    CHECK((out == contract::gathered<float>(2, 4, 1)));
+    CHECK(syncnorm::cost_of_exchange(comm) == syncnorm::cost_of_exchange(threads));
+    CHECK(syncnorm::exchange_overhead(comm) == syncnorm::exchange_overhead(threads));
+    CHECK(syncnorm::overlaps(comm) == syncnorm::overlaps(threads));
   });
 }
 

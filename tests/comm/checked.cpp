@@ -125,6 +125,52 @@ TEST_CASE("ranks that disagree are told before anything is done") {
           syncnorm::allgather(comm, floats, std::span{out});
       },
       "rank 0: barrier; rank 1: allgather of 3 float");
+  check_mismatch(
+      [](auto const& comm) {
+        float value = 0;
+        auto const op = comm.rank() == 0 ? syncnorm::reduce_op::min : syncnorm::reduce_op::max;
+        comm.template allreduce<float>({&value, 1}, {&value, 1}, op);
+      },
+      "rank 0: allreduce (min) of 1 float; rank 1: allreduce (max) of 1 float");
+}
+
+TEST_CASE("ranks that disagree on what they start, split or scatter are told, too") {
+  auto const check = [](auto const& f, std::string const& expected) {
+    run_ranks(2, [&](thread_communicator const& threads) {
+      checked_communicator const comm{threads};
+      CHECK_THROWS_WITH_AS(f(comm), ("ranks disagree on collective 0: " + expected).c_str(), syncnorm::mismatch_error);
+    });
+  };
+  check(
+      [](auto const& comm) {
+        float value = 0;
+        auto const op = comm.rank() == 0 ? syncnorm::reduce_op::min : syncnorm::reduce_op::max;
+        (void)comm.template allreduce_async<float>({&value, 1}, {&value, 1}, op);
+      },
+      "rank 0: allreduce (min) of 1 float; rank 1: allreduce (max) of 1 float");
+  check(
+      [](auto const& comm) {
+        std::vector<float> in(2), out(1);
+        comm.template scatter<float>(in, out, comm.rank());
+      },
+      "rank 0: scatter of 1 float from rank 0; rank 1: scatter of 1 float from rank 1");
+  check(
+      [](auto const& comm) {
+        std::vector<float> in(2), out(4);
+        if (comm.rank() == 0)
+          (void)comm.template allgather_async<float>(in, out);
+        else
+          comm.barrier();
+      },
+      "rank 0: allgather of 2 float; rank 1: barrier");
+  check(
+      [](auto const& comm) {
+        if (comm.rank() == 0)
+          (void)comm.split(0, 0);
+        else
+          comm.barrier();
+      },
+      "rank 0: split; rank 1: barrier");
 }
 
 TEST_CASE("a rank that lost count is told so") {
@@ -146,5 +192,6 @@ TEST_CASE("a checked communicator costs what the one within does, and overlaps w
     CHECK(syncnorm::overlaps(checked_communicator{threads}) == syncnorm::overlaps(threads));
     CHECK_FALSE(syncnorm::overlaps(checked_communicator{blocking}));
     CHECK(syncnorm::exchange_overhead(checked_communicator{threads}) == syncnorm::exchange_overhead(threads));
+    CHECK(syncnorm::cost_of_exchange(checked_communicator{threads}) == syncnorm::cost_of_exchange(threads));
   });
 }

@@ -88,3 +88,13 @@ TEST_CASE_TEMPLATE("blocks that differ among the ranks are everybody's error", C
     contract::check_derived(comm);
   });
 }
+
+TEST_CASE_TEMPLATE("reduce writes to the root alone", C, syncnorm::thread_communicator, communicator) {
+  syncnorm::run_ranks(2, [](auto const& threads) {
+    C const comm{threads};
+    std::vector<float> const in(17, 1.0F);
+    std::vector<float> out(17, -5.0F);
+    syncnorm::reduce(comm, in, std::span{out}, 0);
+    CHECK(out[3] == (comm.rank() == 0 ? 2 : -5));
+  });
+}

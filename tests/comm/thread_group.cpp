@@ -225,6 +225,13 @@ TEST_CASE("abort wakes all that wait, and leaves sub-groups alone") {
   }
 }
 
+TEST_CASE("the first reason to abort is the one that is told") {
+  thread_group const group{2};
+  group.abort("first");
+  group.abort("second");
+  CHECK_THROWS_WITH(group.communicator(0).barrier(), doctest::Contains("first"));
+}
+
 TEST_CASE("aborting the group reaches every group split from it") {
   thread_group const group{3};
   auto const told = outcomes(group, [&](auto const& comm) {
@@ -291,6 +298,13 @@ TEST_CASE("sizes, ranks and timeouts are checked") {
   CHECK_THROWS_AS((thread_group{2, 0ms}), syncnorm::invalid_argument_error);
   thread_group const group{2, std::chrono::milliseconds::max()};
   CHECK(group.size() == 2);
+  run_ranks(
+      2,
+      [](auto const& comm) {
+        if (comm.rank() == 1) std::this_thread::sleep_for(30ms);
+        comm.barrier(); // whose deadline no clock can express
+      },
+      std::chrono::milliseconds::max());
   CHECK_THROWS_AS((void)group.communicator(2), syncnorm::invalid_argument_error);
   CHECK_THROWS_AS((void)group.communicator(-1), syncnorm::invalid_argument_error);
 }

@@ -15,6 +15,7 @@
 #include <syncnorm/ops/batch_norm_group.hpp>
 
 #include <ops/epilogue_cases.hpp>
+#include <ops/quick_communicator.hpp>
 #include <support/message_of.hpp>
 #include <support/sanitized.hpp>
 
@@ -58,8 +59,10 @@ TEST_CASE("layers beyond the cache are exchanged in parts with their epilogues")
     auto const& choice = test::epilogue_choices[k];
     test::epilogue_case<float> const data{
         {2, test::sanitized ? 5 : 13, 8, 4096, test::partition::uneven, test::layout::nchw}, choice};
-    run_ranks(2, [&](thread_communicator const& comm) {
-      for (auto const& failure : test::run_epilogue_case(data, comm)) FAIL_CHECK(failure);
+    double const overhead = k % 4 == 1 ? 0 : 7e-6; // into blocks, or into halves
+    run_ranks(2, [&](thread_communicator const& threads) {
+      test::quick_communicator const comm{threads, overhead};
+      for (auto const& failure : test::run_epilogue_case(data, comm, true)) FAIL_CHECK(failure);
     });
   }
 }

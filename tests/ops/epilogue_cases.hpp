@@ -89,9 +89,10 @@ struct epilogue_case {
   }
 };
 
-/// Runs one case on this rank of `comm`, training, backward, evaluation and its backward; returns what is wrong.
+/// Runs one case on this rank of `comm`, training, backward, evaluation and its backward; returns what is wrong. `in_parts`: after a step
+/// by which the ranks agree how to cut the next.
 template <class T, syncnorm::communicator C>
-std::vector<std::string> run_epilogue_case(epilogue_case<T> const& data, C const& comm) {
+std::vector<std::string> run_epilogue_case(epilogue_case<T> const& data, C const& comm, bool in_parts = false) {
   auto const& g = data.cell;
   int const rank = syncnorm::rank(comm);
   auto const samples = g.samples_of(rank), first = g.first_sample_of(rank);
@@ -141,9 +142,16 @@ std::vector<std::string> run_epilogue_case(epilogue_case<T> const& data, C const
     layer.gamma()[c] = static_cast<P>(data.gamma[c]);
     layer.beta()[c] = static_cast<P>(data.beta[c]);
   }
-  layer.forward(x.view, y.view, epilogue);
-  layer.backward(x.view, dy.view, dx.view, epilogue,
-                 data.choice.residual ? dresidual.view : syncnorm::tensor_view<T>{});
+  auto const step = [&](syncnorm::tensor_view<T> const& to) {
+    layer.forward(x.view, y.view, epilogue);
+    layer.backward(x.view, dy.view, to, epilogue, data.choice.residual ? dresidual.view : syncnorm::tensor_view<T>{});
+  };
+  if (in_parts) {
+    step(dx.view);
+    step({});
+    layer.zero_grad(), layer.reset_running_stats();
+  }
+  step(dx.view);
 
   auto const& oracle = data.oracle;
   auto const gradients = oracle.backward(data.wide(data.dy), first, first + samples);

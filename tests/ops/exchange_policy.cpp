@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -288,4 +289,67 @@ TEST_CASE("options, and whether a backward pass follows, are agreed on in every 
         CHECK_MESSAGE(text.find("rank 2 has 0.5") != std::string::npos, text);
       }
     });
+}
+
+TEST_CASE("forward passes may gather where backward passes reduce, in one phase, in two, and by turns") {
+  exchange_cost cost{.latency = 1e-9, .bandwidth = 1e6, .handling = 0};
+  auto const policy_of = [&](merge_rule rule) { return cheaper_policy(cost, 3, rule, 300, 2, 1); };
+  while (cost.latency < 1 && !(policy_of(merge_rule::moments) == exchange_policy::gather &&
+                               policy_of(merge_rule::sums) == exchange_policy::reduce))
+    cost.latency *= 1.5;
+  REQUIRE(cost.latency < 1);
+  syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
+    using data_type = test::layer_data<float, priced_communicator>;
+    priced_communicator::calls of_whole, of_two, of_mixed;
+    auto const make = [&](priced_communicator::calls& counted) {
+      return data_type{priced_communicator{comm, cost, counted}, 300, exchange_policy::automatic};
+    };
+    auto whole = make(of_whole), two = make(of_two), mixed = make(of_mixed);
+    for (int step = 0; step < 3; ++step) {
+      of_whole = of_two = {};
+      whole.step();
+      two.layer.begin_forward(two.x(), two.y()).finish();
+      two.layer.begin_backward(two.x(), two.dy(), two.dx()).finish();
+      mixed.layer.begin_forward(mixed.x(), mixed.y()).finish();
+      mixed.layer.backward(mixed.x(), mixed.dy(), mixed.dx());
+      CHECK(two.results() == whole.results());
+      CHECK(mixed.results() == whole.results());
+      int const gathers = step == 0 ? 2 : 1; // the head, and the rest
+      CHECK(of_whole.gathers == gathers);
+      CHECK(of_two.gathers == gathers);
+      CHECK(of_whole.reductions == 1);
+      CHECK(of_two.reductions == 2); // what is being done goes before the sums
+    }
+  });
+}
+
+TEST_CASE("ranks whose communicators claim different costs are told which policies they chose") {
+  syncnorm::run_ranks(
+      2,
+      [&](thread_communicator const& comm) {
+        priced_communicator::calls counted;
+        exchange_cost const distant{.latency = 1, .bandwidth = 1e9}, narrow{.latency = 1e-9, .bandwidth = 1e3};
+        test::layer_data<float, priced_communicator> data{
+            priced_communicator{comm, comm.rank() == 0 ? distant : narrow, counted}, 3, exchange_policy::automatic};
+        auto const text =
+            test_support::message_of<syncnorm::mismatch_error>([&] { data.layer.forward(data.x(), data.y()); });
+        CHECK_MESSAGE(text.find("the exchange policy (1: gather, 2: reduce): rank 0 has 1, rank 1 has 2") !=
+                          std::string::npos,
+                      text);
+      },
+      std::chrono::seconds{1});
+}
+
+TEST_CASE("sums of what ranks do are no agreement where one of them does their mean") {
+  using syncnorm::detail::summed_agreement;
+  std::array<std::array<double, 9>, 3> of{};
+  std::array<double, 9> sums{};
+  for (std::size_t r = 0; r < 3; ++r)
+    for (std::size_t i = 0; i < 4; ++i) {
+      auto const piece = static_cast<double>(5 + r);
+      of[r][1 + 2 * i] = piece, of[r][2 + 2 * i] = piece * piece;
+    }
+  for (auto const& each : of)
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += each[i];
+  for (auto const& each : of) CHECK_FALSE(summed_agreement::holds(sums, each, 3));
 }

@@ -1,7 +1,9 @@
 #include <doctest/doctest.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -12,6 +14,7 @@
 
 #include <ops/power_norm_run.hpp>
 #include <support/sanitized.hpp>
+#include <support/throws.hpp>
 
 namespace {
 
@@ -119,4 +122,50 @@ TEST_CASE_TEMPLATE("power norm of 16-bit elements is that of the same elements i
           CHECK(std::abs(layer.gamma_grad()[c] - twin.gamma_grad()[c]) <= 1e-5 * terms);
         }
       });
+}
+
+TEST_CASE("power norm looks at sizes and options in every pass, and ranks at which step a backward pass is of") {
+  using syncnorm::thread_communicator;
+  using invalid = syncnorm::invalid_argument_error;
+  constexpr syncnorm::host::serial_executor serial{};
+  syncnorm::run_ranks(
+      2,
+      [&](thread_communicator const& comm) {
+        bool const here = comm.rank() == 1;
+        std::vector<float> x{1, 2, 3, 5, 7, 11, 13, 17}, y(8), dx(8), phi(2, 1.0F), ema(2), three(3);
+        auto const view = [](auto& values) { return syncnorm::nchw(values.data(), 2, 2, 2); };
+        syncnorm::tensor_view<float const> const xs = view(x);
+        syncnorm::power_norm<float, thread_communicator> layer{comm, 2};
+        layer.forward(xs, view(y));
+        auto const first = layer.saved();
+        layer.forward(xs, view(y));
+        test::check_throws<syncnorm::mismatch_error>(
+            [&] {
+              layer.backward(here ? layer.saved() : first, xs, xs, view(dx));
+              layer.synchronize();
+            },
+            {"the step: rank 0 has 1, rank 1 has 2"});
+
+        syncnorm::power_norm_saved saved;
+        auto const infer = [&](syncnorm::power_norm_options const& options) {
+          syncnorm::power_norm_inference<float, float>(serial, xs, view(y), {}, phi, options, saved);
+        };
+        infer({});
+        test::check_throws<invalid>([&] { infer({.eps = -1}); }, {"eps is -1"});
+        CHECK(saved.pass == nullptr);
+
+        syncnorm::power_norm_workspace<thread_communicator, float> workspace{2};
+        std::int64_t iters = 0;
+        syncnorm::power_norm_state<float> state{phi, ema, &iters};
+        syncnorm::power_norm_forward<float, float>(serial, comm, xs, view(y), {}, {}, state, {}, saved, workspace);
+        auto const backward = [&](syncnorm::power_norm_options const& options, std::span<float> beta) {
+          syncnorm::power_norm_backward<float const, float>(serial, comm, xs, xs, view(dx), {}, state, options, saved,
+                                                            {{}, beta}, workspace);
+          workspace.synchronize();
+        };
+        test::check_throws<invalid>([&] { backward({}, here ? std::span{three} : std::span{ema}); },
+                                    {"rank 1", "the gradient of beta has 3"});
+        test::check_throws<invalid>([&] { backward({.eps = here ? -1 : 1e-5}, {}); }, {"rank 1", "eps is -1"});
+      },
+      std::chrono::seconds{2});
 }
