@@ -48,7 +48,8 @@ namespace syncnorm::cuda {
 /// a later call on the layer, or from `synchronize` and, if it is known by then, `check`. So do passes that were replayed. Calls
 /// on the layer throw after they have joined their own exchange; since each rank hears of it in its own time, call
 /// `synchronize` where all ranks are to hear of it at the same place. Parameters, gradients, running statistics and the
-/// counter are as they were before the pass that failed.
+/// counter are as they were before the pass that failed. What CUDA refuses, as a kernel that the device has no code for, is thrown on that
+/// rank at once, after it has joined.
 template <element T, communicator C, class P, class Kernels>
 class basic_batch_norm {
 public:

@@ -39,10 +39,11 @@ template <int Lanes>
   using real = vector_t<float, Lanes>;
   wide const all = __builtin_convertvector(bits, wide);
   wide const sign = (all & 0x8000u) << 16, magnitude = all & 0x7fffu;
-  real const small = __builtin_convertvector(reinterpret<vector_t<std::int32_t, Lanes>>(magnitude), real) * 0x1p-24f;
+  real const subnormal =
+      __builtin_convertvector(reinterpret<vector_t<std::int32_t, Lanes>>(magnitude), real) * 0x1p-24f;
   wide const normal = (magnitude << 13) + 0x38000000u;
   wide const special = magnitude << 13 | 0x7f800000u;
-  wide value = magnitude < 0x400u ? reinterpret<wide>(small) : normal;
+  wide value = magnitude < 0x400u ? reinterpret<wide>(subnormal) : normal;
   value = magnitude >= 0x7c00u ? special : value;
   value = magnitude > 0x7c00u ? value | 0x400000u : value;
   return reinterpret<real>(sign | value);
@@ -65,11 +66,11 @@ template <int Lanes>
   using wide = vector_t<std::uint32_t, Lanes>;
   using real = vector_t<float, Lanes>;
   wide const all = reinterpret<wide>(v), sign = all >> 16 & 0x8000u, magnitude = all & 0x7fffffffu;
-  wide const small = reinterpret<wide>(reinterpret<real>(magnitude) + 0.5f) - 0x3f000000u;
+  wide const subnormal = reinterpret<wide>(reinterpret<real>(magnitude) + 0.5f) - 0x3f000000u;
   wide const normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
   wide const nan = 0x7e00u | (magnitude >> 13 & 0x3ffu);
   wide const zero{};
-  wide bits = magnitude < 0x38800000u ? small : normal;
+  wide bits = magnitude < 0x38800000u ? subnormal : normal;
   bits = magnitude >= 0x47800000u ? zero + 0x7c00u : bits;
   bits = magnitude > 0x7f800000u ? nan : bits;
   return __builtin_convertvector(sign | bits, bits16<Lanes>);
