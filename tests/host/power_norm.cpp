@@ -378,7 +378,7 @@ TEST_CASE("what group scaling cannot do is said") {
   CHECK(test_support::message_of<invalid_argument_error>([&] {
           host::group_scaling_backward<float>(serial, x.channel_range(0, 2), x, x, {2});
         }) == "group_scaling_backward: dy is [2, 2, 3], expected [2, 4, 3] as x");
-  CHECK(forward(x, x, {4}) == "nothing thrown");
+  CHECK(forward(x, x, {4}) == "nothing was thrown");
   auto const empty = x.sample_range(0, 0);
-  CHECK(forward(empty, empty, {2}) == "nothing thrown");
+  CHECK(forward(empty, empty, {2}) == "nothing was thrown");
 }

@@ -19,6 +19,7 @@
 #include <comm/broken.hpp>
 #include <ops/quick_communicator.hpp>
 #include <support/failing_executor.hpp>
+#include <support/message_of.hpp>
 #include <support/sanitized.hpp>
 #include <support/throws.hpp>
 
@@ -427,22 +428,15 @@ TEST_CASE("what a rank throws between the parts of a pass ends it on every rank,
               std::vector const before(layer.running_mean().begin(), layer.running_mean().end());
               std::vector const gradient(layer.gamma_grad().begin(), layer.gamma_grad().end());
               uses = fails ? 0 : failing;
-              auto const what_throws = [](auto const& run) -> std::string {
-                try {
-                  run();
-                } catch (std::exception const& e) {
-                  return e.what();
-                }
-                return {};
-              };
               auto const rank = static_cast<std::size_t>(comm.rank());
-              texts[rank] = what_throws(pass);
+              texts[rank] = test_support::thrown(pass);
               if (!texts[rank].empty()) {
                 CHECK(std::ranges::equal(before, layer.running_mean()));
                 CHECK(std::ranges::equal(gradient, layer.gamma_grad()));
               }
               uses = failing;
-              if (!backward) of_backward[rank] = what_throws([&] { layer.backward(view(x), view(x), view(y)); });
+              if (!backward)
+                of_backward[rank] = test_support::thrown([&] { layer.backward(view(x), view(x), view(y)); });
               layer.forward(view(x), view(y)); // the ranks are in step
             },
             std::chrono::seconds{10});

@@ -181,18 +181,10 @@ TEST_CASE("a reduced pass that an executor ends on one rank alone is known by th
           std::vector<float> x(2 * 8 * 64), y(x.size());
           for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7);
           auto const view = [&](std::vector<float>& of) { return syncnorm::nchw(of.data(), 2, 8, 64); };
-          auto const what = [](auto const& pass) -> std::string {
-            try {
-              pass();
-            } catch (std::exception const& e) {
-              return e.what();
-            }
-            return {};
-          };
           auto const rank = static_cast<std::size_t>(comm.rank());
-          forward[rank] = what([&] { layer.forward(view(x), view(y)); });
+          forward[rank] = test_support::thrown([&] { layer.forward(view(x), view(y)); });
           uses = 1000;
-          backward[rank] = what([&] { layer.backward(view(x), view(x), view(y)); });
+          backward[rank] = test_support::thrown([&] { layer.backward(view(x), view(x), view(y)); });
         },
         5s);
     if (!forward[0].empty() || forward[1].empty()) continue;

@@ -12,8 +12,8 @@ namespace {
 
 namespace cuda = syncnorm::cuda;
 using invalid = syncnorm::invalid_argument_error;
-using alone = test::layer_over<syncnorm::self_communicator>;
-using over_nccl = test::layer_over<test::nccl_communicator>;
+using layer_alone = test::layer_over<syncnorm::self_communicator>;
+using layer_over_nccl = test::layer_over<test::nccl_communicator>;
 using test::step_memory;
 
 bool says(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
@@ -34,7 +34,7 @@ TEST_CASE("options that are wrong on one rank are an error on every rank of a de
   test::over_nccl(2, [](auto const& comm) {
     for (double const momentum : {1.5, -0.5})
       for (bool const prepares : {false, true}) {
-        over_nccl layer{comm, 3, {.norm = {.momentum = comm.rank() == 1 ? momentum : 0.1}}};
+        layer_over_nccl layer{comm, 3, {.norm = {.momentum = comm.rank() == 1 ? momentum : 0.1}}};
         test::stream const on;
         step_memory step;
         auto const said = test::thrown<invalid>([&] {
@@ -44,7 +44,7 @@ TEST_CASE("options that are wrong on one rank are an error on every rank of a de
         CHECK_MESSAGE(says(said, "rank 1: momentum is "), said);
       }
   });
-  alone one{{}, 3, {.norm = {.eps = -1}}};
+  layer_alone one{{}, 3, {.norm = {.eps = -1}}};
   one.eval();
   test::stream const on;
   step_memory step;
@@ -54,7 +54,7 @@ TEST_CASE("options that are wrong on one rank are an error on every rank of a de
 TEST_CASE("a residual of the host, and gradients of residuals that are not there, are errors on every rank") {
   test::over_nccl(2, [](auto const& comm) {
     bool const here = comm.rank() == 1;
-    over_nccl layer{comm, 3};
+    layer_over_nccl layer{comm, 3};
     test::stream const on;
     step_memory step;
     layer_cases::device_tensor<float> other{test::layout::nchw, 2, 3, 5};
@@ -85,7 +85,7 @@ TEST_CASE("a residual of the host, and gradients of residuals that are not there
 
 TEST_CASE("a frozen layer of a group whose operands are wrong on one rank is an error on every rank") {
   test::over_nccl(2, [](auto const& comm) {
-    over_nccl trained{comm, 3}, frozen{comm, 3};
+    layer_over_nccl trained{comm, 3}, frozen{comm, 3};
     frozen.freeze_statistics();
     cuda::batch_norm_group<test::nccl_communicator> group{comm};
     test::stream const on;
@@ -105,7 +105,7 @@ TEST_CASE("a frozen layer of a group whose operands are wrong on one rank is an 
 }
 
 TEST_CASE("what failed alone, in a group or between two phases, leaves nothing for a backward pass") {
-  alone first{{}, 3}, second{{}, 3};
+  layer_alone first{{}, 3}, second{{}, 3};
   cuda::batch_norm_group<syncnorm::self_communicator> group{syncnorm::self_communicator{}};
   test::stream const on;
   step_memory a, b;
@@ -138,7 +138,7 @@ TEST_CASE("a pass in two phases is not captured over a communicator of the host"
 
 TEST_CASE("a pass in two phases that is dropped gives its memory to the next, in a graph, too") {
   test::over_nccl(2, [](auto const& comm) {
-    over_nccl layer{comm, 3};
+    layer_over_nccl layer{comm, 3};
     test::stream const on;
     step_memory step;
     layer.prepare(on);
@@ -151,7 +151,7 @@ TEST_CASE("a pass in two phases that is dropped gives its memory to the next, in
 TEST_CASE("a peer that never comes to prepare is a timeout") {
   auto const raw = fake_nccl::make_group(2);
   auto const comm = test::nccl_communicator::adopt(raw[0], std::chrono::milliseconds{100});
-  over_nccl layer{comm, 3};
+  layer_over_nccl layer{comm, 3};
   test::stream const on;
   CHECK_THROWS_AS(layer.prepare(on), syncnorm::timeout_error);
   ncclCommDestroy(raw[1]);

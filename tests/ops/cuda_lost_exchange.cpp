@@ -17,8 +17,9 @@ using test::layer_over;
 using test::state_of;
 using test::step_memory;
 
-/// What a communicator may fail to deliver: anything, what it sums up, or, of the moments of 3 channels, the means or m2 alone.
-enum class silence : std::uint8_t { all, sums, means, m2 };
+/// What a communicator may fail to deliver: anything, what comes from all ranks but the first, in whose place it puts its own, what it sums
+/// up, or, of the moments of 3 channels, the means or m2 alone.
+enum class silence : std::uint8_t { all, others, sums, means, m2 };
 
 /// NCCL, which delivers nothing where `silent`, or only `less` than that.
 struct falling_silent {
@@ -30,7 +31,10 @@ struct falling_silent {
   [[nodiscard]] int size() const { return comm->size(); }
   template <syncnorm::wire_type T>
   void allgather(std::span<T const> in, std::span<T> out, CUstream_st* stream) const {
-    if (!*silent || less != silence::all) comm->allgather(in, out, stream);
+    if (*silent && less == silence::others)
+      cudaMemcpyAsync(out.data(), in.data(), in.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+    else if (!*silent || less != silence::all)
+      comm->allgather(in, out, stream);
   }
   template <syncnorm::reducible_type T>
   void allreduce(std::span<T const> in, std::span<T> out, syncnorm::reduce_op op, CUstream_st* stream) const {
@@ -41,6 +45,8 @@ struct falling_silent {
 
 constexpr char const* nothing_came =
     "exchange: nothing has come from rank 0: the communicator was aborted, or does not deliver";
+constexpr char const* nothing_came_from_1 =
+    "exchange: nothing has come from rank 1: the communicator was aborted, or does not deliver";
 constexpr char const* sums_did_not_come =
     "exchange: sums have not come from all ranks: the communicator was aborted, or does not deliver";
 
@@ -113,9 +119,9 @@ TEST_CASE("sums on a device that do not come are an error, though headers do, an
 
 TEST_CASE("a group's exchange that delivers nothing leaves every layer as it was") {
   for (auto const& [policy, less] :
-       {std::pair{exchange_policy::gather, silence::all}, std::pair{exchange_policy::reduce, silence::all},
-        std::pair{exchange_policy::reduce, silence::sums}, std::pair{exchange_policy::reduce, silence::means},
-        std::pair{exchange_policy::reduce, silence::m2}})
+       {std::pair{exchange_policy::gather, silence::all}, std::pair{exchange_policy::gather, silence::others},
+        std::pair{exchange_policy::reduce, silence::all}, std::pair{exchange_policy::reduce, silence::sums},
+        std::pair{exchange_policy::reduce, silence::means}, std::pair{exchange_policy::reduce, silence::m2}})
     test::over_nccl(2, [&, policy = policy, less = less](auto const& nccl) {
       bool silent = false;
       falling_silent const comm{&nccl, &silent, less};
@@ -134,8 +140,10 @@ TEST_CASE("a group's exchange that delivers nothing leaves every layer as it was
       of_a.y.put(std::vector<long double>(30, -5), 0);
       auto const y = of_a.y.get();
       silent = true;
-      CHECK(test::thrown<syncnorm::communicator_error>(forward) ==
-            std::string{less == silence::all ? nothing_came : sums_did_not_come});
+      CHECK(test::thrown<syncnorm::communicator_error>(forward) == std::string{less == silence::all ? nothing_came
+                                                                               : less == silence::others
+                                                                                   ? nothing_came_from_1
+                                                                                   : sums_did_not_come});
       CHECK(state_of(a) == state);
       CHECK(state_of(b) == state_of_b);
       CHECK(of_a.y.get() == y);

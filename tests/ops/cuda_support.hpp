@@ -16,6 +16,7 @@
 #include "cuda/fake_nccl.hpp"
 #include "cuda/layer_cases.hpp"
 #include "cuda/simt_kernels.hpp"
+#include "support/message_of.hpp"
 
 // The layer itself and the kernels' source, on the CPU: kernels run on the interpreter, the CUDA runtime and NCCL are
 // stand-ins, ranks are threads. Nothing here runs on a GPU.
@@ -56,15 +57,6 @@ inline void check_no_violations() {
   for (auto const& what : fake_cuda::noted()) FAIL_CHECK(what);
 }
 
-/// What `f` throws as an `E`; empty: nothing.
-template <class E, class F>
-std::string thrown(F const& f) {
-  try {
-    f();
-  } catch (E const& e) {
-    return e.what();
-  }
-  return {};
-}
+using test_support::thrown;
 
 } // namespace test

@@ -150,3 +150,13 @@ TEST_CASE_TEMPLATE("Double backward kernels give the gradients of what a backwar
   columns.with_epilogue(0.25, true, false, false);
   check_double_backward<T, true>(columns, arrangement::nchw, 0);
 }
+
+TEST_CASE("Double backward kernels make up for what rounding the mean lost") {
+  for (auto const order : {arrangement::nchw, arrangement::nhwc}) {
+    second_order_case far{{2, 0, 1}};
+    for (double& x : far.x) x += 1000;
+    check_double_backward<float, false>(far, order);
+    far.with_epilogue(0.25, true, true, true);
+    check_double_backward<float, true>(far, order);
+  }
+}

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <string>
 
 #include <syncnorm/core/error.hpp>
@@ -15,6 +16,17 @@ std::string message_of(auto const& call) {
     return failure.what();
   }
   return "nothing was thrown";
+}
+
+/// The same of a call that may throw nothing, where that is empty.
+template <class Error = std::exception>
+std::string thrown(auto const& call) {
+  try {
+    call();
+  } catch (Error const& failure) {
+    return failure.what();
+  }
+  return {};
 }
 
 inline bool contains(std::string const& text, std::string const& part) { return text.find(part) != std::string::npos; }
