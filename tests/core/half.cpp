@@ -97,6 +97,26 @@ TEST_CASE_TEMPLATE("numbers between two patterns go to the nearer one, ties to t
   CHECK(wrong == 0);
 }
 
+TEST_CASE_TEMPLATE("numbers that double does not hold are rounded once, too", T, float16, bfloat16) {
+  // 1, what comes after it, and beside the middle of these a part of that which double leaves out.
+  long double const one = 1, next = definition<T>::value(T{1}.bits() + 1U), middle = (one + next) / 2;
+  if (std::numeric_limits<long double>::digits > std::numeric_limits<double>::digits) {
+    CHECK(T{middle}.bits() == T{1}.bits());
+    CHECK(T{middle + 0x1p-60L}.bits() == T{1}.bits() + 1);
+    CHECK(T{middle - 0x1p-60L}.bits() == T{1}.bits());
+    CHECK(T{-middle - 0x1p-60L}.bits() == T{-1}.bits() + 1);
+  }
+  if (std::is_same_v<T, bfloat16>) {
+    constexpr std::int64_t tie = (std::int64_t{1} << 62) + (std::int64_t{1} << 54);
+    CHECK(static_cast<float>(T{tie}) == 0x1p62F);
+    CHECK(static_cast<float>(T{tie + 1}) == 0x1p62F + 0x1p55F);
+    CHECK(static_cast<float>(T{-tie - 1}) == -0x1p62F - 0x1p55F);
+    CHECK(static_cast<float>(T{std::numeric_limits<std::uint64_t>::max()}) == 0x1p64F);
+  }
+  CHECK(std::isinf(static_cast<float>(T{std::numeric_limits<long double>::max()})));
+  CHECK(T{std::numeric_limits<long double>::denorm_min()}.bits() == 0);
+}
+
 TEST_CASE_TEMPLATE("numbers of all kinds convert", T, float16, bfloat16) {
   static_assert(static_cast<float>(T{1}) == 1 && static_cast<float>(T{-2.5}) == -2.5F);
   static_assert(!std::is_convertible_v<float, T>); // no rounding that nobody asked for

@@ -73,15 +73,33 @@ concept converts = requires(T value, accumulate_t<T> sum) {
   static_cast<T>(sum);
 };
 
-/// The float next to `value`, or `value` itself, that rounds to fewer bits as `value` does: the last bit of an inexact one
+/// The `Real` next to `value`, or `value` itself, that rounds to fewer bits as `value` does: the last bit of an inexact one
 /// is odd, so that it is never taken for a tie.
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr float round_to_odd(double value) {
-  float const near = static_cast<float>(value);
-  auto const bits = __builtin_bit_cast(std::uint32_t, near);
-  bool const exact = static_cast<double>(near) == value || near != near;
+template <class Real, class Wide>
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr Real next_odd(Wide value) {
+  using bits_type = std::conditional_t<sizeof(Real) == 4, std::uint32_t, std::uint64_t>;
+  auto const near = static_cast<Real>(value);
+  auto const bits = __builtin_bit_cast(bits_type, near);
+  bool const exact = static_cast<Wide>(near) == value || near != near;
   if (exact || (bits & 1u) != 0) return near;
-  bool const beyond = value < 0 ? static_cast<double>(near) < value : static_cast<double>(near) > value;
-  return __builtin_bit_cast(float, beyond ? bits - 1 : bits + 1);
+  bool const beyond = value < 0 ? static_cast<Wide>(near) < value : static_cast<Wide>(near) > value;
+  return __builtin_bit_cast(Real, beyond ? bits - 1 : bits + 1);
+}
+
+/// The same as a float, of a number of any type.
+template <class Number>
+[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr float round_to_odd(Number value) {
+  if constexpr (std::is_integral_v<Number> && sizeof(Number) == 8) {
+    // Beyond what double holds, the last bits are told by the one before them.
+    constexpr Number end = Number{1} << 53, last = (Number{1} << 11) - 1;
+    bool const held = value < end && (std::is_unsigned_v<Number> || value > Number{0} - end);
+    if (!held) value = (value & ~last) | ((value & last) != 0 ? last + 1 : 0);
+  }
+  return next_odd<float>(static_cast<double>(value));
+}
+template <std::same_as<long double> Number>
+[[nodiscard]] constexpr float round_to_odd(Number value) {
+  return next_odd<float>(next_odd<double>(value));
 }
 
 } // namespace detail

@@ -61,9 +61,10 @@ namespace detail {
 class float16 {
 public:
   float16() = default;
+  SYNCNORM_CALLS_EITHER
   template <class Number>
   requires std::is_arithmetic_v<Number> SYNCNORM_HOST_DEVICE explicit constexpr float16(Number value)
-      : bits_{detail::to_binary16(detail::round_to_odd(static_cast<double>(value)))} {}
+      : bits_{detail::to_binary16(detail::round_to_odd(value))} {}
   SYNCNORM_HOST_DEVICE explicit constexpr float16(float value) : bits_{detail::to_binary16(value)} {}
 
   SYNCNORM_HOST_DEVICE constexpr operator float() const { return detail::from_binary16(bits_); }
@@ -83,9 +84,10 @@ private:
 class bfloat16 {
 public:
   bfloat16() = default;
+  SYNCNORM_CALLS_EITHER
   template <class Number>
   requires std::is_arithmetic_v<Number> SYNCNORM_HOST_DEVICE explicit constexpr bfloat16(Number value)
-      : bits_{detail::to_bfloat16(detail::round_to_odd(static_cast<double>(value)))} {}
+      : bits_{detail::to_bfloat16(detail::round_to_odd(value))} {}
   SYNCNORM_HOST_DEVICE explicit constexpr bfloat16(float value) : bits_{detail::to_bfloat16(value)} {}
 
   SYNCNORM_HOST_DEVICE constexpr operator float() const { return detail::from_bfloat16(bits_); }
