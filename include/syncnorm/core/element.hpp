@@ -80,10 +80,9 @@ template <class Real, class Wide>
   using bits_type = std::conditional_t<sizeof(Real) == 4, std::uint32_t, std::uint64_t>;
   auto const near = static_cast<Real>(value);
   auto const bits = __builtin_bit_cast(bits_type, near);
-  bool const exact = static_cast<Wide>(near) == value || near != near;
-  if (exact || (bits & 1u) != 0) return near;
-  bool const beyond = value < 0 ? static_cast<Wide>(near) < value : static_cast<Wide>(near) > value;
-  return __builtin_bit_cast(Real, beyond ? bits - 1 : bits + 1);
+  bool const below = static_cast<Wide>(near)<value, above = static_cast<Wide>(near)> value;
+  if (!(below || above) || (bits & 1u) != 0) return near; // exact, or no number
+  return __builtin_bit_cast(Real, (value < 0 ? below : above) ? bits - 1 : bits + 1);
 }
 
 /// The same as a float, of a number of any type.

@@ -179,7 +179,7 @@ template <class Write>
     if (is_capturing(stream)) throw; // the capture has failed
     syncnorm::detail::set_text(header.fault, e.what());
     header.count = 0;
-    auto const failure = std::current_exception();
+    auto failure = std::current_exception();
     syncnorm::detail::require_cuda(cudaMemcpyAsync(own.data, &header, sizeof header, cudaMemcpyHostToDevice, stream),
                                    "cudaMemcpyAsync");
     return failure;
