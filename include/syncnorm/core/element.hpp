@@ -80,7 +80,9 @@ template <class Real, class Wide>
   using bits_type = std::conditional_t<sizeof(Real) == 4, std::uint32_t, std::uint64_t>;
   auto const near = static_cast<Real>(value);
   auto const bits = __builtin_bit_cast(bits_type, near);
-  bool const below = static_cast<Wide>(near)<value, above = static_cast<Wide>(near)> value;
+  auto const back = static_cast<Wide>(near);
+  bool const below = back < value;
+  bool const above = back > value;
   if (!(below || above) || (bits & 1u) != 0) return near; // exact, or no number
   return __builtin_bit_cast(Real, (value < 0 ? below : above) ? bits - 1 : bits + 1);
 }

@@ -170,17 +170,18 @@ void rehearse_exchange(C const& comm, pass_packets const& packets, merge_rule ru
 /// Runs `write`, which enqueues this rank's packet of `header`. Returns what that throws, as where there is no code for the device: the
 /// other ranks, which are waiting, hear of it from the header in the packet's place.
 template <class Write>
-[[nodiscard]] std::exception_ptr thrown_by_writing(syncnorm::detail::packet_header header, packet_place const& own,
-                                                   cudaStream_t stream, Write const& write) {
+[[nodiscard]] std::exception_ptr thrown_by_writing(syncnorm::detail::packet_header const& header,
+                                                   packet_place const& own, cudaStream_t stream, Write const& write) {
   try {
     write();
     return nullptr;
   } catch (std::exception const& e) {
     if (is_capturing(stream)) throw; // the capture has failed
-    syncnorm::detail::set_text(header.fault, e.what());
-    header.count = 0;
     auto failure = std::current_exception();
-    syncnorm::detail::require_cuda(cudaMemcpyAsync(own.data, &header, sizeof header, cudaMemcpyHostToDevice, stream),
+    auto faulty = header;
+    syncnorm::detail::set_text(faulty.fault, e.what());
+    faulty.count = 0;
+    syncnorm::detail::require_cuda(cudaMemcpyAsync(own.data, &faulty, sizeof faulty, cudaMemcpyHostToDevice, stream),
                                    "cudaMemcpyAsync");
     return failure;
   }
