@@ -36,6 +36,15 @@ TEST_CASE_TEMPLATE("backward coefficients are the gradient of the input", A, flo
     }
 }
 
+TEST_CASE("by the unbiased variance, what comes through it divides by one less") {
+  auto const biased = make_backward_coefficients<double>(0, 2, 3, 5, 7, 4);
+  auto const unbiased = make_backward_coefficients<double>(0, 2, 3, 5, 7, {4, syncnorm::batch_variance::unbiased});
+  CHECK(unbiased.dy_scale == biased.dy_scale);
+  CHECK(unbiased.shift == biased.shift);
+  CHECK(unbiased.x_scale == -3 * 2 * 2 * 2 * 7 / 3.0);
+  CHECK(biased.x_scale == -3 * 2 * 2 * 2 * 7 / 4.0);
+}
+
 TEST_CASE("backward coefficients of numbers far from 1 lose nothing") {
   for (double const scale : {1e150, 1e-100}) {
     auto const k = syncnorm::make_backward_coefficients<double>(0, 1 / scale, 1, 0, 3 * scale, 6);

@@ -26,6 +26,7 @@ inline test::second_order_case second_order_of(std::vector<std::int64_t> const& 
   for (auto* const values : {&problem.x, &problem.dy, &problem.u, &problem.v, &problem.residual, &problem.gamma,
                              &problem.beta, &problem.a, &problem.b})
     for (double& value : *values) value = static_cast<double>(static_cast<float>(value));
+  problem.unbiased = with_epilogue;
   if (with_epilogue) problem.with_epilogue(0.25, true, true, true);
   return problem;
 }
@@ -87,7 +88,9 @@ void check_double_backward(C const& comm, micro_batch_share const& shares, test:
   };
   test::device_buffer<float> const a = of_rank(problem.a), b = of_rank(problem.b);
 
-  Layer layer{comm, c, {.norm = {.eps = problem.eps, .exchange = policy}}};
+  syncnorm::batch_norm_options norm{.eps = problem.eps, .exchange = policy};
+  if (problem.unbiased) norm.normalize_by = syncnorm::batch_variance::unbiased;
+  Layer layer{comm, c, {.norm = norm}};
   test::copy_to_device(layer.gamma().data(), std::vector<float>(problem.gamma.begin(), problem.gamma.end()).data(),
                        layer.gamma().size_bytes());
   test::copy_to_device(layer.beta().data(), std::vector<float>(problem.beta.begin(), problem.beta.end()).data(),

@@ -74,6 +74,11 @@ struct layer_case {
   syncnorm::masked_outputs outputs = syncnorm::masked_outputs::normalized;
   std::optional<double> momentum = 0.1;
   syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic;
+  syncnorm::batch_variance normalize_by = syncnorm::batch_variance::biased;
+
+  [[nodiscard]] syncnorm::batch_norm_options norm() const {
+    return {.momentum = momentum, .exchange = policy, .normalize_by = normalize_by};
+  }
 };
 
 template <class T>
@@ -134,6 +139,7 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
   oracle.zeroes = of.outputs == syncnorm::masked_outputs::zero;
   oracle.slope = of.slope;
   oracle.eps = 1e-5L;
+  oracle.unbiased = of.normalize_by == syncnorm::batch_variance::unbiased;
   oracle.forward();
   auto dy_all = batch(4, 0.25);
   if (of.slope != 1) // on whichever side of the kink rounding has put it, nothing follows
@@ -155,7 +161,7 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
   if (of.residual) epilogue.residual = residual.view;
   if (of.masked) epilogue.mask = syncnorm::mask_of(mask.data(), own, s);
 
-  Layer layer{comm, c, {.norm = {.momentum = of.momentum, .exchange = of.policy}}};
+  Layer layer{comm, c, {.norm = of.norm()}};
   test::stream const on;
   std::span const saved{layer.saved().statistics().mean, static_cast<std::size_t>(c)};
   test::device_buffer<double> const means{saved.size() * static_cast<std::size_t>(size)};
@@ -241,7 +247,10 @@ inline constexpr double accuracy_in<__nv_bfloat16> = 1e-5 + 0x1p-8;
 /// The cases that every way of running a layer goes through.
 inline std::vector<layer_case> cases() {
   using test::layout;
-  return {{{3, 2, 4}},
+  layer_case unbiased{{3, 1, 2}, 6, 5, layout::nhwc};
+  unbiased.normalize_by = syncnorm::batch_variance::unbiased;
+  return {unbiased,
+          {{3, 2, 4}},
           {{2, 0, 3}, 5, 7, layout::nhwc},
           {{0, 4, 0}, 37, 1, layout::nc, false, false, 1, syncnorm::masked_outputs::normalized, {}},
           {{2, 1, 2}, 2, 131, layout::strided},

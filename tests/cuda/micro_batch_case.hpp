@@ -44,6 +44,7 @@ void check_micro_batches(C const& comm, micro_batch_share const& shares, layer_c
     oracle.mask.push_back(test::noise(3, static_cast<std::uint64_t>(i)) > -0.5);
   oracle.slope = of.slope;
   oracle.eps = 1e-5L;
+  oracle.unbiased = of.normalize_by == syncnorm::batch_variance::unbiased;
   oracle.forward();
   auto dy_all = batch(4, 0.25);
   oracle.for_each_near_kink(1e-4L, [&](std::size_t i) { dy_all[i] = 0; });
@@ -76,7 +77,7 @@ void check_micro_batches(C const& comm, micro_batch_share const& shares, layer_c
     from += n;
   }
 
-  Layer layer{comm, c, {.norm = {.momentum = of.momentum, .exchange = of.policy}}};
+  Layer layer{comm, c, {.norm = of.norm()}};
   test::stream const on;
   if (captured) layer.prepare(on);
   test::run_on(

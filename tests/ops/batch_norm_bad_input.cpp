@@ -253,6 +253,7 @@ TEST_CASE("ranks that disagree on the options are told so") {
            {{.norm = {.variance = syncnorm::running_variance::biased}}, "running variance"},
            {{.norm = {.variance = syncnorm::running_variance::standard_deviation}}, "standard deviation"},
            {{.norm = {.exchange = syncnorm::exchange_policy::gather}}, "exchange policy asked for"},
+           {{.norm = {.normalize_by = syncnorm::batch_variance::unbiased}}, "variance that normalizes"},
            {{.track_running_stats = false}, "running statistics"},
            {{.affine = false}, "affine"}})
     syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {

@@ -27,6 +27,7 @@ TEST_CASE("double backward agrees with differences of the backward pass, over un
       problem.has_gamma = what != 1;
       problem.has_u = what != 2;
       problem.has_ab = what != 3;
+      problem.unbiased = shares.size() == 3 || shares.size() == 1;
       for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
         syncnorm::run_ranks(static_cast<int>(shares.size()), [&](thread_communicator const& comm) {
           for (auto const& failure : test::check_double_backward(comm, problem, policy)) FAIL_CHECK(failure);
@@ -62,6 +63,7 @@ TEST_CASE("double backward through epilogues, masks and micro-batches agrees wit
       for (std::int64_t const batches : {1, 3}) {
         test::second_order_case problem{shares};
         problem.batches = batches;
+        problem.unbiased = chosen.residual;
         problem.with_epilogue(chosen.slope, chosen.residual, chosen.masks, chosen.zeroes);
         auto const order = chosen.slope == 0.25 ? test::layout::nhwc : test::layout::nchw;
         auto const policy = chosen.zeroes ? exchange_policy::reduce : exchange_policy::gather;

@@ -259,7 +259,9 @@ TEST_CASE("micro-batches, passes in two phases and the reduce policy take epilog
       for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
         for (bool const phases : {false, true}) {
           std::ranges::fill(y, -9), std::ranges::fill(dx, -9), std::ranges::fill(dresidual, -9);
-          layer_over_threads layer{comm, channels, {.norm = {.eps = data.eps, .exchange = policy}}};
+          auto norm = data.norm();
+          norm.exchange = policy;
+          layer_over_threads layer{comm, channels, {.norm = norm}};
           std::ranges::copy(data.gamma, layer.gamma().begin());
           std::ranges::copy(data.beta, layer.beta().begin());
           std::span<tensor_view<double> const> const wanted{drs.data(), choice.residual ? 2U : 0U};

@@ -76,7 +76,7 @@ TEST_CASE_TEMPLATE("a pass in place recovers x, or keeps it", T, float, syncnorm
           epilogue.mask = syncnorm::mask_of(data.mask.data() + first * g.spatial, samples, g.spatial);
         if (choice.zeroes) epilogue.masked = syncnorm::masked_outputs::zero;
 
-        syncnorm::batch_norm<T, thread_communicator> layer{comm, g.channels, {.norm = {.eps = data.eps}}};
+        syncnorm::batch_norm<T, thread_communicator> layer{comm, g.channels, {.norm = data.norm()}};
         for (std::size_t c = 0; c < data.gamma.size(); ++c) {
           layer.gamma()[c] = static_cast<P>(data.gamma[c]);
           layer.beta()[c] = static_cast<P>(data.beta[c]);
@@ -171,8 +171,7 @@ TEST_CASE_TEMPLATE("micro-batches in place are their concatenation, whatever is 
           sample += share[k];
         }
 
-        syncnorm::batch_norm<T, thread_communicator> layer{
-            comm, g.channels, {.norm = {.eps = data.eps, .momentum = 0.5}}};
+        syncnorm::batch_norm<T, thread_communicator> layer{comm, g.channels, {.norm = data.norm()}};
         auto apart = layer;
         for (auto* const of : {&layer, &apart})
           for (std::size_t c = 0; c < data.gamma.size(); ++c) {

@@ -119,6 +119,39 @@ TEST_CASE("the running standard deviation is kept in place of a variance on requ
   });
 }
 
+TEST_CASE("normalization by the unbiased variance, with its gradients, and a running deviation of the same variance") {
+  auto const x = test::noise_vector(9, 2 * rank_size), dy = test::noise_vector(10, 2 * rank_size);
+  test::batch_norm_oracle const oracle{x, 2 * per_rank, layer_channels, layer_spatial, 0.125, true};
+  std::vector<double> const gamma{0.5, -2, 3}, beta{1, 2, -3};
+  auto const y = oracle.forward(x, gamma, beta);
+  auto const gradients = oracle.backward(x, dy, gamma);
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    syncnorm::run_ranks(2, [&](thread_communicator const& comm) {
+      layer_of_doubles layer{comm,
+                             layer_channels,
+                             {.norm = {.eps = 0.125,
+                                       .momentum = 1.0,
+                                       .variance = running_variance::standard_deviation,
+                                       .exchange = policy,
+                                       .normalize_by = syncnorm::batch_variance::unbiased}}};
+      std::ranges::copy(gamma, layer.gamma().begin());
+      std::ranges::copy(beta, layer.beta().begin());
+      auto const own = share(x, comm.rank());
+      std::vector<double> own_y(rank_size), dx(rank_size);
+      layer.begin_forward(own, view(own_y)).finish();
+      layer.begin_backward(own, share(dy, comm.rank()), view(dx)).finish();
+      auto const first = rank_size * static_cast<std::size_t>(comm.rank());
+      for (std::size_t i = 0; i < rank_size; ++i) {
+        CHECK(std::abs(own_y[i] - static_cast<double>(y[first + i])) < 1e-12);
+        CHECK(std::abs(dx[i] - static_cast<double>(gradients.dx[first + i])) < 1e-12);
+      }
+      for (std::size_t c = 0; c < layer_channels; ++c) {
+        CHECK(layer.saved().inv_std[c] == doctest::Approx(static_cast<double>(oracle.inv_std[c])).epsilon(1e-14));
+        CHECK(layer.running_var()[c] * layer.saved().inv_std[c] == doctest::Approx(1).epsilon(1e-14));
+      }
+    });
+}
+
 TEST_CASE("a layer may have gamma alone, or beta alone") {
   auto const x = test::noise_vector(4, 2 * rank_size), dy = test::noise_vector(5, 2 * rank_size);
   test::batch_norm_oracle const oracle{x, 2 * per_rank, layer_channels, layer_spatial, 1e-5};

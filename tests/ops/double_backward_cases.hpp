@@ -42,8 +42,9 @@ std::vector<std::string> check_double_backward(C const& comm, second_order_case 
     epilogue.mask = syncnorm::mask_of(problem.mask.data() + first * problem.spatial, samples, problem.spatial);
   if (problem.zeroes) epilogue.masked = syncnorm::masked_outputs::zero;
 
-  syncnorm::batch_norm<double, C> layer{
-      comm, channels, {.norm = {.eps = problem.eps, .exchange = policy}, .affine = problem.has_gamma}};
+  syncnorm::batch_norm_options norm{.eps = problem.eps, .exchange = policy};
+  if (problem.unbiased) norm.normalize_by = syncnorm::batch_variance::unbiased;
+  syncnorm::batch_norm<double, C> layer{comm, channels, {.norm = norm, .affine = problem.has_gamma}};
   if (problem.has_gamma) {
     std::ranges::copy(problem.gamma, layer.gamma().begin());
     std::ranges::copy(problem.beta, layer.beta().begin());

@@ -23,7 +23,7 @@ struct epilogue_choice {
   double slope = 1;
   bool residual = false;
   enum counted { all, padded, scattered, on_odd_ranks, none } mask = all;
-  bool zeroes = false;
+  bool zeroes = false, unbiased = false;
 
   [[nodiscard]] std::string name() const {
     return "slope " + std::to_string(slope) + (residual ? ", residual" : "") + ", mask " + std::to_string(mask) +
@@ -34,10 +34,10 @@ struct epilogue_choice {
 inline constexpr std::array epilogue_choices{
     epilogue_choice{0, false},
     epilogue_choice{0.25, true},
-    epilogue_choice{-0.5, true, epilogue_choice::padded, true},
+    epilogue_choice{-0.5, true, epilogue_choice::padded, true, true},
     epilogue_choice{1, false, epilogue_choice::padded, false},
     epilogue_choice{1, false, epilogue_choice::scattered, true},
-    epilogue_choice{0, true, epilogue_choice::scattered, false},
+    epilogue_choice{0, true, epilogue_choice::scattered, false, true},
     epilogue_choice{1, true, epilogue_choice::on_odd_ranks, false},
     epilogue_choice{0, false, epilogue_choice::on_odd_ranks, true},
     epilogue_choice{0, true, epilogue_choice::none, false},
@@ -76,9 +76,15 @@ struct epilogue_case {
         mask.push_back(counts ? 1 : 0);
       }
     oracle = {g.samples(),    g.channels, g.spatial,     wide(x),      wide(gamma), wide(beta),
-              wide(residual), mask,       chosen.zeroes, chosen.slope, eps};
+              wide(residual), mask,       chosen.zeroes, chosen.slope, eps,         chosen.unbiased};
     oracle.forward();
     oracle.for_each_near_kink(1e-5L, [&](std::size_t i) { dy[i] = syncnorm::from_double<T>(0); });
+  }
+
+  [[nodiscard]] syncnorm::batch_norm_options norm() const {
+    syncnorm::batch_norm_options of{.eps = eps, .momentum = 0.5};
+    if (choice.unbiased) of.normalize_by = syncnorm::batch_variance::unbiased;
+    return of;
   }
 
   template <class Value>
@@ -137,7 +143,7 @@ std::vector<std::string> run_epilogue_case(epilogue_case<T> const& data, C const
   if (data.choice.zeroes) epilogue.masked = syncnorm::masked_outputs::zero;
 
   using P = syncnorm::accumulate_t<T>;
-  syncnorm::batch_norm<T, C> layer{comm, g.channels, {.norm = {.eps = data.eps, .momentum = 0.5}}};
+  syncnorm::batch_norm<T, C> layer{comm, g.channels, {.norm = data.norm()}};
   for (std::size_t c = 0; c < data.gamma.size(); ++c) {
     layer.gamma()[c] = static_cast<P>(data.gamma[c]);
     layer.beta()[c] = static_cast<P>(data.beta[c]);

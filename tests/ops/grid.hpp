@@ -33,6 +33,7 @@ struct case_data {
   static constexpr int steps = 2;
 
   grid_case cell;
+  syncnorm::batch_variance normalize_by;
   std::vector<T> x, dy;
   std::vector<P> gamma, beta;
   batch_norm_oracle oracle;
@@ -41,9 +42,12 @@ struct case_data {
   long double y_scale, dx_scale; ///< over all ranks: a rank's own share may be small by chance
 
   explicit case_data(grid_case const& g)
-      : cell{g}, x(fill(g, 1)), dy(fill(g, 2)), gamma(per_channel(g, 3)),
-        beta(per_channel(g, 4)), oracle{x, g.samples(), g.channels, g.spatial, eps}, y{oracle.forward(x, gamma, beta)},
-        running_mean(oracle.mean.size(), 0), running_var(oracle.mean.size(), 1),
+      : cell{g}, normalize_by{g.channels == 3 || g.channels == 512 ? syncnorm::batch_variance::unbiased
+                                                                   : syncnorm::batch_variance::biased},
+        x(fill(g, 1)), dy(fill(g, 2)), gamma(per_channel(g, 3)),
+        beta(per_channel(g, 4)), oracle{x,         g.samples(), g.channels,
+                                        g.spatial, eps,         normalize_by == syncnorm::batch_variance::unbiased},
+        y{oracle.forward(x, gamma, beta)}, running_mean(oracle.mean.size(), 0), running_var(oracle.mean.size(), 1),
         gradients{oracle.backward(x, dy, gamma)}, y_scale{largest_of(y)}, dx_scale{largest_of(gradients.dx)} {
     auto const count = static_cast<long double>(g.samples() * g.spatial);
     for (int step = 0; step < steps; ++step)
@@ -162,7 +166,7 @@ std::vector<std::string> run_case(case_data<T, P> const& data, C const& comm) {
   });
 
   syncnorm::batch_norm<T, C, syncnorm::host::serial_executor, P> layer{
-      comm, g.channels, {.norm = {.eps = data.eps, .momentum = data.momentum}}};
+      comm, g.channels, {.norm = {.eps = data.eps, .momentum = data.momentum, .normalize_by = data.normalize_by}}};
   std::ranges::copy(data.gamma, layer.gamma().begin());
   std::ranges::copy(data.beta, layer.beta().begin());
   for (int step = 0; step < data.steps; ++step) {

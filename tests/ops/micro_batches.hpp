@@ -48,7 +48,8 @@ std::vector<std::string> check_micro_batches(C const& comm, micro_batch_share co
   };
   auto const x = fill(1, samples * channels * spatial, 0.5), dy = fill(2, samples * channels * spatial, 0);
   auto const gamma = fill(3, channels, 2), beta = fill(4, channels, 0);
-  batch_norm_oracle const oracle{x, samples, channels, spatial, eps};
+  bool const unbiased = channels % 2 == 1;
+  batch_norm_oracle const oracle{x, samples, channels, spatial, eps, unbiased};
   auto const y = oracle.forward(x, gamma, beta);
   auto const gradients = oracle.backward(x, dy, gamma);
   auto const own_last = first + total(shares[rank]);
@@ -83,7 +84,9 @@ std::vector<std::string> check_micro_batches(C const& comm, micro_batch_share co
   xs.assign(x_views.begin(), x_views.end());
   dys.assign(dy_views.begin(), dy_views.end());
 
-  syncnorm::batch_norm<T, C> layer{comm, channels, {.norm = {.eps = eps, .momentum = momentum, .exchange = policy}}};
+  syncnorm::batch_norm_options norm{.eps = eps, .momentum = momentum, .exchange = policy};
+  if (unbiased) norm.normalize_by = syncnorm::batch_variance::unbiased;
+  syncnorm::batch_norm<T, C> layer{comm, channels, {.norm = norm}};
   std::ranges::copy(gamma, layer.gamma().begin());
   std::ranges::copy(beta, layer.beta().begin());
   for (int step = 0; step < 2; ++step) {

@@ -29,6 +29,12 @@ struct pass_case {
   bool backward = true, exchange = true, dx = true, dresidual = true;
   batch_norm_options options{1e-3};
   launching how{};
+
+  [[nodiscard]] pass_case unbiased() const {
+    auto other = *this;
+    other.options.normalize_by = batch_variance::unbiased;
+    return other;
+  }
 };
 
 std::string name_of(pass_case const& of) {
@@ -63,7 +69,7 @@ void check_passes(pass_case const& of) {
   std::vector<batch_norm_epilogue<T>> epilogues;
   std::int64_t first = 0;
   for (auto const n : of.samples) {
-    ranks.emplace_back(channels, static_cast<int>(of.samples.size()));
+    ranks.emplace_back(channels, static_cast<int>(of.samples.size())).normalized_by = of.options.normalize_by;
     xs.emplace_back(of.order, n, channels, spatial, part(x, first, n), of.offset);
     residuals.emplace_back(of.order, n, channels, spatial, part(residual, first, n), of.offset);
     ys.emplace_back(of.order, n, channels, spatial, of.y_offset);
@@ -124,6 +130,7 @@ void check_passes(pass_case const& of) {
                          of.masked ? mask : std::vector<std::uint8_t>{}};
   oracle.zeroes = of.outputs == masked_outputs::zero;
   oracle.slope = of.slope;
+  oracle.unbiased = of.options.normalize_by == batch_variance::unbiased;
   oracle.forward();
   first = 0;
   double const weight = of.options.momentum.value_or(0.25); // the counter is 3
@@ -411,6 +418,7 @@ TEST_CASE("The cumulative average, one rank to seven, several orders of blocks, 
     of.how.order = order;
     of.how.blocks = 60;
     check_passes<float, false, float>(of);
+    check_passes<float, false, float>(of.unbiased());
     check_passes<bfloat16, false, bfloat16>(of);
     check_passes<float16, false, double>(of);
   }
@@ -434,6 +442,7 @@ TEST_CASE("One rank's channels on the chip") {
     of.options.momentum = {};
     of.how.order = 3;
     check_passes<T, true>(of);
+    check_passes<T, true>(of.unbiased());
   };
   check(float{}), check(double{}), check(bfloat16{});
 }

@@ -112,6 +112,7 @@ struct rank_memory {
   std::vector<double> mean, inv_std, packet, work;
   std::vector<P> gamma, beta, running_mean, running_var, gamma_gradient, beta_gradient;
   std::int64_t count = 99, batches = 3;
+  syncnorm::batch_variance normalized_by = syncnorm::batch_variance::biased;
   gpu::pass_fault fault = gpu::pass_fault::none;
   std::vector<syncnorm::detail::packet_header> headers;
   simt::machine machine;
@@ -151,7 +152,7 @@ struct rank_memory {
 
   [[nodiscard]] gpu::workspace workspace() { return {work.data(), work.size() * sizeof(double)}; }
   [[nodiscard]] std::byte* packet_data() { return reinterpret_cast<std::byte*>(packet.data()); }
-  [[nodiscard]] gpu::saved_statistics saved() { return {mean.data(), inv_std.data(), &count}; }
+  [[nodiscard]] gpu::saved_statistics saved() { return {mean.data(), inv_std.data(), &count, normalized_by}; }
   [[nodiscard]] gpu::affine_values affine() {
     return {gpu::channel_values{gamma.data()}, gpu::channel_values{beta.data()}};
   }

@@ -17,6 +17,7 @@ struct epilogue_oracle {
   std::vector<unsigned char> mask;                   ///< `[N, S]`; none: empty
   bool zeroes = false;                               ///< outputs that do not count are 0
   long double slope = 1, eps = 1e-3L;
+  bool unbiased = false; ///< the variance that normalizes
 
   std::int64_t count = 0;
   bool constant = false;
@@ -35,8 +36,7 @@ struct epilogue_oracle {
     each([&](std::size_t c, std::size_t i, bool counts) {
       if (counts) m2[c] += (x[i] - mean[c]) * (x[i] - mean[c]);
     });
-    for (std::size_t c = 0; c < c_count; ++c)
-      inv_std[c] = count == 0 ? 0 : 1 / std::sqrt(m2[c] / static_cast<long double>(count) + eps);
+    for (std::size_t c = 0; c < c_count; ++c) inv_std[c] = count == 0 ? 0 : 1 / std::sqrt(m2[c] / of_variance() + eps);
     write();
   }
 
@@ -83,15 +83,16 @@ struct epilogue_oracle {
     auto const all = static_cast<long double>(std::max<std::int64_t>(count, 1));
     each([&](std::size_t c, std::size_t i, bool counts) {
       if (zeroes && !counts) return;
-      long double const through =
-          counts && !constant ? g.sum_dy[c] / all + (x[i] - mean[c]) * inv_std[c] * inv_std[c] * g.sum_dy_xmu[c] / all
-                              : 0;
+      long double const through = counts && !constant ? g.sum_dy[c] / all + (x[i] - mean[c]) * inv_std[c] * inv_std[c] *
+                                                                                g.sum_dy_xmu[c] / of_variance()
+                                                      : 0;
       g.dx[i] = gamma[c] * inv_std[c] * (g.dresidual[i] - through);
     });
     return g;
   }
 
 private:
+  [[nodiscard]] long double of_variance() const { return static_cast<long double>(unbiased ? count - 1 : count); }
   void write() {
     y.assign(x.size(), 0);
     each([&](std::size_t c, std::size_t i, bool counts) {

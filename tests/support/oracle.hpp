@@ -11,12 +11,14 @@ namespace test {
 /// code with the library.
 struct batch_norm_oracle {
   std::int64_t samples, channels, spatial;
-  long double eps;
+  long double eps, lost;                       // the variance that normalizes divides by N·S − lost
   std::vector<long double> mean, var, inv_std; // `[C]`, var biased
 
   template <class T>
-  batch_norm_oracle(std::vector<T> const& x, std::int64_t n, std::int64_t c, std::int64_t s, double epsilon)
-      : samples{n}, channels{c}, spatial{s}, eps{epsilon}, mean(static_cast<std::size_t>(c)), var(mean), inv_std(mean) {
+  batch_norm_oracle(std::vector<T> const& x, std::int64_t n, std::int64_t c, std::int64_t s, double epsilon,
+                    bool unbiased = false)
+      : samples{n}, channels{c}, spatial{s}, eps{epsilon}, lost{unbiased ? 1.0L : 0.0L},
+        mean(static_cast<std::size_t>(c)), var(mean), inv_std(mean) {
     long double const count = static_cast<long double>(n * s);
     each([&](std::size_t ch, std::size_t i) { mean[ch] += static_cast<long double>(x[i]); });
     for (auto& sum : mean) sum /= count;
@@ -25,8 +27,8 @@ struct batch_norm_oracle {
       var[ch] += d * d;
     });
     for (std::size_t ch = 0; ch < mean.size(); ++ch) {
+      inv_std[ch] = 1 / std::sqrt(var[ch] / (count - lost) + eps);
       var[ch] /= count;
-      inv_std[ch] = 1 / std::sqrt(var[ch] + eps);
     }
   }
 
@@ -55,7 +57,7 @@ struct batch_norm_oracle {
     std::vector<long double> mean_dy, slope; // of the terms by which the statistics depend on x
     for (std::size_t ch = 0; ch < mean.size(); ++ch) {
       mean_dy.push_back(sums.beta[ch] / count);
-      slope.push_back(inv_std[ch] * sums.gamma[ch] / count);
+      slope.push_back(inv_std[ch] * sums.gamma[ch] / (count - lost));
     }
     sums.dx.resize(x.size());
     each([&](std::size_t ch, std::size_t i) {

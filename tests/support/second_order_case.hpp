@@ -18,7 +18,7 @@ struct second_order_case {
   std::vector<std::int64_t> shares; // samples of each rank
   std::int64_t channels, spatial = 3;
   double eps = 0.1, slope = 1;
-  bool has_gamma = true, has_u = true, has_ab = true, has_residual = false, zeroes = false;
+  bool has_gamma = true, has_u = true, has_ab = true, has_residual = false, zeroes = false, unbiased = false;
   std::int64_t batches = 1;                                     // of each rank
   std::vector<unsigned char> mask{};                            // `[N, S]`; empty: none
   std::vector<double> x, dy, u, v, residual, gamma, beta, a, b; // `[N, C, S]`, `[C]`, and `[P, C]`
@@ -63,7 +63,8 @@ struct second_order_case {
                          mask,
                          zeroes,
                          slope,
-                         eps};
+                         eps,
+                         unbiased};
     made.forward();
     return made;
   }

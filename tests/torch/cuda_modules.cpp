@@ -68,6 +68,8 @@ TEST_CASE("CUDA tensors: modes, options and layouts agree with the CPU's") {
       {"cumulative average", BatchNormOptions{3}.momentum(c10::nullopt), nothing},
       {"biased variance", BatchNormOptions{3},
        [](auto& norm) { norm.set_running_variance(syncnorm::running_variance::biased); }},
+      {"unbiased variance", BatchNormOptions{3},
+       [](auto& norm) { norm.set_batch_variance(syncnorm::batch_variance::unbiased); }},
       {"sums", BatchNormOptions{3}, [](auto& norm) { norm.set_exchange_policy(syncnorm::exchange_policy::reduce); }},
       {"local backward passes", BatchNormOptions{3}, [](auto& norm) { norm.set_backward_exchange(false); }}};
   auto const same = [](Tensor const& whole) { return whole; };

@@ -43,6 +43,7 @@ penalized penalize(Norm& norm, Tensor const& given, Tensor const& factors, bool 
 struct plain_norm {
   Tensor weight, bias;
   double eps;
+  bool unbiased = false;
 
   Tensor forward(Tensor const& x) const {
     std::vector<std::int64_t> axes(static_cast<std::size_t>(x.dim()));
@@ -51,7 +52,7 @@ struct plain_norm {
     std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
     shape[1] = x.size(1);
     auto const centred = x - x.mean(axes, true);
-    auto const y = centred / (centred.pow(2).mean(axes, true) + eps).sqrt();
+    auto const y = centred / (x.var(axes, unbiased, true) + eps).sqrt();
     return weight.defined() ? y * weight.view(shape) + bias.view(shape) : y;
   }
   std::vector<Tensor> parameters() const {
@@ -80,7 +81,9 @@ TEST_CASE("a gradient penalty across ranks is that of one process on the whole b
             return channels_last ? part.contiguous(torch::MemoryFormat::ChannelsLast) : part;
           };
           auto norm = make_norm(BatchNormOptions{3}.affine(affine).eps(0.1), comm);
-          plain_norm plain{{}, {}, 0.1};
+          bool const unbiased = channels_last;
+          if (unbiased) norm->set_batch_variance(syncnorm::batch_variance::unbiased);
+          plain_norm plain{{}, {}, 0.1, unbiased};
           if (affine) {
             plain.weight = norm->weight.detach().clone().requires_grad_();
             plain.bias = norm->bias.detach().clone().requires_grad_();

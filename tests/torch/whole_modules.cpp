@@ -275,6 +275,10 @@ TEST_CASE("what a BatchNorm could not do is not reverted") {
     text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(model); });
     CHECK_MESSAGE(contains(text, "keeps biased running variances, or running standard deviations"), text);
   }
+  norm.set_running_variance(syncnorm::running_variance::unbiased);
+  norm.set_batch_variance(syncnorm::batch_variance::unbiased);
+  text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(model); });
+  CHECK_MESSAGE(contains(text, "normalizes by the unbiased variance"), text);
   for (auto const parts : {syncnorm::affine_parts::gamma, syncnorm::affine_parts::beta}) {
     SyncBatchNorm const alone{BatchNormOptions{3}, syncnorm::any_communicator{}, 2, parts};
     text = message_of<syncnorm::invalid_argument_error>([&] { revert_sync_batchnorm(alone.ptr()); });

@@ -11,8 +11,12 @@ namespace syncnorm {
 enum class running_variance : std::uint8_t {
   unbiased,
   biased,
-  standard_deviation, ///< √(biased variance + eps), by which inference then divides as it is
+  standard_deviation, ///< 1/inv_std of the batch, by which inference then divides as it is
 };
+
+/// By which variance of a batch of n elements a channel training normalizes: Σ(x − mean)²/n, or, as LBANN does,
+/// Σ(x − mean)²/(n − 1).
+enum class batch_variance : std::uint8_t { biased, unbiased };
 
 /// How ranks put their statistics together. With a communicator that has no allreduce they gather; on a GPU, ranks that reduce gather
 /// their headers besides.
@@ -41,6 +45,7 @@ struct batch_norm_options {
   std::optional<double> momentum = 0.1;
   running_variance variance = running_variance::unbiased;
   exchange_policy exchange = exchange_policy::automatic; ///< of the backward pass, too
+  batch_variance normalize_by = batch_variance::biased;  ///< and the gradients with it
 
   friend bool operator==(batch_norm_options const&, batch_norm_options const&) = default;
 };

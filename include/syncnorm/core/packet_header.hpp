@@ -16,7 +16,8 @@ struct packet_header {
   std::int64_t channels = 0;
   double eps = 0;
   double momentum = 0;               ///< −1: cumulative average
-  std::int32_t running_variance = 0; ///< the option of this name
+  std::int16_t running_variance = 0; ///< the option of this name
+  std::int16_t normalize_by = 0;     ///< the same
   std::int32_t tracks_running_statistics = 0;
   std::int32_t affine = 0;
   std::int16_t policy = 0;    ///< exchange_policy, resolved

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include <syncnorm/config.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -66,10 +67,12 @@ struct running_outputs {
 };
 
 /// What a forward pass leaves in device memory for its backward pass: mean and inv_std `[C]`, and in `count[0]` the
-/// elements of a channel over all ranks; 0 where the statistics are constant, −1 where the pass failed.
+/// elements of a channel over all ranks; 0 where the statistics are constant, −1 where the pass failed. A forward pass normalizes
+/// by the variance of its options, and its backward passes have to be told.
 struct saved_statistics {
   double *mean = nullptr, *inv_std = nullptr;
   std::int64_t* count = nullptr;
+  batch_variance normalized_by = batch_variance::biased;
 };
 
 /// What a pass in place keeps of x, in device memory: the numbers of up to `room` channels in `list` `[C]`, in order, their

@@ -27,7 +27,7 @@ struct backward_elemt_terms {
   std::span<double const> mean, inv_std;
   channel_values gamma;
   std::span<double const> sum_dy, sum_dy_xmu;
-  std::int64_t count;
+  normalized_count count;
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const c = static_cast<std::size_t>(channel);
@@ -56,8 +56,8 @@ struct constant_gradient_terms {
 ///
 ///     dx = gamma·inv_std·(dy − sum_dy/count − (x − mean)·inv_std²·sum_dy_xmu/count)
 ///
-/// where sums and count are those over all ranks. count = 0 stands for constant statistics, as in eval mode:
-/// dx = gamma·inv_std·dy, whatever x is, and the sums may be empty. An empty gamma stands for 1.
+/// where sums and count are those over all ranks; by the unbiased variance the latter is count − 1. count = 0 stands for constant
+/// statistics, as in eval mode: dx = gamma·inv_std·dy, whatever x is, and the sums may be empty. An empty gamma stands for 1.
 ///
 /// Shapes: dy, x and dx `[N, C, S]`, the rest `[C]`. Local. dx may be dy or x. `how` and `fetch`: see `normalize`.
 template <class T>
@@ -65,9 +65,9 @@ requires element<T>
 void backward_elemt(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                     std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx, std::span<double const> mean,
                     std::span<double const> inv_std, channel_values const& gamma, std::span<double const> sum_dy,
-                    std::span<double const> sum_dy_xmu, std::int64_t count, stores how = stores::automatic,
+                    std::span<double const> sum_dy_xmu, normalized_count count, stores how = stores::automatic,
                     next_block fetch = {}) {
-  if (count == 0) {
+  if (count.n == 0) {
     detail::constant_gradient_terms<accumulate_t<T>> const terms{inv_std, gamma};
     return detail::map_elements<T>(exec, detail::linear_op<1>{}, terms, {dy}, {dx}, nullptr, how, fetch);
   }

@@ -6,6 +6,7 @@
 #include <span>
 #include <type_traits>
 
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
@@ -31,7 +32,7 @@ requires element<T>
 void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                         std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx, std::span<double const> mean,
                         std::span<double const> inv_std, channel_values const& gamma, std::span<double> sum_dy,
-                        std::span<double> sum_dy_xmu, std::int64_t count, stores how = stores::automatic) {
+                        std::span<double> sum_dy_xmu, normalized_count count, stores how = stores::automatic) {
   if (how == stores::automatic) how = stores_for(dx);
   std::int64_t const block = std::min(detail::block_of_channels(x, 2), detail::block_of_channels(dy, 2));
   if (!detail::worth_blocking(exec, x, block)) {
@@ -45,7 +46,7 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                     detail::channels_of(sum_dy_xmu, first, length));
   };
   detail::channel_blocks const blocks{x.channels, block};
-  if (count == 0) {
+  if (count.n == 0) {
     auto const terms = [&](std::int64_t first, std::int64_t length) {
       return detail::constant_gradient_terms<accumulate_t<T>>{detail::channels_of(inv_std, first, length),
                                                               gamma.from(first)};

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <span>
 
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/half.hpp>
@@ -63,11 +64,12 @@ using finish_channels = function_ref<void(std::int64_t, std::int64_t)>;
                                                 detail::out_channels);                                                 \
   EXTERN template void backward_elemt<T>(executor_ref, tensor_view<T const>, tensor_view<T const>, tensor_view<T>,     \
                                          detail::in_channels, detail::in_channels, channel_values const&,              \
-                                         detail::in_channels, detail::in_channels, std::int64_t, stores, next_block);  \
+                                         detail::in_channels, detail::in_channels, normalized_count, stores,           \
+                                         next_block);                                                                  \
   EXTERN template void backward_elemt<T const>(executor_ref, tensor_view<T const>, tensor_view<T const>,               \
                                                tensor_view<T>, tensor_view<T>, detail::in_channels,                    \
                                                detail::in_channels, affine_values const&, detail::in_channels,         \
-                                               detail::in_channels, std::int64_t, prepared_epilogue<T> const&,         \
+                                               detail::in_channels, normalized_count, prepared_epilogue<T> const&,     \
                                                stores);                                                                \
   EXTERN template void forward_in_blocks<T>(executor_ref, tensor_view<T const>, tensor_view<T>, detail::out_channels,  \
                                             detail::out_channels, detail::in_channels, affine_values const&,           \
@@ -77,12 +79,12 @@ using finish_channels = function_ref<void(std::int64_t, std::int64_t)>;
                                             detail::finish_channels, prepared_epilogue<T> const&, stores);             \
   EXTERN template void backward_in_blocks<T>(executor_ref, tensor_view<T const>, tensor_view<T const>, tensor_view<T>, \
                                              detail::in_channels, detail::in_channels, channel_values const&,          \
-                                             detail::out_channels, detail::out_channels, std::int64_t, stores);        \
+                                             detail::out_channels, detail::out_channels, normalized_count, stores);    \
   EXTERN template void backward_in_blocks<T const>(executor_ref, tensor_view<T const>, tensor_view<T const>,           \
                                                    tensor_view<T>, tensor_view<T>, detail::in_channels,                \
                                                    detail::in_channels, affine_values const&, detail::out_channels,    \
-                                                   detail::out_channels, std::int64_t, prepared_epilogue<T> const&,    \
-                                                   stores);                                                            \
+                                                   detail::out_channels, normalized_count,                             \
+                                                   prepared_epilogue<T> const&, stores);                               \
   EXTERN template void normalize_and_local_moments<T>(executor_ref, tensor_view<T const>, tensor_view<T>,              \
                                                       detail::in_channels, detail::in_channels, affine_values const&,  \
                                                       stores, tensor_view<T const>, detail::out_channels,              \
@@ -90,9 +92,9 @@ using finish_channels = function_ref<void(std::int64_t, std::int64_t)>;
   EXTERN template void backward_elemt_and_reduce<T>(executor_ref, tensor_view<T const>, tensor_view<T const>,          \
                                                     tensor_view<T>, detail::in_channels, detail::in_channels,          \
                                                     channel_values const&, detail::in_channels, detail::in_channels,   \
-                                                    std::int64_t, stores, tensor_view<T const>, tensor_view<T const>,  \
-                                                    detail::in_channels, detail::out_channels, detail::out_channels,   \
-                                                    detail::processor const&);                                         \
+                                                    normalized_count, stores, tensor_view<T const>,                    \
+                                                    tensor_view<T const>, detail::in_channels, detail::out_channels,   \
+                                                    detail::out_channels, detail::processor const&);                   \
   EXTERN template void recover<T>(executor_ref, tensor_view<T const>, tensor_view<T>, detail::in_channels,             \
                                   detail::in_channels, affine_values const&, prepared_epilogue<T> const&);             \
   EXTERN template void double_backward_reduce<T>(executor_ref, second_order_operands<T> const&,                        \

@@ -4,6 +4,7 @@
 #include <span>
 #include <type_traits>
 
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
@@ -112,7 +113,7 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
                     std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx,
                     std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual, std::span<double const> mean,
                     std::span<double const> inv_std, affine_values const& params, std::span<double const> sum_dy,
-                    std::span<double const> sum_dy_xmu, std::int64_t count,
+                    std::span<double const> sum_dy_xmu, normalized_count count,
                     prepared_epilogue<std::remove_const_t<X>> const& epilogue, stores how = stores::automatic) {
   using T = std::remove_const_t<X>;
   if (!epilogue.does_something()) {
@@ -134,7 +135,7 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
                               terms, {dy, x}, {dx}, epilogue.counted(), how);
   };
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-  count == 0 ? map(std::true_type{}) : map(std::false_type{});
+  count.n == 0 ? map(std::true_type{}) : map(std::false_type{});
 }
 
 } // namespace syncnorm::host

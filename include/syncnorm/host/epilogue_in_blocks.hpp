@@ -7,6 +7,7 @@
 #include <span>
 #include <type_traits>
 
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -100,7 +101,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                         std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx,
                         std::type_identity_t<tensor_view<std::remove_const_t<X>>> dresidual,
                         std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
-                        std::span<double> sum_dy, std::span<double> sum_dy_xmu, std::int64_t count,
+                        std::span<double> sum_dy, std::span<double> sum_dy_xmu, normalized_count count,
                         prepared_epilogue<std::remove_const_t<X>> const& epilogue, stores how = stores::automatic) {
   using T = std::remove_const_t<X>;
   bool const residual = epilogue.has_residual();
@@ -165,7 +166,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
     else
       run(std::false_type{}, constant, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});
   };
-  count == 0 ? with(std::true_type{}) : with(std::false_type{});
+  count.n == 0 ? with(std::true_type{}) : with(std::false_type{});
 }
 
 } // namespace syncnorm::host

@@ -5,6 +5,7 @@
 #include <span>
 #include <type_traits>
 
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
@@ -53,14 +54,14 @@ void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_vi
                                std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx,
                                std::span<double const> mean, std::span<double const> inv_std,
                                channel_values const& gamma, std::span<double const> sum_dy,
-                               std::span<double const> sum_dy_xmu, std::int64_t count, stores how,
+                               std::span<double const> sum_dy_xmu, normalized_count count, stores how,
                                std::type_identity_t<tensor_view<T const>> next_dy,
                                std::type_identity_t<tensor_view<T const>> next_x, std::span<double const> next_mean,
                                std::span<double> next_sum_dy, std::span<double> next_sum_dy_xmu,
                                detail::processor const& on = detail::processor::here()) {
   using sums_of = detail::terms_of_lanes<detail::gradient_terms<accumulate_t<T>>>;
   using rows = detail::product_rows<T, sums_of>;
-  if (count == 0 || !detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels, on)) {
+  if (count.n == 0 || !detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels, on)) {
     backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how,
                    next_block::of(x, 2, x.channels, on));
     backward_reduce(exec, next_dy, next_x, next_mean, next_sum_dy, next_sum_dy_xmu);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/double_backward_buffers.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
@@ -67,8 +68,11 @@ struct batch_norm_saved {
   std::int64_t own_count = -1;       ///< N·S of this rank's x, that of all micro-batches; −1: of any x
   std::vector<double> mean, inv_std; ///< `[C]`, inv_std = 1/√(var + eps); the same bits on every rank
   exchange_policy exchange = exchange_policy::automatic; ///< of the forward pass, and hence of the backward pass
+  batch_variance normalized_by = batch_variance::biased;
   bool backward_needed = false; ///< some rank needs a backward pass, which every rank then has to join
   std::int64_t passes = 0;      ///< forward passes of which this has been so far
+
+  [[nodiscard]] normalized_count normalized() const noexcept { return {count, normalized_by}; }
 };
 
 namespace detail {

@@ -202,6 +202,7 @@ private:
     saved_->exists = true;
     saved_->own_count = constant() || check_.failed() ? -1 : header_.count;
     saved_->exchange = options_.exchange;
+    saved_->normalized_by = options_.normalize_by;
   }
 
   /// Makes room for what is kept of each x, where there is none yet.

@@ -45,9 +45,12 @@ public:
   bool exists = false;                                  ///< there was one
   std::int64_t own_count = -1;                          ///< N·S of that pass's x, of all micro-batches; −1: of any x
   exchange_policy exchange = exchange_policy::automatic; ///< of that pass, and hence of its backward pass
-  std::int64_t passes = 0;                               ///< that were enqueued so far
+  batch_variance normalized_by = batch_variance::biased;
+  std::int64_t passes = 0; ///< that were enqueued so far
   /// mean, inv_std `[C]`, and the count over the scope, −1 where the pass failed, in device memory.
-  [[nodiscard]] saved_statistics statistics() const noexcept { return statistics_; }
+  [[nodiscard]] saved_statistics statistics() const noexcept {
+    return {statistics_.mean, statistics_.inv_std, statistics_.count, normalized_by};
+  }
 
 private:
   static saved_statistics cut(detail::memory_cutter& cutter, std::int64_t channels) {

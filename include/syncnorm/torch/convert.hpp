@@ -51,6 +51,9 @@ template <class Impl>
     throw invalid_argument_error{
         "revert_sync_batchnorm: a module keeps biased running variances, or running standard deviations, "
         "which torch::nn::BatchNorm would take for unbiased variances"};
+  if (norm.batch_variance_kind() != batch_variance::biased)
+    throw invalid_argument_error{"revert_sync_batchnorm: a module normalizes by the unbiased variance of a batch, "
+                                 "torch::nn::BatchNorm by the biased one"};
   if (norm.has_frozen_statistics())
     throw invalid_argument_error{"revert_sync_batchnorm: a module has frozen statistics, which torch::nn::BatchNorm "
                                  "would update in training; freeze_statistics(false) comes before"};

@@ -154,6 +154,10 @@ public:
   void set_running_variance(running_variance kind) noexcept { running_variance_ = kind; }
   [[nodiscard]] running_variance running_variance_kind() const noexcept { return running_variance_; }
 
+  /// By which variance of a batch it is normalized; the biased one unless set, as in libtorch. The same on every rank.
+  void set_batch_variance(batch_variance kind) noexcept { normalize_by_ = kind; }
+  [[nodiscard]] batch_variance batch_variance_kind() const noexcept { return normalize_by_; }
+
   /// On: `forward` writes over its input, which it returns, as torch::nn::ReLU does with `inplace`. A backward pass recovers
   /// the input from the output, up to rounding, where weight, bias and activation allow it, and `batch_norm_kept` keeps the
   /// other channels. So sizeof(element) bytes per element are kept instead of twice that. The input must not be a leaf that
@@ -205,7 +209,8 @@ private:
   }
 
   [[nodiscard]] batch_norm_options make_options() const {
-    batch_norm_options made{.eps = options.eps(), .variance = running_variance_, .exchange = policy_};
+    batch_norm_options made{
+        .eps = options.eps(), .variance = running_variance_, .exchange = policy_, .normalize_by = normalize_by_};
     made.momentum.reset();
     if (options.momentum()) made.momentum = *options.momentum();
     return made;
@@ -232,6 +237,7 @@ private:
   affine_parts parts_;
   bool frozen_ = false, in_place_ = false;
   running_variance running_variance_ = running_variance::unbiased;
+  batch_variance normalize_by_ = batch_variance::biased;
   exchange_policy policy_ = exchange_policy::automatic;
   std::shared_ptr<detail::exchange_state> state_;
 };

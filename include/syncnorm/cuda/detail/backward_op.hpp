@@ -101,8 +101,9 @@ struct gradient_op {
   SYNCNORM_DEVICE void coefficients_of(backward_statistics::summary const& s, double gamma, double beta,
                                        A (&k)[coefficients]) const {
     bool const constant = s.count == 0;
-    auto const made = make_backward_coefficients<A>(s.mean, s.inv_std, gamma, constant ? 0 : s.sum_dy,
-                                                    constant ? 0 : s.sum_dy_xmu, s.count);
+    auto const made =
+        make_backward_coefficients<A>(s.mean, s.inv_std, gamma, constant ? 0 : s.sum_dy, constant ? 0 : s.sum_dy_xmu,
+                                      {s.count, statistics.saved.normalized_by});
     k[0] = made.dy_scale, k[1] = made.center, k[2] = made.x_scale, k[3] = made.shift;
     if constexpr (Epilogue) {
       auto const v = make_normalize_coefficients<A>(s.mean, s.inv_std, gamma, beta);

@@ -56,7 +56,8 @@ struct double_backward_statistics {
   }
   template <class Hw>
   SYNCNORM_DEVICE void commit(Hw const& hw, std::int64_t c, summary const& s) const {
-    add_value(hw, to_gamma, c, second_order_gamma(s.inv_std, s.own_u, s.own_u_xhat, s.own_u_g, s.all, s.count));
+    add_value(hw, to_gamma, c,
+              second_order_gamma(s.inv_std, s.own_u, s.own_u_xhat, s.own_u_g, s.all, {s.count, saved.normalized_by}));
   }
   template <class Hw>
   SYNCNORM_DEVICE void count_pass(Hw const&, std::uint32_t, std::int64_t) const {}
@@ -95,7 +96,8 @@ struct double_gradient_op {
 
   SYNCNORM_DEVICE void coefficients_of(double_backward_statistics::summary const& s, double gamma,
                                        [[maybe_unused]] double beta, A (&k)[coefficients]) const {
-    auto const made = make_second_order_coefficients(s.mean, s.inv_std, gamma, s.a, s.b, s.all, s.count);
+    auto const made = make_second_order_coefficients(s.mean, s.inv_std, gamma, s.a, s.b, s.all,
+                                                     {s.count, statistics.saved.normalized_by});
     A const center = static_cast<A>(s.mean);
     double const lost = s.mean - static_cast<double>(center);
     k[0] = static_cast<A>(made.for_dy.scale_a);

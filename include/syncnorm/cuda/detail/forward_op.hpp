@@ -82,8 +82,8 @@ struct forward_statistics {
   }
   [[nodiscard]] SYNCNORM_DEVICE summary summarize(moments<double> const& all) const {
     if (all.count == 0) return {0, 0, 0, 0};
-    auto const count = static_cast<double>(all.count);
-    return {all.mean, inverse_deviation(all.m2 / count, eps), all.m2, all.count};
+    normalized_count const n{all.count, saved.normalized_by};
+    return {all.mean, inverse_deviation(all.m2 / static_cast<double>(n.degrees_of_freedom()), eps), all.m2, all.count};
   }
 
   /// Writes what a channel leaves.
@@ -101,7 +101,7 @@ struct forward_statistics {
       std::int64_t const tracked = hw.load(running.num_batches_tracked);
       weight = 1 / static_cast<double>(tracked < 0 ? 1 : tracked + 1);
     }
-    double value = s.m2 / static_cast<double>(variance == running_variance::unbiased ? s.count - 1 : s.count);
+    double value = s.m2 / static_cast<double>(running_degrees_of_freedom(variance, {s.count, saved.normalized_by}));
     if (variance == running_variance::standard_deviation) value = std::sqrt(value + eps);
     store_value(hw, running.mean, c, (1 - weight) * load_value(hw, running.mean, c, 0) + weight * s.mean);
     store_value(hw, running.var, c, (1 - weight) * load_value(hw, running.var, c, 1) + weight * value);

@@ -199,8 +199,11 @@ template <class T, bool Epilogue>
                                                         running_outputs const& running, fault_report const& report,
                                                         std::uint32_t* ticket,
                                                         std::int64_t const* kept_state = nullptr) {
-  return {packets, options.eps, options.momentum.value_or(-1.0), options.variance, saved, running, affine, report,
-          ticket,  kept_state};
+  forward_statistics made{
+      packets, options.eps, options.momentum.value_or(-1.0), options.variance, saved, running, affine, report,
+      ticket,  kept_state};
+  made.saved.normalized_by = options.normalize_by;
+  return made;
 }
 
 template <class T, bool Epilogue>

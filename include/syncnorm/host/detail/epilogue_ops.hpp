@@ -62,12 +62,12 @@ struct epilogue_gradient_terms {
   std::span<double const> mean, inv_std;
   channel_values gamma, beta;
   std::span<double const> sum_dy, sum_dy_xmu;
-  std::int64_t count;
+  normalized_count count;
   bool of_activated = false; ///< dx = dv
 
   std::array<A, coefficients> operator()(std::int64_t channel) const {
     auto const c = static_cast<std::size_t>(channel);
-    bool const constant = count == 0;
+    bool const constant = count.n == 0;
     auto const v = make_normalize_coefficients<A>(mean[c], inv_std[c], gamma[c], beta[c]);
     if (of_activated) return {A{1}, v.center, A{0}, A{0}, v.scale, v.shift};
     auto const k = make_backward_coefficients<A>(mean[c], inv_std[c], gamma[c], constant ? 0.0 : sum_dy[c],

@@ -134,7 +134,7 @@ public:
         sum_dy_xmu{buffers_->second};
     host::backward_elemt_and_reduce(exec_, part_of(in_.dy[0], part), part_of(in_.x[0], part), part_of(in_.dx[0], part),
                                     part_of(mean, part), part_of(inv_std, part), part_of(in_.affine.gamma, part),
-                                    part_of(sum_dy, part), part_of(sum_dy_xmu, part), saved_->count,
+                                    part_of(sum_dy, part), part_of(sum_dy_xmu, part), saved_->normalized(),
                                     host::stores_for(in_.x[0]), part_of(in_.dy[0], next), part_of(in_.x[0], next),
                                     part_of(mean, next), next_sum_dy, next_sum_dy_xmu);
   }
@@ -152,7 +152,7 @@ public:
     if (in_.x.size() == 1 && (!in_.dx.empty() || dresidual(0).is_given())) {
       host::backward_in_blocks(exec_, in_.dy[0], in_.x[0], in_.dx.empty() ? tensor_view<T>{} : in_.dx[0], dresidual(0),
                                std::span<double const>{saved_->mean}, std::span<double const>{saved_->inv_std},
-                               in_.affine, sum_dy, sum_dy_xmu, saved_->count, (*epilogues_)[0]);
+                               in_.affine, sum_dy, sum_dy_xmu, saved_->normalized(), (*epilogues_)[0]);
     } else {
       host::for_each_block(exec_, channels_, in_.x, 2,
                            [&](host::executor_ref exec, std::int64_t first, std::int64_t length) {
@@ -202,10 +202,10 @@ private:
         if (in_.dx.empty() && !dresidual(k).is_given()) continue;
         host::backward_elemt(exec, dy, x, part_of(in_.dx.empty() ? tensor_view<T>{} : in_.dx[k], part),
                              part_of(dresidual(k), part), mean, inv_std, affine_of(part), sum_dy, sum_dy_xmu,
-                             saved_->count, epilogue.channel_range(part.first, part.length), stores);
+                             saved_->normalized(), epilogue.channel_range(part.first, part.length), stores);
       } else if (!in_.dx.empty()) {
         host::backward_elemt(exec, dy, x, part_of(in_.dx[k], part), mean, inv_std, part_of(in_.affine.gamma, part),
-                             sum_dy, sum_dy_xmu, saved_->count, stores, next_of(in_.x, k, 2, part));
+                             sum_dy, sum_dy_xmu, saved_->normalized(), stores, next_of(in_.x, k, 2, part));
       }
     }
   }

@@ -50,7 +50,8 @@ make_forward_header(std::int64_t channels, std::int64_t count, affine_parameters
   auto own = make_header<T>("batch_norm forward", channels, count, options.exchange, check);
   own.eps = options.eps + 0.0; // −0 is 0, also where bytes are compared
   own.momentum = options.momentum.value_or(-1) + 0.0;
-  own.running_variance = static_cast<std::int32_t>(options.variance);
+  own.running_variance = static_cast<std::int16_t>(options.variance);
+  own.normalize_by = static_cast<std::int16_t>(options.normalize_by);
   own.tracks_running_statistics = running.mean.empty() ? 0 : 1;
   own.affine = (affine.gamma.empty() ? 0 : 1) + (affine.beta.empty() ? 0 : 2);
   return own;

@@ -192,9 +192,9 @@ private:
   /// What some channels of dy and x get, by the sums of all ranks.
   void finish(std::int64_t first, std::int64_t length) {
     for (auto c = static_cast<std::size_t>(first); c < static_cast<std::size_t>(first + length); ++c) {
-      auto const made =
-          make_second_order_coefficients(saved_->mean[c], saved_->inv_std[c], value_of(in_.affine.gamma, c, 1),
-                                         value_of(in_.a, c, 0), value_of(in_.b, c, 0), sums_of(c), saved_->count);
+      auto const made = make_second_order_coefficients(saved_->mean[c], saved_->inv_std[c],
+                                                       value_of(in_.affine.gamma, c, 1), value_of(in_.a, c, 0),
+                                                       value_of(in_.b, c, 0), sums_of(c), saved_->normalized());
       buffers_->for_dy[c] = made.for_dy;
       buffers_->for_x[c] = made.for_x;
     }
@@ -204,8 +204,8 @@ private:
   void commit() {
     for (std::size_t c = 0; c < in_.gamma_gradient.size(); ++c) {
       double const r = saved_->inv_std[c];
-      double const more =
-          second_order_gamma(r, own(row::u)[c], r * own(row::u_xmu)[c], own(row::u_g)[c], sums_of(c), saved_->count);
+      double const more = second_order_gamma(r, own(row::u)[c], r * own(row::u_xmu)[c], own(row::u_g)[c], sums_of(c),
+                                             saved_->normalized());
       in_.gamma_gradient[c] = from_double<P>(as_double(in_.gamma_gradient[c]) + more);
     }
   }

@@ -31,10 +31,11 @@
 
 namespace syncnorm::detail {
 
-/// inv_std = 1/√(m2/count + eps) of every channel; 0 where nothing was counted.
-inline void finish_statistics(std::span<double const> m2, std::int64_t count, double eps, std::span<double> inv_std) {
+/// inv_std = 1/√(var + eps) of every channel; 0 where nothing was counted.
+inline void finish_statistics(std::span<double const> m2, normalized_count count, double eps,
+                              std::span<double> inv_std) {
   for (std::size_t c = 0; c < m2.size(); ++c)
-    inv_std[c] = count > 0 ? inverse_deviation(m2[c] / static_cast<double>(count), eps) : 0.0;
+    inv_std[c] = count.n > 0 ? inverse_deviation(m2[c] / static_cast<double>(count.degrees_of_freedom()), eps) : 0.0;
 }
 
 /// Moves the running statistics towards `saved`. `m2` is used up.
@@ -44,7 +45,7 @@ void update_running_statistics(running_statistics<P> running, batch_norm_options
   if (running.mean.empty() || saved.count == 0) return;
   double const weight =
       options.momentum ? *options.momentum : 1.0 / static_cast<double>(*running.num_batches_tracked + 1);
-  auto const divisor = options.variance == running_variance::unbiased ? saved.count - 1 : saved.count;
+  auto const divisor = running_degrees_of_freedom(options.variance, saved.normalized());
   for (double& value : m2) value /= static_cast<double>(divisor);
   if (options.variance == running_variance::standard_deviation)
     for (double& value : m2) value = std::sqrt(value + options.eps);
@@ -124,6 +125,7 @@ public:
     ++saved_->passes;
     saved_->scope = in_.scope;
     saved_->exchange = options_.exchange;
+    saved_->normalized_by = options_.normalize_by;
     saved_->count = all.count;
     saved_->own_count = check_.count_of(in_.x);
     saved_->backward_needed = all.backward_needed;
@@ -226,7 +228,7 @@ private:
   }
 
   void finish(channel_span part) {
-    finish_statistics(part_of(std::span<double const>{buffers_->first}, part), saved_->count, options_.eps,
+    finish_statistics(part_of(std::span<double const>{buffers_->first}, part), saved_->normalized(), options_.eps,
                       part_of(std::span{saved_->inv_std}, part));
   }
 

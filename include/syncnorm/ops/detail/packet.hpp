@@ -113,6 +113,7 @@ void for_each_agreed_field(F const& f) {
   f(&packet_header::eps, "eps");
   f(&packet_header::momentum, "momentum (-1: cumulative average)");
   f(&packet_header::running_variance, "the running variance (0: unbiased, 1: biased, 2: standard deviation)");
+  f(&packet_header::normalize_by, "the variance that normalizes (0: biased, 1: unbiased)");
   f(&packet_header::tracks_running_statistics, "tracking running statistics");
   f(&packet_header::affine, "affine parameters");
   f(&packet_header::wish, "the exchange policy asked for (0: automatic, 1: gather, 2: reduce)");
