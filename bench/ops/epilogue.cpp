@@ -63,7 +63,9 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
     bench::row_key const key{op + with, layout, bench::type_name<T>(), shape, "self", 1, threads};
     bool const residual = with.find("residual") != std::string::npos, backward = op == "backward";
     auto traffic = bench::traffic_of(key);
-    if (residual) traffic = {backward ? bench::traffic{3, 3, 2} : bench::traffic{1, 2, 1}};
+    bool const activates = with.find("relu") != std::string::npos; // else no gradient depends on the residual
+    if (residual && !backward) traffic = {{1, 2, 1}};
+    if (residual && backward) traffic = {activates ? bench::traffic{3, 3, 2} : bench::traffic{2, 2, 2}};
     double const bytes = bench::floor_bytes<T>(key, traffic);
     auto const make = [=] {
       auto const data = bench::make_tensors<T>(key);
@@ -126,6 +128,7 @@ int main(int argc, char** argv) {
       add<float>(rows, "+relu", layout, small_images);
       add<float>(rows, "+residual+relu", layout, images);
       if (!how.quick) add<syncnorm::bfloat16>(rows, "+residual+relu", layout, images);
+      if (!how.quick) add<float>(rows, "+residual", layout, images);
       add<float>(rows, "+padded", layout, sequences);
       add<float>(rows, "+in_place", layout, images);
       if (!how.quick) add<float>(rows, "+scattered", layout, sequences);

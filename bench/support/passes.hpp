@@ -168,9 +168,10 @@ template <class T, class TensorsOf>
       if (!once && reads_twice<T>(key, pass))
         for (std::int64_t i = 0; i < pass.summed; i += 2)
           floor_read(in(i, pass.summed), in(i + 1, pass.summed), bytes, key.threads);
+      std::int64_t const each = (pass.read + pass.written - 1) / pass.written;
       for (std::int64_t j = 0; j < pass.written; ++j)
-        floor_copy(moved.out[static_cast<std::size_t>(j)], in(2 * j, pass.read), in(2 * j + 1, pass.read), bytes,
-                   key.threads);
+        floor_copy(moved.out[static_cast<std::size_t>(j)], in(each * j, pass.read),
+                   each == 2 ? in(2 * j + 1, pass.read) : nullptr, bytes, key.threads);
     }
   };
 }

@@ -212,6 +212,36 @@ TEST_CASE("what is wrong with an epilogue on one rank is thrown on every rank, a
   });
 }
 
+TEST_CASE_TEMPLATE("a backward pass needs nothing of a residual that is not activated", T, float, double) {
+  constexpr std::int64_t channels = 3, spatial = 40;
+  for (bool const masked : {false, true})
+    for (bool const alone : {false, true})
+      run_ranks(alone ? 1 : 2, [&](thread_communicator const& comm) {
+        CAPTURE(masked);
+        std::vector<T> x(2 * channels * spatial), dy(x.size()), residual(x.size(), T{3}), y(x.size());
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          x[i] = static_cast<T>(test::noise(1, i)) + static_cast<T>(comm.rank());
+          dy[i] = static_cast<T>(test::noise(2, i));
+        }
+        std::vector<std::uint8_t> mask(2 * spatial, 1);
+        mask[7] = 0;
+        auto const view = [&](std::vector<T>& of) { return nchw(of.data(), 2, channels, spatial); };
+        batch_norm_epilogue<T> epilogue{.residual = view(residual)};
+        if (masked) epilogue.mask = syncnorm::mask_of(mask.data(), 2, spatial);
+        auto const step = [&](T anything) {
+          std::ranges::fill(residual, T{3});
+          syncnorm::batch_norm<T, thread_communicator> layer{comm, channels};
+          layer.forward(view(x), view(y), epilogue);
+          std::ranges::fill(residual, anything);
+          std::vector<T> dx(x.size()), dresidual(x.size());
+          layer.backward(view(x), view(dy), view(dx), epilogue, view(dresidual));
+          CHECK(dresidual == dy);
+          return dx;
+        };
+        CHECK(step(3) == step(std::numeric_limits<T>::quiet_NaN()));
+      });
+}
+
 TEST_CASE("one position that counts over all ranks cannot be trained on") {
   run_ranks(2, [&](thread_communicator const& comm) {
     std::vector<double> own(8, 1.0);

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -48,6 +49,28 @@ TEST_CASE("the running standard deviation of a device is that of a variance and 
   step.forward(biased, on), step.forward(deviation, on), on.wait();
   auto const variances = layer_cases::get(biased.running_var()), deviations = layer_cases::get(deviation.running_var());
   for (std::size_t c = 0; c < 3; ++c) CHECK(std::abs(deviations[c] - std::sqrt(variances[c] + 0.5F)) < 1e-5F);
+}
+
+TEST_CASE("a backward pass of a device needs nothing of a residual that is not activated") {
+  test::stream const on;
+  for (bool const masked : {false, true}) {
+    CAPTURE(masked);
+    layer_of_one layer{{}, 3};
+    step_memory step;
+    float_tensor residual{test::layout::nchw, 2, 3, 5}, dresidual{test::layout::nchw, 2, 3, 5};
+    step.epilogue.residual = residual.view;
+    if (masked) step.epilogue.mask = syncnorm::mask_of(step.mask.data(), 2, 5);
+    auto const gradient = [&](long double anything) {
+      residual.put(std::vector<long double>(30, 3), 0);
+      step.forward(layer, on), layer.synchronize(on);
+      residual.put(std::vector<long double>(30, anything), 0);
+      layer.backward(step.x.view, step.dy.view, step.dx.view, step.epilogue, dresidual.view, {}, on);
+      layer.synchronize(on);
+      CHECK(dresidual.get() == step.dy.get());
+      return step.dx.get();
+    };
+    CHECK(gradient(3) == gradient(std::numeric_limits<long double>::quiet_NaN()));
+  }
 }
 
 TEST_CASE("double backward of this rank alone exchanges nothing on a device") {

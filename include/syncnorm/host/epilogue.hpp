@@ -129,7 +129,7 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
   auto const map = [&]<bool Constant>(std::bool_constant<Constant>) {
     if (epilogue.has_residual())
       detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, true, Constant>{epilogue.slope(), uncounted}, terms,
-                              {dy, x, epilogue.residual()}, {dx, dresidual}, epilogue.counted(), how);
+                              {dy, x, epilogue.activated_residual(x)}, {dx, dresidual}, epilogue.counted(), how);
     else
       detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, false, Constant>{epilogue.slope(), uncounted},
                               terms, {dy, x}, {dx}, epilogue.counted(), how);

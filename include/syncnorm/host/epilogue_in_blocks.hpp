@@ -110,7 +110,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
     return;
   }
   if (how == stores::automatic) how = stores_for(x);
-  std::int64_t const inputs = residual ? 3 : 2;
+  std::int64_t const inputs = epilogue.activates_residual() ? 3 : 2;
   std::int64_t const block =
       std::min(detail::block_of_channels(epilogue, x, inputs), detail::block_of_channels(epilogue, dy, inputs));
   if (!epilogue.does_something() || detail::writes_no_gradient(dx, dresidual, residual) ||
@@ -161,7 +161,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
   auto const with = [&](auto constant) {
     if (residual)
-      run(std::true_type{}, constant, std::array<tensor_view<T const>, 3>{dy, x, epilogue.residual()},
+      run(std::true_type{}, constant, std::array<tensor_view<T const>, 3>{dy, x, epilogue.activated_residual(x)},
           std::array<tensor_view<T>, 2>{dx, dresidual});
     else
       run(std::false_type{}, constant, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});

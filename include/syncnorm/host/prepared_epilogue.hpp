@@ -42,6 +42,10 @@ public:
 
   /// Whether the gradient of what was activated depends on the residual.
   [[nodiscard]] bool activates_residual() const { return slope_ != 1 && has_residual_; }
+  /// The residual where it matters to a gradient, else `x`, which is read in any case.
+  [[nodiscard]] tensor_view<T const> const& activated_residual(tensor_view<T const> const& x) const {
+    return activates_residual() ? residual_ : x;
+  }
 
   [[nodiscard]] accumulate_t<T> slope() const { return slope_; }
   [[nodiscard]] bool has_residual() const { return has_residual_; }

@@ -165,7 +165,9 @@ template <class T>
 /// Ops that tell zeroes from other outputs take the mask as it is; for the others it is only there where outputs are 0.
 template <class Op, class T>
 void set_epilogue(Op& op, batch_norm_epilogue<T> const& epilogue) {
-  op.residual = epilogue.residual;
+  // No gradient depends on what was added, unless it was activated.
+  bool const of_gradient = requires { op.dy; };
+  if (!of_gradient || epilogue.activation.negative_slope != 1) op.residual = epilogue.residual;
   op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
   if constexpr (requires { op.zeroes; }) {
     op.mask = epilogue.mask;
