@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/host/detail/mask.hpp>
@@ -77,12 +78,24 @@ struct lane_coefficients {
 };
 
 /// Of one channel before element 0, and of the next from there on.
-template <class T, std::size_t Count>
+template <class T, std::size_t Count, bool Masked>
 struct seam_coefficients {
   using A = accumulate_t<T>;
   static constexpr int L = native_lanes<A>;
-  channel_coefficients<T, Count, false> const& before;
-  channel_coefficients<T, Count, false> const& after;
+  channel_coefficients<T, Count, false> before;
+  channel_coefficients<T, Count, Masked> const& after;
+  std::array<std::uint8_t, static_cast<std::size_t>(Masked ? 2 * line_elements<T> : 1)> mask;
+
+  /// `row`: the mask of a row of `length` positions, at least as many as a line of the cache has, which both channels have.
+  [[gnu::always_inline]] seam_coefficients(A const* table_before, std::int64_t step,
+                                           channel_coefficients<T, Count, Masked> const& k, std::uint8_t const* row,
+                                           std::int64_t length)
+      : before{table_before, step, nullptr}, after{k} {
+    if constexpr (Masked) {
+      std::memcpy(mask.data(), row + length - line_elements<T>, line_elements<T>);
+      std::memcpy(mask.data() + line_elements<T>, row, line_elements<T>);
+    }
+  }
 
   [[gnu::always_inline]] auto get(std::int64_t i) const {
     std::array<vector_t<A, L>, Count> v;
@@ -90,7 +103,12 @@ struct seam_coefficients {
     for (std::size_t j = 0; j < Count; ++j) v[j] = first_lanes<A, L>(before.values[j], after.values[j], -i);
     return v;
   }
-  [[gnu::always_inline]] every_lane counted(std::int64_t) const { return {}; }
+  [[gnu::always_inline]] auto counted([[maybe_unused]] std::int64_t i) const {
+    if constexpr (Masked)
+      return counted_lanes<A, L>(mask.data() + line_elements<T> + i);
+    else
+      return every_lane{};
+  }
 };
 
 } // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -87,11 +87,11 @@ public:
     run_ = run_type{op, streamed};
     bool const streams = std::ranges::find(streamed, true) != streamed.end(), foreseen = processor::here().foresees;
     finds_pages_ = streams;
-    dense_ = mask == nullptr && layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
+    dense_ = layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
-    reads_ahead_ = streams && (layout_ == layout::channels
-                                   ? fold_ == 1 // what is folded is in the cache
-                                   : dense_ && !foreseen && (inputs == 1 || in_[0].spatial < page_elements<T>));
+    reads_ahead_ = streams && (layout_ == layout::channels ? fold_ == 1 // what is folded is in the cache
+                                                           : dense_ && mask == nullptr && !foreseen &&
+                                                                 (inputs == 1 || in_[0].spatial < page_elements<T>));
     // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
     // coefficient stay in the cache even where what is read is fetched there. With a mask only where a position is no vector.
     std::int64_t const channels = in_[0].channels, most = mask == nullptr ? channels : native_lanes<A>;
@@ -135,7 +135,8 @@ private:
   using constant = channel_coefficients<T, coefficients, Masked>;
   template <bool Masked>
   using per_channel = lane_coefficients<T, coefficients, Masked>;
-  using seam = seam_coefficients<T, coefficients>;
+  template <bool Masked>
+  using seam = seam_coefficients<T, coefficients, Masked>;
 
   template <class Holds>
   [[nodiscard]] bool all(Holds const& holds) const {
@@ -265,23 +266,32 @@ private:
     for (std::size_t j = 0; j < inputs; ++j) find(in_[j], in[j], further[j]);
   }
 
+  /// Whether a line of the cache of which a row has `before` elements, and the next one the others, is streamed as a whole. With a mask
+  /// half a line that is a vector by itself is written as fast.
+  template <bool Masked>
+  [[nodiscard, gnu::always_inline]] bool joins_rows(std::int64_t before) const {
+    return dense_ && (!Masked || before % native_lanes<A> != 0);
+  }
+
   /// A piece of a row. Streams the lines of the cache that end in it: what is before the piece in the first of them is computed once
   /// more, and what is left in the last comes with the next piece. A line that is written in two parts takes several times as long.
   template <bool Masked>
   [[gnu::always_inline]] void row(row_piece const& piece, pointers const& in, targets const& out,
                                   distances const& further, bool fetch) const {
     auto const [sample, channel, begin, end, follows, is_followed] = piece;
-    constant<Masked> const k{table_ + channel, step_, Masked ? mask_->row(sample) + begin : nullptr};
+    std::uint8_t const* const mask = Masked ? mask_->row(sample) : nullptr;
+    constant<Masked> const k{table_ + channel, step_, Masked ? mask + begin : nullptr};
     std::int64_t first = 0, last = end - begin;
     if (std::int64_t const before = run_.since_line(out); before >= 0) {
-      if (before != 0 && follows && (begin != 0 || dense_)) {
+      if (before != 0 && follows && (begin != 0 || joins_rows<Masked>(before))) {
         if (begin != 0)
           run_.line(in, out, -before, k);
-        else if constexpr (!Masked)
-          run_.line(in, out, -before, seam{{table_ + channel - 1, step_, nullptr}, k});
+        else
+          run_.line(in, out, -before, seam<Masked>{table_ + channel - 1, step_, k, mask, in_[0].spatial});
         first = line_elements<T> - before;
       }
-      if (is_followed && (end != in_[0].spatial || dense_)) last -= (before + last) % line_elements<T>;
+      std::int64_t const left = (before + last) % line_elements<T>;
+      if (is_followed && (end != in_[0].spatial || joins_rows<Masked>(left))) last -= left;
     }
     run_(in, out, end - begin, k, further, fetch, first, last);
   }
@@ -295,7 +305,7 @@ private:
   std::int64_t step_ = 0, run_positions_ = 1;
   layout layout_ = layout::strided;
   std::int64_t fold_ = 1; ///< positions of a channel that are taken for channels
-  /// No mask, and the rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
+  /// The rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
   bool reads_ahead_ = false; ///< whether what follows is fetched
   bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
