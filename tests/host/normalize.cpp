@@ -80,6 +80,17 @@ TEST_CASE_TEMPLATE("y is gamma (x - mean) inv_std + beta", T, float,
   }
 }
 
+TEST_CASE_TEMPLATE("more contiguous channels than one box has coefficients of", T, float, bfloat16) {
+  affine_problem<T> const p{{2, 20'003, 3}};
+  auto const expected = p.expected(true, true);
+  for (auto const how : {host::stores::cached, host::stores::streaming}) {
+    test::tensor<T> x{test::arrangement::nhwc, p.n, p.c, p.s, p.x}, y{test::arrangement::nhwc, p.n, p.c, p.s, 1};
+    host::normalize(test::shuffling_executor{}, x.view(), y.view(), p.mean, p.inv_std, p.params(true, true), how);
+    CHECK(test::error_of(y.values(), expected) <= test::accuracy<T>);
+    CHECK(y.intact());
+  }
+}
+
 TEST_CASE("without gamma or beta they are 1 and 0") {
   affine_problem<float> const p{{3, 9, 21}};
   for (bool const has_gamma : {false, true})
