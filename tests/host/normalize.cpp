@@ -91,6 +91,28 @@ TEST_CASE_TEMPLATE("more contiguous channels than one box has coefficients of", 
   }
 }
 
+TEST_CASE_TEMPLATE("positions that are no whole lines of the cache follow each other", T, float,
+                   bfloat16 AND_UNSANITIZED(double, float16)) {
+  for (std::int64_t const channels : {1, 3, 24, 33, 100, 728, 1025}) {
+    affine_problem<T> const p{{2, channels, 50}};
+    auto const expected = p.expected(true, true);
+    for (std::int64_t const offset : {0, 1, 8}) {
+      CAPTURE(channels);
+      CAPTURE(offset);
+      test::tensor<T> x{test::arrangement::nhwc, p.n, p.c, p.s, p.x}, y{test::arrangement::nhwc, p.n, p.c, p.s, offset},
+          again{test::arrangement::nhwc, p.n, p.c, p.s, 3};
+      auto const run = [&](auto const& exec, tensor_view<T> const& to) {
+        host::normalize(exec, x.view(), to, p.mean, p.inv_std, p.params(true, true), host::stores::streaming);
+      };
+      run(host::serial_executor{}, y.view());
+      CHECK(test::error_of(y.values(), expected) <= test::accuracy<T>);
+      CHECK(y.intact());
+      run(test::shuffling_executor{}, again.view());
+      CHECK(again.values() == y.values());
+    }
+  }
+}
+
 TEST_CASE("without gamma or beta they are 1 and 0") {
   affine_problem<float> const p{{3, 9, 21}};
   for (bool const has_gamma : {false, true})

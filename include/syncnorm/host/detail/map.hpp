@@ -95,9 +95,12 @@ public:
     // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
     // coefficient stay in the cache even where what is read is fetched there. With a mask only where a position is no vector.
     std::int64_t const channels = in_[0].channels, most = mask == nullptr ? channels : native_lanes<A>;
-    if (channels <= most && layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; }))
+    bool const follow = layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; });
+    if (channels <= most && follow)
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements<T> / 4 : chunk_channels<A>);
-    std::int64_t const period = channels * run_positions_;
+    joins_positions_ = follow && streams && mask == nullptr && channels % line_elements<T> != 0 && channels > 0 &&
+                       channels <= chunk_channels<A>;
+    std::int64_t const period = channels * (run_positions_ + (joins_positions_ ? 1 : 0));
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
   }
@@ -172,6 +175,8 @@ private:
     far.fill(fold_ == 1 ? elements_ahead<T>(inputs) : channels_ahead * fold_);
     bool const fetch = fold_ == 1 ? reads_ahead_ : channels_ahead != 0;
     std::int64_t const end = box.position + box.positions;
+    if constexpr (!Masked)
+      if (joins_positions_) return joined_positions(box, far, fetch);
     constexpr int L = native_lanes<A>;
     std::array<A, static_cast<std::size_t>(Masked ? chunk_channels<A> + L : 1)> counts{};
     per_channel<Masked> const k{table_ + box.channel, step_, counts.data(), run_positions_ == 1 ? 0 : 1};
@@ -186,6 +191,32 @@ private:
         targets const out = to(n, box.channel, s);
         if (finds_pages_) find_lanes(in, out, length, far, fetch);
         run_(in, out, length, k, far, fetch, 0, length);
+      }
+    }
+  }
+
+  /// Positions of all channels, which follow each other, in runs that end where a line of the cache does.
+  void joined_positions(boxes::box const& box, distances const& far, bool fetch) const {
+    std::int64_t const channels = in_[0].channels, all = channels * box.positions, most = channels * run_positions_;
+    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
+      pointers in = from(n, 0, box.position);
+      targets out = to(n, 0, box.position);
+      auto const advance = [](auto& pointers_of, std::int64_t by) {
+        for (auto& each : pointers_of)
+          if (each != nullptr) each += by;
+      };
+      for (std::int64_t i = 0, channel = 0, length = 0; i < all; i += length, channel = (channel + length) % channels) {
+        length = std::min(most, all - i);
+        if (i + length < all) {
+          auto ends = out;
+          advance(ends, length);
+          std::int64_t const beyond = run_.since_line(ends);
+          if (beyond > 0 && beyond < length) length -= beyond;
+        }
+        per_channel<false> const k{table_ + channel, step_, nullptr, 0};
+        if (finds_pages_) find_lanes(in, out, length, far, fetch);
+        run_(in, out, length, k, far, fetch, 0, length);
+        advance(in, length), advance(out, length);
       }
     }
   }
@@ -308,6 +339,8 @@ private:
   /// The rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
   bool reads_ahead_ = false; ///< whether what follows is fetched
+  /// No mask, and positions, which are no whole lines of the cache, follow each other without a gap; outputs are streamed.
+  bool joins_positions_ = false;
   bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
 };
 
