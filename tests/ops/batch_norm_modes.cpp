@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstddef>
@@ -341,17 +342,20 @@ TEST_CASE("where statistics are constant, dx is what dy is, whatever x is") {
             syncnorm::batch_norm_epilogue<float> epilogue{.activation = kind};
             if (with_residual) epilogue.residual = view(std::as_const(residual));
             if (masked) epilogue.mask = syncnorm::mask_of(std::as_const(mask).data(), n, s);
-            syncnorm::batch_norm<float> layer{syncnorm::self_communicator{}, c};
-            layer.eval();
-            layer.forward(view(x), view(y), epilogue);
-            layer.backward(view(x), view(dy), view(dx), epilogue,
-                           with_residual ? view(dresidual) : decltype(view(dx)){});
-            std::size_t wrong = 0;
-            for (std::size_t i = 0; i < size; ++i) {
-              wrong += !(std::abs(dx[i] - dy[i] / std::sqrt(1 + 1e-5F)) < 1e-6F);
-              if (with_residual) wrong += dresidual[i] != dy[i];
+            for (bool const affine : {true, false}) { // without, nobody needs the sums
+              std::ranges::fill(dx, -1.0F), std::ranges::fill(dresidual, -1.0F);
+              syncnorm::batch_norm<float> layer{syncnorm::self_communicator{}, c, {.affine = affine}};
+              layer.eval();
+              layer.forward(view(x), view(y), epilogue);
+              layer.backward(view(x), view(dy), view(dx), epilogue,
+                             with_residual ? view(dresidual) : decltype(view(dx)){});
+              std::size_t wrong = 0;
+              for (std::size_t i = 0; i < size; ++i) {
+                wrong += !(std::abs(dx[i] - dy[i] / std::sqrt(1 + 1e-5F)) < 1e-6F);
+                if (with_residual) wrong += dresidual[i] != dy[i];
+              }
+              CHECK(wrong == 0);
             }
-            CHECK(wrong == 0);
           }
 }
 
