@@ -89,7 +89,8 @@ struct kernels_of {
   ///
   ///     dresidual = dv,  dx = gamma·inv_std·(dv − m·(sum_dy/count + (x − mean)·inv_std²·sum_dy_xmu/count))
   ///
-  /// where m is 1 at positions that count and 0 elsewhere; dx = gamma·inv_std·dv where the count is 0. Without exchange,
+  /// where m is 1 at positions that count and 0 elsewhere, and by the unbiased variance, saved.normalized_by, the latter count is one
+  /// less; dx = gamma·inv_std·dv where the count is 0. Without exchange,
   /// `packets` is `own` alone. A default dx or dresidual is not needed; each may be dy, x or the residual, but not the other.
   /// Where packets disagree or have a fault it writes `report` and nothing else.
   static void backward_elemt(in dy, in x, out dx, out dresidual, affine_values const& affine, epilogue const& done,

@@ -102,8 +102,8 @@ void backward_reduce(executor_ref exec, tensor_view<X> dy, std::type_identity_t<
 ///
 ///     dresidual = dv,  dx = gamma·inv_std·(dv − m·(sum_dy/count + (x − mean)·inv_std²·sum_dy_xmu/count))
 ///
-/// where m is 1 at positions that count and 0 elsewhere, and count that of the positions that count over all ranks. count =
-/// 0 stands for constant statistics.
+/// where m is 1 at positions that count and 0 elsewhere, and count that of the positions that count over all ranks; by the unbiased
+/// variance the latter is count − 1. count = 0 stands for constant statistics.
 ///
 /// Shapes: see `backward_reduce`. Local. dx and dresidual may each be dy, x or the residual; without data they are not
 /// needed. `how`: see `normalize`.

@@ -19,6 +19,7 @@ namespace syncnorm {
 ///     dx = gamma·inv_std·(dy − sum_dy/n − (x − mean)·inv_std²·sum_dy_xmu/n)
 ///     gradients.gamma += inv_std·sum_dy_xmu,  gradients.beta += sum_dy    over this rank, as of any other parameter
 ///
+/// where by the unbiased variance, `saved.normalized_by`, sum_dy_xmu is divided by n − 1.
 /// dy, x, dx `[N, C, S]`; dx may be dy or x. A default `tensor_view` for dx and empty spans for the gradients of gamma
 /// and beta: not needed. Collective, whatever gradients this rank needs: one
 /// allgather, several for a large tensor, or one allreduce, as the forward pass; unless there is one rank, the

@@ -15,18 +15,19 @@
 namespace syncnorm {
 
 /// The gradients of `batch_norm_backward`'s results with respect to what it read: double backward, as a gradient penalty
-/// needs. With r = inv_std, x̂ = (x − mean)·r, n the count of all ranks, u and v the gradients with respect to dx and
-/// dresidual, and a, b those with respect to this rank's gradients of gamma and beta, all of a channel; with m = 1 where a
-/// position counts and 0 elsewhere, w = m where outputs that do not count are 0 and else 1, and g = w·f′·dy,
+/// needs. With r = inv_std, x̂ = (x − mean)·r, n the count of all ranks, k = n or by the unbiased variance n − 1, u and v the
+/// gradients with respect to dx and dresidual, and a, b those with respect to this rank's gradients of gamma and beta, all of a
+/// channel; with m = 1 where a position counts and 0 elsewhere, w = m where outputs that do not count are 0 and else 1, and
+/// g = w·f′·dy,
 ///
 ///     Sg = Σ g,  Sgx = Σ g·x̂,  Su = Σ m·u,  Sux = Σ m·u·x̂,  Sug = Σ u·g,  Ag = Σ a·g,  Agx = Σ a·g·x̂    over all ranks
-///     to dy:     w·f′·(γr·(u − Su/n − x̂·Sux/n) + a·x̂ + b + v)
-///     to x:      a·r·g − γr²/n·(Sgx·m·u + Sux·g)
-///                + m·(γr²/n²·(Su·Sgx + Sg·Sux) − r·Ag/n − x̂·r/n·(Agx + γr·(Sug − Su·Sg/n − 3·Sux·Sgx/n)))
-///     to gamma:  r·Σ (u·g − m·u·(Sg/n + x̂·Sgx/n))    over this rank, added to `gamma_gradient`
+///     to dy:     w·f′·(γr·(u − Su/n − x̂·Sux/k) + a·x̂ + b + v)
+///     to x:      a·r·g − γr²/k·(Sgx·m·u + Sux·g)
+///                + m·(γr²/(n·k)·(Su·Sgx + Sg·Sux) − r·Ag/n − x̂·r/k·(Agx + γr·(Sug − Su·Sg/n − 3·Sux·Sgx/k)))
+///     to gamma:  r·Σ (u·g − m·u·(Sg/n + x̂·Sgx/k))    over this rank, added to `gamma_gradient`
 ///
-/// They follow from dx = γr·(g − m·(Sg/n + x̂·Sgx/n)) by ∂r/∂x_k = −r²·m_k·x̂_k/n and ∂x̂_i/∂x_k = r·(δ_ik − m_k/n −
-/// m_k·x̂_i·x̂_k/n); f is linear in pieces, so f′ has no derivative, and nothing goes to beta or the residual. By constant
+/// They follow from dx = γr·(g − m·(Sg/n + x̂·Sgx/k)) by ∂r/∂x_j = −r²·m_j·x̂_j/k and ∂x̂_i/∂x_j = r·(δ_ij − m_j/n −
+/// m_j·x̂_i·x̂_j/k); f is linear in pieces, so f′ has no derivative, and nothing goes to beta or the residual. By constant
 /// statistics: w·f′·(γr·u + a·x̂ + b + v) to dy, a·r·g to x, and r·Σ u·g to gamma.
 ///
 /// dy, x, to_dy and to_x `[N, C, S]`; to_dy and to_x are neither each other nor an input, and a default one is not needed.

@@ -28,6 +28,7 @@ namespace syncnorm {
 ///     mean = Σ x / n,  var = Σ (x − mean)² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  over all ranks' N and S
 ///     running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))    or as `options.variance` says
 ///
+/// By `options.normalize_by`, y may be of the unbiased variance, Σ (x − mean)² / (n − 1), instead.
 /// x, y `[N, C, S]`; y may be x or the residual, and may not overlap either otherwise; N and S may differ between ranks and be zero.
 /// Collective: one allgather, several for a large tensor that is exchanged in parts, or two allreduces, as `options.exchange` says; none with
 /// one rank. The first pass of a workspace gathers, once more where there are over 128 channels. Every rank gets the same bits of mean,
