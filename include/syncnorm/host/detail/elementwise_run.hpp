@@ -158,15 +158,14 @@ private:
     }
   }
 
-  /// Elements [begin, end) of `n`, fewer than a vector's; a vector's are there. Where they are past the cache and another part of their
-  /// line is not, as half a line that a vector fills, both take several times as long.
+  /// Elements [begin, end) of `n`, fewer than a vector's; a vector's are there.
   template <class K>
   [[gnu::noinline]] void some(pointers const& in, targets const& out, std::int64_t begin, std::int64_t end,
                               std::int64_t n, K const& k) const {
     std::int64_t const at = std::min(begin, n - L);
     auto const v = compute(op_, in, at, k);
     for_each_output(out, streams_, [&]<bool Stream>(std::size_t j, std::bool_constant<Stream>) {
-      put_lanes<Stream && stream_lanes<T> == L, L>(out[j] + at, v[j], begin - at, end - at);
+      put_lanes<Stream, L>(out[j] + at, v[j], begin - at, end - at);
     });
   }
 

@@ -79,22 +79,16 @@ template <class T>
   return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) % simd_bytes / sizeof(T));
 }
 
-/// Lanes [first, last) of `v`, each to its place from `to` on, and no other; past the cache if `Stream`, as far as they are
-/// whole numbers of four bytes: a line of which the cache gets a part would have to be read first.
+/// Lanes [first, last) of `v`, each to its place from `to` on, and no other; past the cache if `Stream`, but for 16-bit elements: a line
+/// of which the cache gets a part has to be read first, but where a part of it comes in vectors, which of 16 bits are half a line, and
+/// another past the cache, both take several times as long.
 template <bool Stream, int Lanes, class T>
 [[gnu::always_inline]] inline void put_lanes(T* to, vector_t<accumulate_t<T>, Lanes> const& v, std::int64_t first,
                                              std::int64_t last) {
   std::array<T, static_cast<std::size_t>(Lanes)> all;
   store<Lanes>(all.data(), v);
-  constexpr std::int64_t word = sizeof(T) < 4 ? 4 / static_cast<std::int64_t>(sizeof(T)) : 1;
-  bool const words =
-      (reinterpret_cast<std::uintptr_t>(to + first) | reinterpret_cast<std::uintptr_t>(to + last)) % 4 == 0;
-  if (Stream && can_stream<T> && words) {
-    for (; first < last; first += word) {
-      std::array<std::byte, static_cast<std::size_t>(word) * sizeof(T)> bits;
-      std::memcpy(&bits, all.data() + first, sizeof bits);
-      stream_bits(to + first, bits);
-    }
+  if constexpr (Stream && can_stream<T> && sizeof(T) >= 4) {
+    for (; first < last; ++first) stream_bits(to + first, all[static_cast<std::size_t>(first)]);
   } else {
     std::memcpy(static_cast<void*>(to + first), all.data() + first, static_cast<std::size_t>(last - first) * sizeof(T));
   }
