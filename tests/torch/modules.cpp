@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -11,6 +12,8 @@
 #include <syncnorm/comm/collectives.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/torch/convert.hpp>
+
+#include <support/page_flags.hpp>
 
 using namespace test;
 using syncnorm::invalid_argument_error;
@@ -38,6 +41,24 @@ torch::nn::BatchNorm2d local_twin(SyncBatchNorm const& norm) {
 }
 
 } // namespace
+
+TEST_CASE("what a module allocates anew for outputs and gradients is asked for in huge pages, if it is large") {
+  auto const asks = [](Tensor const& tensor, bool small) {
+    return test_support::asks_for_huge_pages(static_cast<char*>(tensor.data_ptr()) + tensor.nbytes() / 2)
+        .value_or(!small);
+  };
+  for (bool const large : {true, false}) {
+    CAPTURE(large);
+    auto const x = torch::rand({large ? 9 : 2, 1, 1024, 1024}).requires_grad_();
+    SyncBatchNorm norm{BatchNormOptions{1}};
+    auto const y = norm->forward(x);
+    auto const dx = torch::autograd::grad({y}, {x}, {torch::ones_like(x)}).front();
+    CHECK(asks(y, !large) == large);
+    CHECK(asks(dx, !large) == large);
+    CHECK(std::abs(y.mean().item<double>()) <= 1e-5);
+    CHECK(scale_of(dx) <= 1e-4); // what is the same everywhere changes nothing
+  }
+}
 
 TEST_CASE("options, modes and their gradients are those of torch::nn::BatchNorm2d") {
   torch::manual_seed(11);

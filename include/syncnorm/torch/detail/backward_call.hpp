@@ -179,7 +179,7 @@ private:
           {activation, residual.defined() ? make_companion<T>(residual, of) : absent, mask_in(memory_, k), masked});
       auto& dresidual = dresiduals_.emplace_back();
       auto& to_residual = dresidual_views_.emplace_back();
-      if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = at::empty_like(of.y), of.order);
+      if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = empty_output_like(of.y), of.order);
     }
     auto const& first = read_x_.front();
     if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = of_.weight.contiguous());

@@ -146,7 +146,7 @@ public:
         of.x.push_back(of_x.x_view);
         of.dy.push_back(companion(saved[k]));
         u_views.push_back(companion(u[k]));
-        if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = at::empty_like(of_x.y), of_x.order);
+        if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = empty_output_like(of_x.y), of_x.order);
         if (wants(batches + k)) to_x[k] = of_x.y, of.to_x[k] = of_x.y_view;
         v_views.push_back(companion(take(batches + 2 + k)));
         auto const& [activation, masked] = pass.epilogues[k];
