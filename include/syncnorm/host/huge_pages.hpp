@@ -27,8 +27,7 @@ inline void use_huge_pages([[maybe_unused]] executor_ref exec, [[maybe_unused]] 
   static auto const page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   auto* const first = static_cast<unsigned char*>(data);
   auto const begin = reinterpret_cast<std::uintptr_t>(data), end = begin + bytes, before = begin % page;
-  // A refusal is what pages of 4 KB are.
-  if (madvise(first - before, before + bytes, MADV_HUGEPAGE) != 0) return;
+  if (madvise(first - before, before + bytes, MADV_HUGEPAGE) != 0) return; // this system has none
   auto const count = static_cast<std::int64_t>((end - 1) / huge - begin / huge + 1);
   exec.for_each(count, [&](std::int64_t i) {
     std::uintptr_t const there = (begin / huge + static_cast<std::uintptr_t>(i)) * huge;

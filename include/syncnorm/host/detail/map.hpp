@@ -98,8 +98,8 @@ public:
     bool const follow = layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; });
     if (channels <= most && follow)
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements<T> / 4 : chunk_channels<A>);
-    joins_positions_ = follow && streams && mask == nullptr && channels % line_elements<T> != 0 && channels > 0 &&
-                       channels <= chunk_channels<A>;
+    joins_positions_ =
+        follow && streams && mask == nullptr && channels % line_elements<T> != 0 && channels <= chunk_channels<A>;
     std::int64_t const period = channels * (run_positions_ + (joins_positions_ ? 1 : 0));
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
