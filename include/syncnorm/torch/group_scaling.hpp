@@ -33,6 +33,7 @@ public:
     recorded->saved_data["eps"] = eps;
     return by_type(x, [&]<class T>(T) {
       auto const of_x = make_operands<T>(x);
+      in_huge_pages(of_x.y);
       host::group_scaling<T>(at_executor{}, of_x.x_view, of_x.y_view, {groups, eps});
       return of_x.y;
     });
@@ -46,6 +47,7 @@ public:
       at::AutoGradMode const no_recording{false};
       dx = by_type(x, [&]<class T>(T) {
         auto const of_x = make_operands<T>(x);
+        in_huge_pages(of_x.y);
         at::Tensor dy = gradients.at(0);
         auto const dy_view = make_companion<T>(dy, of_x);
         host::group_scaling_backward<T>(at_executor{}, dy_view, of_x.x_view, of_x.y_view, scaling);

@@ -235,6 +235,7 @@ private:
       at::AutoGradMode const no_recording{false};
       detail::attempt(fault, [&] {
         of_input = detail::make_operands<T>(detail::channels_second(input));
+        detail::in_huge_pages(of_input.y);
         if (weight.defined()) affine.gamma = detail::values_of<T>(gamma = weight.contiguous());
         if (bias.defined()) affine.beta = detail::values_of<T>(beta = bias.contiguous());
         if (training && pad_mask.defined()) {

@@ -168,6 +168,7 @@ private:
       read_x_.push_back(of.x);
       x_views_.push_back(of.x_view);
       dy_views_.push_back(make_companion<T>(read_dy_.at(k), of));
+      if (wants_x || pass_->in_place) in_huge_pages(of.y);
       if (wants_x) dx_.push_back(of.y), dx_views_.push_back(of.y_view);
       // x is made again where its gradient will be.
       if (pass_->in_place) recovered_.push_back(of.y), recovered_views_.push_back(of.y_view);
@@ -179,7 +180,7 @@ private:
           {activation, residual.defined() ? make_companion<T>(residual, of) : absent, mask_in(memory_, k), masked});
       auto& dresidual = dresiduals_.emplace_back();
       auto& to_residual = dresidual_views_.emplace_back();
-      if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = empty_output_like(of.y), of.order);
+      if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = in_huge_pages(at::empty_like(of.y)), of.order);
     }
     auto const& first = read_x_.front();
     if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = of_.weight.contiguous());

@@ -146,8 +146,8 @@ public:
         of.x.push_back(of_x.x_view);
         of.dy.push_back(companion(saved[k]));
         u_views.push_back(companion(u[k]));
-        if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = empty_output_like(of_x.y), of_x.order);
-        if (wants(batches + k)) to_x[k] = of_x.y, of.to_x[k] = of_x.y_view;
+        if (wants(k)) of.to_dy[k] = *view_of<T>(to_dy[k] = in_huge_pages(at::empty_like(of_x.y)), of_x.order);
+        if (wants(batches + k)) to_x[k] = in_huge_pages(of_x.y), of.to_x[k] = of_x.y_view;
         v_views.push_back(companion(take(batches + 2 + k)));
         auto const& [activation, masked] = pass.epilogues[k];
         auto const& residual = saved[2 * batches + 2 + k];

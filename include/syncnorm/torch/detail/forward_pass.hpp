@@ -179,7 +179,7 @@ private:
       auto const& of = of_.emplace_back(in_.in_place ? make_operands_in_place<T>(input) : make_operands<T>(input));
       x_views_.push_back(of.x_view);
       y_views_.push_back(of.y_view);
-      outputs_.push_back(of.y);
+      outputs_.push_back(in_.in_place ? of.y : in_huge_pages(of.y));
       auto const& with = in_.epilogues[k];
       auto& epilogue = epilogues_.emplace_back();
       epilogue.activation = with.activation;

@@ -56,13 +56,13 @@ template <class T>
   return tensor._is_zerotensor() ? at::zeros(tensor.sizes(), tensor.options()) : tensor.resolve_neg();
 }
 
-/// A tensor like `x`, to be written. What glibc allocates beyond the greatest threshold of its own, 32 MB, is new to the process.
-[[nodiscard]] inline at::Tensor empty_output_like(at::Tensor const& x) {
+/// `tensor`, which was just allocated and is to be written: in huge pages, where it is of more than glibc's greatest threshold, and its
+/// memory therefore new to the process.
+inline at::Tensor const& in_huge_pages(at::Tensor const& tensor) {
   constexpr std::size_t always_new = std::size_t{32} << 20;
-  auto made = at::empty_like(x);
-  if (made.device().is_cpu() && made.nbytes() > always_new)
-    host::use_huge_pages(at_executor{}, made.data_ptr(), made.nbytes());
-  return made;
+  if (tensor.device().is_cpu() && tensor.nbytes() > always_new)
+    host::use_huge_pages(at_executor{}, tensor.data_ptr(), tensor.nbytes());
+  return tensor;
 }
 
 /// The tensors of a pass: what is read, and what is written, of the same extents and memory format.
@@ -78,7 +78,7 @@ struct operands {
 template <class T>
 [[nodiscard]] operands<T> make_operands(at::Tensor const& input) {
   auto const attempt = [](at::Tensor const& x) -> std::optional<operands<T>> {
-    operands<T> made{x, empty_output_like(x), {}, {}, spatial_order(x)};
+    operands<T> made{x, at::empty_like(x), {}, {}, spatial_order(x)};
     auto const x_view = view_of<T const>(made.x, made.order);
     auto const y_view = view_of<T>(made.y, made.order);
     if (!x_view || !y_view) return std::nullopt;
@@ -111,7 +111,7 @@ template <class T>
   auto const view = view_of<T const>(other, like.order);
   auto const& y = like.y_view;
   if (view && ((view->stride_s == 1 && y.stride_s == 1) || (view->stride_c == 1 && y.stride_c == 1))) return *view;
-  other = empty_output_like(like.y).copy_(other);
+  other = in_huge_pages(at::empty_like(like.y)).copy_(other);
   return *view_of<T const>(other, like.order);
 }
 
