@@ -47,10 +47,12 @@ void add(std::vector<bench::row>& rows, std::string const& layout, std::array<st
     bench::row_key const key{op, layout, bench::type_name<float>(), shape, "self", 1, threads};
     auto const make = [key] {
       auto const data = bench::make_tensors<float>(key);
-      auto const steps = std::max<std::int64_t>(1, bench::iterations_for(bench::floor_bytes<float>(key)) / 2);
+      // Of the first steps the system may have to find the memory anew that the peer has had meanwhile.
+      std::int64_t const settling = 4;
+      auto const steps = std::max<std::int64_t>(8, bench::iterations_for(bench::floor_bytes<float>(key)));
       std::vector<bench::contender> contenders{
-          {"ours", [=] { return step_of<syncnorm::torch::SyncBatchNorm>(key, data); }, steps},
-          {"torch", [=] { return step_of<torch::nn::BatchNorm2d>(key, data); }, std::max<std::int64_t>(1, steps / 2)}};
+          {"ours", [=] { return step_of<syncnorm::torch::SyncBatchNorm>(key, data); }, steps, settling},
+          {"torch", [=] { return step_of<torch::nn::BatchNorm2d>(key, data); }, steps / 2, settling / 2}};
       bench::add_floors<float>(contenders, key, bench::traffic_of(key), bench::tensors_of<float>(data));
       return contenders;
     };
