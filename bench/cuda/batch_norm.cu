@@ -128,6 +128,11 @@ void measure(char const* element, shape const& of, bool channels_last, cudaStrea
                             {}, of_pass.report(), of_pass.limits, stream);
   });
 
+  kernel("backward_constant", 2, [&](auto const& set) {
+    cuda::backward_constant<T>(view(set.dy), view(set.x), view(set.dx), {}, {}, {}, of_pass.saved(), of_pass.limits,
+                               stream);
+  });
+
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t step = nullptr;
   require_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");

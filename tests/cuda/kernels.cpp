@@ -93,6 +93,7 @@ struct operands {
     kernels::backward_alone(dy, x, dx, dresidual, {}, epilogue, saved, header, packet, gradients, report, work, limits,
                             on);
   }
+  void backward_constant() { kernels::backward_constant(dy, x, dx, dresidual, {}, epilogue, saved, limits, on); }
   void double_backward_reduce() {
     kernels::double_backward_reduce(second, dy, x, {}, epilogue, saved, header, packet, work, limits, on);
   }
@@ -190,6 +191,9 @@ TEST_CASE("what no kernel can take is an error, and nothing is launched") {
       {&all::backward_alone, flat_dy, "backward_alone: dy has other extents than x"},
       {&all::backward_alone, no_count, "backward_alone: the saved count is null"},
       {&all::backward_alone, crooked_packet, "backward_alone: a packet is null or not aligned to 8 bytes"},
+      {&all::backward_constant, flat_dy, "backward_constant: dy has other extents than x"},
+      {&all::backward_constant, same_memory, "backward_constant: dx and dresidual are the same memory"},
+      {&all::backward_constant, no_saved, "backward_constant: the saved statistics are null"},
       {&all::double_backward_reduce, flat_dy, "double_backward_reduce: dy has other extents than x"},
       {&all::double_backward_reduce, [](all& of) { of.second.dx = of.y, of.second.dx.samples = 1; },
        "double_backward_reduce: the gradient with respect to dx has other extents than x"},
@@ -227,6 +231,7 @@ TEST_CASE("a launch that fails is an error that says whose it is") {
       {&all::backward_reduce, "backward_reduce"},
       {&all::backward_elemt, "backward_elemt"},
       {&all::backward_alone, "backward_alone"},
+      {&all::backward_constant, "backward_constant"},
       {&all::double_backward_reduce, "double_backward_reduce"},
       {&all::double_backward_elemt, "double_backward_elemt"},
       {&all::keep, "keep"},

@@ -1,6 +1,8 @@
 #include "ops/cuda_support.hpp"
 
 #include <array>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -187,24 +189,80 @@ TEST_CASE("one rank exchanges nothing, and neither do constant statistics and ba
 }
 
 TEST_CASE("where statistics are constant on a device, dx is what dy is, whatever x is") {
-  layer_over<syncnorm::self_communicator> layer{{}, 2};
-  layer_cases::device_tensor<float> x{test::layout::nchw, 2, 2, 5}, dy{test::layout::nchw, 2, 2, 5},
-      y{test::layout::nchw, 2, 2, 5}, dx{test::layout::nchw, 2, 2, 5};
-  std::vector<long double> values(20), gradients(20);
-  for (std::size_t i = 0; i < 20; ++i) {
+  constexpr std::int64_t n = 2, c = 9, s = 70;
+  constexpr std::size_t size = n * c * s;
+  std::vector<long double> values(size), gradients(size);
+  for (std::size_t i = 0; i < size; ++i) {
     values[i] = i % 3 == 0 ? 1 : i % 3 == 1 ? std::numeric_limits<long double>::quiet_NaN() : INFINITY;
-    gradients[i] = i % 3 == 0 ? 2 : 0;
+    gradients[i] = i % 3 == 0 ? 2 + static_cast<long double>(i % 11) : 0;
   }
-  x.put(values, 0), dy.put(gradients, 0);
   test::stream const on;
-  layer.eval();
-  for (auto const& kind : {syncnorm::activation::identity(), syncnorm::activation::relu()}) {
-    syncnorm::batch_norm_epilogue<float> const epilogue{.activation = kind};
-    layer.forward(x.view, y.view, epilogue, on);
-    layer.backward(x.view, dy.view, dx.view, epilogue, {}, {}, on);
-    layer.synchronize(on);
-    CHECK(layer_cases::error_of(dx.get(), gradients) < 1e-5);
+  for (auto const order : {test::layout::nchw, test::layout::nhwc})
+    for (auto const& kind : {syncnorm::activation::identity(), syncnorm::activation::relu()})
+      for (bool const with_residual : {false, true})
+        for (bool const affine : {true, false}) { // without, nobody needs the sums
+          CAPTURE(affine);
+          layer_cases::device_tensor<float> x{order, n, c, s}, dy{order, n, c, s}, y{order, n, c, s},
+              dx{order, n, c, s}, residual{order, n, c, s}, dresidual{order, n, c, s};
+          x.put(values, 0), dy.put(gradients, 0), residual.put(std::vector<long double>(size, 0.5L), 0);
+          layer_over<syncnorm::self_communicator> layer{{}, c, {.affine = affine}};
+          layer.eval();
+          syncnorm::batch_norm_epilogue<float> epilogue{.activation = kind};
+          if (with_residual) epilogue.residual = residual.view;
+          layer.forward(x.view, y.view, epilogue, on);
+          layer.prepare(on);
+          on.wait();
+          fake_cuda::reset();
+          layer.backward(x.view, dy.view, dx.view, epilogue,
+                         with_residual ? dresidual.view : decltype(dresidual.view){}, {}, on);
+          layer.synchronize(on);
+          if (!affine) CHECK(fake_cuda::calls("kernel") == 1);
+          CHECK(layer_cases::error_of(dx.get(), gradients) < 1e-4);
+          if (with_residual) CHECK(layer_cases::error_of(dresidual.get(), gradients) == 0);
+        }
+  test::check_no_violations();
+}
+
+TEST_CASE("a backward pass of a device by constant statistics takes no sums that nobody wants") {
+  constexpr std::int64_t n = 3, c = 4, s = 7;
+  constexpr std::size_t size = n * c * s;
+  std::vector<long double> const var{1, 4, 0.25L, 9};
+  std::vector<long double> values(size), gradients(size), expected(size);
+  for (std::size_t i = 0; i < size; ++i) {
+    values[i] = static_cast<long double>(i * 5 % 13), gradients[i] = static_cast<long double>(i * 7 % 11) - 5;
+    expected[i] = gradients[i] / std::sqrt(var[i / s % c] + 1e-5L);
   }
+  struct batches {
+    layer_cases::device_tensor<float> of[2]{{test::layout::nchw, n, c, s}, {test::layout::nhwc, n, c, s}};
+
+    [[nodiscard]] std::array<syncnorm::tensor_view<float>, 2> views() const { return {of[0].view, of[1].view}; }
+    [[nodiscard]] std::array<syncnorm::tensor_view<float const>, 2> inputs() const { return {of[0].view, of[1].view}; }
+    void put(std::vector<long double> const& values) {
+      for (auto& each : of) each.put(values, 0);
+    }
+  };
+  batches x, dy, dx;
+  layer_over<syncnorm::self_communicator> layer{{}, c, {.affine = false}};
+  layer_cases::put(layer.running_var(), var);
+  layer.eval();
+  test::stream const on;
+  auto const check = [&](std::size_t kernels, auto const& backward) {
+    fake_cuda::reset();
+    backward();
+    CHECK(fake_cuda::calls("kernel") == kernels);
+    layer.synchronize(on);
+    for (auto& each : dx.of) CHECK(layer_cases::error_of(each.get(), expected) < 1e-5);
+    dx.put(std::vector<long double>(size, -7));
+  };
+  x.put(values), dy.put(gradients);
+  layer.forward(x.inputs(), dx.views(), {}, on);
+  check(2, [&] { layer.backward(x.inputs(), dy.inputs(), dx.views(), {}, {}, {}, on); });
+  layer.forward_in_place(x.views(), {}, on);
+  check(7, [&] {
+    layer.backward_in_place(x.views(), dy.inputs(), dx.views(), {}, {}, {}, on);
+  }); // x comes back, if it can
+  for (auto& each : x.of) CHECK(layer_cases::error_of(each.get(), values) < 1e-5);
+  test::check_no_violations();
 }
 
 TEST_CASE("parameters and running statistics are optional, and what was allocated is given back") {

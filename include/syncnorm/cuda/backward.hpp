@@ -6,7 +6,9 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/check.hpp>
 #include <syncnorm/cuda/detail/device_element.hpp>
+#include <syncnorm/cuda/detail/forward_op.hpp>
 #include <syncnorm/cuda/detail/launch.hpp>
+#include <syncnorm/cuda/forward.hpp>
 #include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/cuda/workspace.hpp>
@@ -91,6 +93,20 @@ void kernels_of<T, Kernels>::backward_alone(in dy, in x, out dx, out dresidual, 
   if (launched) return;
   backward_reduce(dy, x, affine, done, saved, own, packet, work, limits, stream);
   detail::launch_gradient<Kernels>(call, dy, x, dx, dresidual, done, statistics, limits, stream, true);
+}
+
+template <class T, class Kernels>
+void kernels_of<T, Kernels>::backward_constant(in dy, in x, out dx, out dresidual, affine_values const& affine,
+                                               epilogue const& done, saved_statistics const& saved,
+                                               device_limits const& limits, cudaStream_t stream) {
+  auto const* const call = "backward_constant";
+  detail::require_backward_operands(call, dy, x, dx, dresidual, done, saved);
+  if (done.does_something())
+    return detail::launch_gradient<Kernels>(call, dy, x, dx, dresidual, done, {{}, {}, saved, affine}, limits, stream);
+  if (dx.data == nullptr) return;
+  detail::forward_statistics statistics;
+  statistics.saved = saved, statistics.affine.gamma = affine.gamma, statistics.of = detail::map_of::dy;
+  detail::launch_normalize<Kernels>(call, dy, dx, {}, statistics, limits, stream);
 }
 
 } // namespace syncnorm::cuda

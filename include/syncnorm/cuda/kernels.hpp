@@ -105,6 +105,11 @@ struct kernels_of {
                              affine_outputs const& gradients, fault_report const& report, workspace const& work,
                              device_limits const& limits, cudaStream_t stream);
 
+  /// dx and dresidual of backward_elemt where statistics are constant, saved.count = 0, and no gradients of gamma and beta are wanted:
+  /// dx = gamma·inv_std·dv. x is read where there is an epilogue.
+  static void backward_constant(in dy, in x, out dx, out dresidual, affine_values const& affine, epilogue const& done,
+                                saved_statistics const& saved, device_limits const& limits, cudaStream_t stream);
+
   /// Writes the packet of this rank for double backward, by the formulae of ops/batch_norm_double_backward.hpp, of seven values a
   /// channel: `packet_bytes(C, 7)`. `done` is the epilogue of the forward pass.
   static void double_backward_reduce(second_order<T> const& second, in dy, in x, affine_values const& affine,

@@ -137,6 +137,14 @@ public:
 
   void run_alone(cudaStream_t stream) override {
     packet_place const own{packets().own().data()};
+    bool const needs_no_sums =
+        saved_->scope == statistics_scope::constant && in_.gradients.gamma.empty() && in_.gradients.beta.empty();
+    if (needs_no_sums && in_.kept.empty()) return run_constant(stream);
+    if (needs_no_sums) { // of a forward pass that may have failed on the device
+      recover(stream);
+      announce(header(), own, stream);
+      return apply(own_packet(own), own, workspace_->report(), stream);
+    }
     if (in_.x.size() != 1) {
       local(header(), own, stream);
       return apply(own_packet(own), own, workspace_->report(), stream);
@@ -155,6 +163,11 @@ private:
                syncnorm::detail::packet_header const& header, packet_place const& at, cudaStream_t stream) const {
     kernels::backward_reduce(dy, x, values_of(in_.affine), done, saved_->statistics(), header, at, workspace_->work(),
                              workspace_->limits(), stream);
+  }
+  void run_constant(cudaStream_t stream) const {
+    for (std::size_t k = 0; k < in_.x.size(); ++k)
+      kernels::backward_constant(in_.dy[k], in_.x[k], dx(k), dresidual(k), values_of(in_.affine), epilogue(k),
+                                 saved_->statistics(), workspace_->limits(), stream);
   }
   [[nodiscard]] affine_outputs outputs() const {
     return {outputs_of(in_.gradients.gamma), outputs_of(in_.gradients.beta)};

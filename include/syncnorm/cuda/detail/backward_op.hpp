@@ -16,7 +16,7 @@
 
 namespace syncnorm::cuda::detail {
 
-/// The sums of a backward pass over all ranks, and of this one.
+/// The sums of a backward pass over all ranks, and of this one; none where statistics are constant, and no gradients are wanted.
 struct backward_statistics {
   gathered_packets packets{};
   packet_place own{};
@@ -34,6 +34,7 @@ struct backward_statistics {
 
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
+    if (packets.data == nullptr) return {hw.load(saved.mean + c), hw.load(saved.inv_std + c), 0, 0, 0, 0, 0};
     incoming_packets const from{packets, channels}, mine{own_packet(own), channels};
     summary s{hw.load(saved.mean + c), hw.load(saved.inv_std + c), 0, 0, mine.value(hw, 0, 0, c),
               mine.value(hw, 0, 1, c), hw.load(saved.count)};

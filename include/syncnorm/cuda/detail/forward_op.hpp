@@ -19,6 +19,13 @@
 
 namespace syncnorm::cuda::detail {
 
+/// What maps by the statistics of a forward pass; all but the first leave nothing, and go by its `saved_statistics`.
+enum class map_of : std::uint8_t {
+  x,  ///< y, of x
+  y,  ///< x again, unless the pass failed or x is there
+  dy, ///< dx, where statistics are constant
+};
+
 /// The statistics of a forward pass: of all ranks' packets, or, where there are none, of the running statistics.
 struct forward_statistics {
   gathered_packets packets{};
@@ -30,8 +37,7 @@ struct forward_statistics {
   fault_report report{};
   std::uint32_t* ticket = nullptr;          ///< how many groups are done with the counter; 0 between launches
   std::int64_t const* kept_state = nullptr; ///< of `kept_channels`; null: y is not in place
-  /// Makes x of y again, by `saved` of a forward pass, unless that failed or x is there; writes nothing else.
-  bool inverts = false;
+  map_of of = map_of::x;
 
   static constexpr int values = 2;
 
@@ -48,14 +54,15 @@ struct forward_statistics {
   /// What makes one channel fail the pass.
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE bool refuses(Hw const& hw, summary const& s) const {
-    if (inverts) return s.count < 0 || (kept_state != nullptr && hw.load(kept_state + 1) != 0);
+    if (of != map_of::x) return s.count < 0 || (kept_state != nullptr && hw.load(kept_state + 1) != 0);
     return s.count == 1 || (constant() && failed_before(hw));
   }
 
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE summary merge_ranks(Hw const& hw, std::int64_t channels, std::int64_t c) const {
     moments<double> all;
-    if (inverts) return {hw.load(saved.mean + c), hw.load(saved.inv_std + c), 0, hw.load(saved.count)};
+    if (of != map_of::x)
+      return {of == map_of::y ? hw.load(saved.mean + c) : 0, hw.load(saved.inv_std + c), 0, hw.load(saved.count)};
     if (constant()) {
       double const held = load_value(hw, running.var, c, 1);
       return {load_value(hw, running.mean, c, 0), inverse_deviation(held, variance, eps), 0, 0};
@@ -89,7 +96,7 @@ struct forward_statistics {
   /// Writes what a channel leaves.
   template <class Hw>
   SYNCNORM_DEVICE void commit(Hw const& hw, std::int64_t c, summary const& s) const {
-    if (inverts) return;
+    if (of != map_of::x) return;
     if (saved.mean != nullptr) {
       hw.store(saved.mean + c, s.mean);
       hw.store(saved.inv_std + c, s.inv_std);
@@ -117,14 +124,14 @@ struct forward_statistics {
   }
   template <class Hw>
   SYNCNORM_DEVICE void fail(Hw const& hw, incoming_packets const& from, pass_fault fault) const {
-    if (inverts) return;
+    if (of != map_of::x) return;
     from.tell(hw, report, constant() ? pass_fault::no_room : fault);
     if (hw.thread() == 0 && saved.count != nullptr) hw.store(saved.count, std::int64_t{-1});
   }
 };
 
 /// y = f((x − center)·scale + shift + residual), or 0 where positions do not count; or the other way round, where `slope` is that
-/// of the inverse, x = (f⁻¹(y) − residual − shift)/scale + center.
+/// of the inverse, x = (f⁻¹(y) − residual − shift)/scale + center; or dx = dy·scale.
 template <class T, bool Epilogue>
 struct normalize_op {
   using element_type = T;
@@ -154,7 +161,7 @@ struct normalize_op {
   SYNCNORM_DEVICE void coefficients_of(Summary const& s, double gamma, double beta, A (&k)[coefficients]) const {
     auto const made = make_normalize_coefficients<A>(s.mean, s.inv_std, gamma, beta);
     k[0] = made.center, k[1] = made.scale, k[2] = made.shift;
-    if (!statistics.inverts) return;
+    if (statistics.of != map_of::y) return;
     double const scale = s.inv_std * gamma;
     k[0] = made.shift, k[1] = scale == 0 ? A{0} : static_cast<A>(1 / scale), k[2] = made.center;
   }
@@ -175,7 +182,7 @@ struct normalize_op {
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
     A v = to_accumulate(in[0]);
     if constexpr (Epilogue) {
-      bool const inverts = !Forward && statistics.inverts;
+      bool const inverts = !Forward && statistics.of == map_of::y;
       A const r = residual.data != nullptr ? to_accumulate(in[1]) : A{0};
       if (inverts) v = activate(v, slope) - r;
       v = (v - k[0]) * k[1] + k[2];

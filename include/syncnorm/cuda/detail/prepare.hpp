@@ -269,7 +269,7 @@ template <class T, bool Epilogue>
                                                      affine_values const& affine, saved_statistics const& saved,
                                                      kept_channels const& kept) {
   forward_statistics statistics;
-  statistics.saved = saved, statistics.affine = affine, statistics.inverts = true;
+  statistics.saved = saved, statistics.affine = affine, statistics.of = map_of::y;
   if (kept.once) statistics.kept_state = kept.state;
   return make_normalize<T, Epilogue>(y, y, {{1 / made.activation.negative_slope}, made.residual}, statistics);
 }
