@@ -64,6 +64,11 @@ TEST_CASE("CUDA tensors: modes, options and layouts agree with the CPU's") {
       {"evaluation by the batch", BatchNormOptions{3}.track_running_stats(false), [](auto& norm) { norm.eval(); }},
       {"frozen statistics", BatchNormOptions{3}, [](auto& norm) { norm.freeze_statistics(); }},
       {"frozen weight", BatchNormOptions{3}, [](auto& norm) { norm.weight.set_requires_grad(false); }},
+      {"frozen whole", BatchNormOptions{3},
+       [](auto& norm) {
+         norm.freeze_statistics();
+         for (auto& parameter : norm.parameters()) parameter.set_requires_grad(false);
+       }},
       {"nothing of its own", BatchNormOptions{3}.affine(false).track_running_stats(false), nothing},
       {"cumulative average", BatchNormOptions{3}.momentum(c10::nullopt), nothing},
       {"biased variance", BatchNormOptions{3},

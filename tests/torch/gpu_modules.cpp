@@ -95,15 +95,17 @@ TEST_CASE("on a GPU, modes and epilogues agree with the CPU's, on a stream of th
   c10::cuda::CUDAStreamGuard const stream{c10::cuda::getStreamFromPool(false, 0)};
   for (auto const& with : epilogues)
     for (bool const trains : {true, false})
-      for (bool const in_place : {false, true}) {
-        auto norm = make_norm(BatchNormOptions{6}, {}, torch::kFloat);
-        norm->train(trains);
-        auto host = copy_of(norm), device = on_device(norm);
-        for (auto& each : {host, device}) each.ptr()->set_in_place(in_place);
-        auto const copy = [&](Tensor const& whole) { return in_place ? whole.clone() : whole; };
-        auto const expected = run_step(host, x, dy, with, torch::kCPU, copy);
-        check_same(run_step(device, x, dy, with, gpu, copy), expected, 225);
-      }
+      for (bool const in_place : {false, true})
+        for (bool const frozen : {false, true}) {
+          auto norm = make_norm(BatchNormOptions{6}, {}, torch::kFloat);
+          norm->train(trains);
+          for (auto& parameter : norm->parameters()) parameter.set_requires_grad(!frozen);
+          auto host = copy_of(norm), device = on_device(norm);
+          for (auto& each : {host, device}) each.ptr()->set_in_place(in_place);
+          auto const copy = [&](Tensor const& whole) { return in_place ? whole.clone() : whole; };
+          auto const expected = run_step(host, x, dy, with, torch::kCPU, copy);
+          check_same(run_step(device, x, dy, with, gpu, copy), expected, 225);
+        }
 }
 
 TEST_CASE("on a GPU, groups in two phases, micro-batches and gradient penalties agree with the CPU's") {
