@@ -41,7 +41,8 @@ namespace syncnorm::cuda {
 /// one of headers. It allocates nothing and does not wait for the device, so it can be captured in a graph and replayed, given that
 /// the communicator's collectives can be. Before the first pass, ranks agree on channels and options once: `prepare`, which waits for
 /// the stream, or the first forward pass. Without `prepare`, CUDA may load a kernel at its first launch, and then that waits for
-/// the device. Use one stream at a time.
+/// the device. A backward pass is of the mode of the forward pass that was enqueued before it, also where a graph has it. Use one stream
+/// at a time.
 ///
 /// Errors. With one rank, and for passes that exchange nothing, what is wrong is thrown at once. With several, the rank whose
 /// fault it is joins the exchange, no rank writes anything in this pass, and every rank throws the same, naming the rank, from
