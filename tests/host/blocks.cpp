@@ -18,7 +18,7 @@ namespace {
 
 /// One block, several, a last one of another extent; rows, columns and elements; blocks that exceed the cache.
 constexpr test::extents block_shapes[] = {{2, 7, 5},     {64, 9, 441}, {500, 600, 1}, {2, 2, 80000},
-                                          {2000, 40, 4}, {0, 40, 9},   {3, 0, 4}};
+                                          {2000, 40, 4}, {2, 9, 4111}, {0, 40, 9},    {3, 0, 4}};
 
 template <class T>
 struct results {
@@ -53,6 +53,53 @@ TEST_CASE("in evaluation dy's rows are taken for channels where x's cannot be") 
       CHECK(std::ranges::equal(dx.values(), expected, close));
     }
   }};
+}
+
+TEST_CASE_TEMPLATE(
+    "a backward pass in blocks by constant statistics gives the bits of whole passes, whatever it writes over", T,
+    float, double) {
+  host::serial_executor const serial;
+  for (auto const& shape : block_shapes) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    if (test::sanitized && n * c * s * static_cast<std::int64_t>(sizeof(T)) > 1'100'000) continue;
+    auto const values = test::deviates<T>(n, c, s, 3), gradients = test::deviates<T>(n, c, s, 4);
+    std::vector<T> gamma(static_cast<std::size_t>(c));
+    results<T> whole{c};
+    for (std::size_t i = 0; i < gamma.size(); ++i) {
+      gamma[i] = T(0.5) - static_cast<T>(i % 7);
+      whole.mean[i] = static_cast<double>(i % 5) - 2, whole.inv_std[i] = 1 / static_cast<double>(1 + i % 3);
+    }
+    host::channel_values const weight{std::span<T const>{gamma}};
+    for (auto const order : {test::arrangement::nchw, test::arrangement::nhwc, test::arrangement::every_other}) {
+      if (order == test::arrangement::every_other && n * c * s > 100) continue;
+      CAPTURE(test::name_of(shape));
+      CAPTURE(test::name_of(order));
+      test::tensor<T> x{order, n, c, s, values}, dy{order, n, c, s, gradients};
+      test::tensor<T> expected{order, n, c, s};
+      host::backward_reduce(serial, dy.input(), x.view(), whole.mean, whole.sum_dy, whole.sum_dy_xmu);
+      host::backward_elemt(serial, dy.view(), x.view(), expected.view(), whole.mean, whole.inv_std, weight,
+                           whole.sum_dy, whole.sum_dy_xmu, 0);
+      auto const check = [&](auto const& exec, host::stores how) {
+        auto const backward = [&](test::tensor<T>& of_dy, test::tensor<T>& of_x, test::tensor<T>& to) {
+          results<T> got{c};
+          host::backward_in_blocks(exec, of_dy.view(), of_x.view(), to.view(), whole.mean, whole.inv_std, weight,
+                                   got.sum_dy, got.sum_dy_xmu, 0, how);
+          CHECK(got.sum_dy == whole.sum_dy);
+          CHECK(got.sum_dy_xmu == whole.sum_dy_xmu);
+          CHECK(to.values() == expected.values());
+          CHECK(to.intact());
+        };
+        test::tensor<T> apart{order, n, c, s}, over_dy = dy, over_x = x;
+        backward(dy, x, apart);
+        backward(over_dy, x, over_dy);
+        backward(dy, over_x, over_x);
+      };
+      for (auto const how : {host::stores::automatic, host::stores::streaming}) {
+        check(serial, how);
+        check(test::shuffling_executor{2}, how);
+      }
+    }
+  }
 }
 
 TEST_CASE_TEMPLATE("working in blocks gives the bits of whole passes", T, float, double) {

@@ -15,13 +15,39 @@
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/linear_op.hpp>
+#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/product_reduce.hpp>
 #include <syncnorm/host/detail/product_rows.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
+#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host {
+
+namespace detail {
+
+/// `backward_in_blocks` by constant statistics, in one reading of dy and x, of tensors that it suits; whether it does.
+template <class T>
+[[nodiscard]] bool
+sum_and_map_constant(executor_ref exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
+                     tensor_view<T> const& dx, std::span<double const> mean, std::span<double const> inv_std,
+                     channel_values const& gamma, std::span<double> sum_dy, std::span<double> sum_dy_xmu, stores how) {
+  using A = accumulate_t<T>;
+  groups const parts{x};
+  std::array<tensor_view<T const>, 2> in{dy, x};
+  std::array<tensor_view<T>, 1> out{dx};
+  if (x.size() == 0 || dx.data == x.data || !suits_sum_and_map<T>(exec, parts, in, out)) return false;
+  using map_type = elementwise_map<T, linear_op<1>>;
+  scratch_lease<A> table{map_type::table_size(in[0])};
+  map_type const map{{}, constant_gradient_terms<A>{inv_std, gamma}, {in[0]}, out, nullptr, how, table.data()};
+  reduce_products_and_map<T>(exec, gradient_terms<A>{mean}, in, parts, sum_dy, sum_dy_xmu, map);
+  return true;
+}
+
+} // namespace detail
 
 /// backward_reduce and backward_elemt with the sums of this rank, block of channels by block where that keeps the second
 /// reading of dy and x in the cache. The bits are those of the two calls one after the other.
@@ -34,6 +60,8 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                         std::span<double const> inv_std, channel_values const& gamma, std::span<double> sum_dy,
                         std::span<double> sum_dy_xmu, normalized_count count, stores how = stores::automatic) {
   if (how == stores::automatic) how = stores_for(dx);
+  if (count.n == 0 && detail::sum_and_map_constant<T>(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, how))
+    return;
   std::int64_t const block = std::min(detail::block_of_channels(x, 2), detail::block_of_channels(dy, 2));
   if (!detail::worth_blocking(exec, x, block)) {
     backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);

@@ -25,6 +25,7 @@ struct column_run {
 
   std::array<std::array<T const*, Inputs>, longest> rows;
   std::size_t count = 0;
+  std::int64_t first = 0, positions = 1; ///< the first row's position, of those that each row has
   /// Parts of a row that are contiguous, the columns of each, and elements from one part to the next.
   std::int64_t parts = 1, width = 0;
   std::array<std::int64_t, Inputs> step{};
@@ -172,6 +173,7 @@ public:
     };
     auto const rows_of = [&](std::int64_t positions) {
       flush();
+      now.positions = positions;
       bool const contiguous = in_[0].stride_s == channels_;
       now.parts = contiguous ? 1 : positions;
       now.width = contiguous ? positions * channels_ : channels_;
@@ -183,6 +185,7 @@ public:
       }
     };
     auto const add = [&](std::int64_t n, std::int64_t s) {
+      if (now.count == 0) now.first = s;
       for (std::size_t j = 0; j < Inputs; ++j) now.rows[now.count][j] = &in_[j](n, 0, s);
       if (++now.count == run::longest) flush();
     };
@@ -217,10 +220,10 @@ private:
 };
 
 /// Σ a and Σ a·b per channel over the positions of group `g` that count, in double where runs meet, with the coefficients that `op`
-/// has.
-template <class T, class Op>
+/// has. f(run) after each.
+template <class T, class Op, class F>
 void sum_channels(Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in, groups const& parts,
-                  prepared_mask const* mask, std::int64_t g, double* first, double* second) {
+                  prepared_mask const* mask, std::int64_t g, double* first, double* second, F const& f) {
   using A = accumulate_t<T>;
   column_runs<T, Op::inputs> const runs{in, parts, mask};
   std::int64_t const channels = in[0].channels;
@@ -242,6 +245,7 @@ void sum_channels(Op const& op, std::array<tensor_view<T const>, Op::inputs> con
       for (std::int64_t i = 0; i < piece.count; ++i) first[piece.channel + i] += static_cast<double>(a[i]);
       for (std::int64_t i = 0; i < piece.count; ++i) second[piece.channel + i] += static_cast<double>(b[i]);
     });
+    f(run);
   });
 }
 

@@ -5,11 +5,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <span>
+#include <type_traits>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/boxes.hpp>
 #include <syncnorm/host/detail/columns.hpp>
+#include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/product_rows.hpp>
@@ -18,27 +22,47 @@
 #include <syncnorm/host/detail/reduce.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
+#include <syncnorm/host/detail/streaming.hpp>
 #include <syncnorm/host/executor.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
-/// Σ a and Σ a·b of channels over one group of pieces, for `reduce_channels`; `Terms` are `terms_of_lanes`.
-template <class T, class Terms>
+struct no_map {};
+
+/// Σ a and Σ a·b of channels over one group of pieces, for `reduce_channels`; `Terms` are `terms_of_lanes`. With a `Map`, an
+/// `elementwise_map` of tensors of the same extents, each piece is mapped as soon as it is summed.
+template <class T, class Terms, class Map = no_map>
 class product_kernel {
   using A = accumulate_t<T>;
   using rows_type = product_rows<T, Terms>;
   using views = typename rows_type::views;
+  static constexpr bool maps = !std::is_same_v<Map, no_map>;
 
 public:
-  product_kernel(Terms const& terms, views const& in, prepared_mask const* mask, groups const& parts)
-      : terms_{terms}, in_{in}, mask_{mask}, parts_{parts}, layout_{common_layout(in)} {}
+  product_kernel(Terms const& terms, views const& in, prepared_mask const* mask, groups const& parts,
+                 Map const* map = nullptr)
+      : terms_{terms}, in_{in}, mask_{mask}, parts_{parts}, layout_{common_layout(in)}, map_{map} {}
 
   [[gnu::noinline]] void operator()(std::int64_t first, std::int64_t length, std::int64_t group, double* a,
                                     double* b) const {
+    sum(first, length, group, a, b);
+    if constexpr (maps) stream_fence();
+  }
+
+  static void merge(std::int64_t before, std::int64_t more, double* a, double* b, double const* a_more,
+                    double const* b_more, std::int64_t length) {
+    rows_type::merge(before, more, a, b, a_more, b_more, length);
+  }
+
+private:
+  void sum(std::int64_t first, std::int64_t length, std::int64_t group, double* a, double* b) const {
     Terms const terms = terms_from(first);
     views const in = channels_of(in_, first, length);
     if (layout_ == layout::channels) {
-      sum_channels<T>(terms, in, parts_, mask_, group, a, b);
+      sum_channels<T>(terms, in, parts_, mask_, group, a, b, [&](auto const& run) {
+        if constexpr (maps)
+          (*map_)(boxes::box{first, length, 0, 1, run.first, run.positions * static_cast<std::int64_t>(run.count)});
+      });
     } else if (layout_ == layout::rows && mask_ == nullptr && are_short_rows(in[0].spatial)) {
       short_row_sums<T, Terms> const sums{terms, in};
       sums(parts_.begin(group), parts_.end(group), a, b);
@@ -48,19 +72,24 @@ public:
     for (std::int64_t c = 0; c < length; ++c) b[c] = multiply_add(-terms.excess(c), a[c], b[c]);
   }
 
-  static void merge(std::int64_t before, std::int64_t more, double* a, double* b, double const* a_more,
-                    double const* b_more, std::int64_t length) {
-    rows_type::merge(before, more, a, b, a_more, b_more, length);
-  }
-
-private:
   void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* a, double* b) const {
     fetching const fetch = fetching::of(in_[0], parts_, std::ssize(in_));
     for (std::int64_t done = 0; done < length; done += rows_type::channels_at_once) {
       std::int64_t const some = std::min(rows_type::channels_at_once, length - done);
       rows_type sums{terms_from(first + done), channels_of(in_, first + done, some), mask_, layout_};
-      sum_rows(sums, parts_, group, some, fetch, a + done, b + done);
+      sum_rows(sums, parts_, group, some, fetch, a + done, b + done, [&](std::int64_t c, groups::piece const& piece) {
+        if constexpr (maps) map_piece(first + done + c, piece);
+      });
     }
+  }
+
+  /// Of rows, each of which is mapped whole, whoever maps its other pieces.
+  void map_piece(std::int64_t channel, groups::piece const& piece) const {
+    std::int64_t const end = piece.begin + piece.length, left = parts_.cut.spatial - end;
+    bool const follows = piece.begin == 0 ? channel > 0 : piece.length >= line_elements<T>;
+    bool const is_followed =
+        left == 0 ? channel + 1 < in_[0].channels : std::min(left, parts_.cut.length) >= line_elements<T>;
+    (*map_)(row_piece{piece.sample, channel, piece.begin, end, follows, is_followed}, std::nullopt);
   }
 
   [[nodiscard]] Terms terms_from(std::int64_t first) const {
@@ -74,7 +103,36 @@ private:
   prepared_mask const* mask_;
   groups parts_;
   layout layout_;
+  Map const* map_;
 };
+
+/// Whether `reduce_products_and_map` can take such tensors, all of which are then as it takes them, and takes contiguous channels whole
+/// by enough groups to occupy the executor.
+template <class T, std::size_t Inputs, std::size_t Outputs>
+[[nodiscard]] bool suits_sum_and_map(executor_ref exec, groups const& parts,
+                                     std::array<tensor_view<T const>, Inputs>& in,
+                                     std::array<tensor_view<T>, Outputs>& out) {
+  auto const all = [&](auto const& holds) { return std::ranges::all_of(in, holds) && std::ranges::all_of(out, holds); };
+  if (all([](auto const& x) { return has_rows(x) && !table_folds(x); })) return !are_short_rows(in[0].spatial);
+  bool const shared = exec.concurrency() == 1 || parts.count >= 4 * exec.concurrency();
+  return shared && in[0].channels <= chunk_channels<accumulate_t<T>> &&
+         all([](auto const& x) { return has_contiguous_channels(x) && !has_rows(x); }) && make_one_sample(in, out);
+}
+
+/// The sums of `reduce_products`, and `map` of the same elements, which does not depend on the sums and writes over no input that others
+/// read: each tensor is read once.
+template <class T, class Terms, class Map>
+void reduce_products_and_map(executor_ref exec, Terms const& terms, std::array<tensor_view<T const>, Terms::inputs> in,
+                             groups const& parts, std::span<double> a, std::span<double> b, Map const& map) {
+  using lanes = terms_of_lanes<Terms>;
+  std::int64_t chunk = reduction_chunk(in[0]);
+  for (auto const& x : in) chunk = std::min(chunk, reduction_chunk(x));
+  // Of rows, too few groups are made up for by fewer channels to a task.
+  if (std::int64_t const tasks = 4 * exec.concurrency(); exec.concurrency() > 1 && parts.count < tasks)
+    chunk = std::min(chunk, ceil_div(in[0].channels * parts.count, tasks));
+  reduce_channels<accumulate_t<T>>(exec, parts, in[0].channels, chunk,
+                                   product_kernel<T, lanes, Map>{lanes{terms}, in, nullptr, parts, &map}, a, b);
+}
 
 /// Σ a and Σ a·b of each channel of `in`, over the positions that count; `mask`: null where all do. The same bits whatever the executor.
 template <class T, class Terms>

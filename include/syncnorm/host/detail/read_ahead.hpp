@@ -85,16 +85,24 @@ void for_each_piece_read(groups const& parts, std::int64_t g, std::int64_t chann
   });
 }
 
-/// The sums `a`, `b` of `rows`, of so many channels, over group `g`. `Rows` has what `moment_rows` has.
-template <class Rows>
+/// The sums `a`, `b` of `rows`, of so many channels, over group `g`. `Rows` has what `moment_rows` has. f(c, piece) after each.
+template <class Rows, class F>
 void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch, double* a,
-              double* b) {
+              double* b, F const& f) {
   bool begun = false;
   for_each_piece_read(parts, g, channels, fetch, [&](groups::piece const& now, read_ahead const& later) {
-    for (std::int64_t c = 0; c < channels; ++c) rows.add(c, now, later, begun);
+    for (std::int64_t c = 0; c < channels; ++c) {
+      rows.add(c, now, later, begun);
+      f(c, now);
+    }
     begun = true;
   });
   rows.finish(g, a, b);
+}
+template <class Rows>
+void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch, double* a,
+              double* b) {
+  sum_rows(rows, parts, g, channels, fetch, a, b, [](std::int64_t, groups::piece const&) {});
 }
 
 } // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS
