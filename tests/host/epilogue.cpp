@@ -456,24 +456,32 @@ TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, fl
         finish(m2, inv_std)(0, p.c);
         host::normalize(serial, x.view(), y.view(), mean, inv_std, p.params(), epilogue);
         host::backward_reduce(serial, dy.input(), x.view(), mean, inv_std, p.params(), epilogue, sum, xmu);
-        host::backward_elemt(serial, dy.input(), x.view(), dx.view(), dr.view(), mean, inv_std, p.params(), sum, xmu,
-                             p.oracle.count, epilogue);
         for (auto const how : {host::stores::cached, host::stores::streaming}) {
           // On one thread a block of rows is summed while the one before is mapped.
           test::shuffling_executor const exec{how == host::stores::cached ? 1 : 2};
           host::forward_in_blocks(exec, x.view(), y_got.view(), mean_got, m2_got, inv_got, p.params(),
                                   finish(m2_got, inv_got), epilogue, how);
-          host::backward_in_blocks(exec, dy.input(), x.view(), dx_got.view(), dr_got.view(), mean, inv_std, p.params(),
-                                   sum_got, xmu_got, p.oracle.count, epilogue, how);
           CHECK(mean_got == mean);
           CHECK(m2_got == m2);
           CHECK(y_got.values() == y.values());
-          CHECK(sum_got == sum);
-          CHECK(xmu_got == xmu);
-          CHECK(dx_got.values() == dx.values());
-          CHECK(dr_got.values() == dr.values());
           CHECK(y_got.intact());
-          CHECK(dx_got.intact());
+          for (std::int64_t const count : {p.oracle.count, std::int64_t{0}}) { // 0: by constant statistics
+            host::backward_elemt(serial, dy.input(), x.view(), dx.view(), dr.view(), mean, inv_std, p.params(), sum,
+                                 xmu, count, epilogue);
+            test::tensor<T> over_x = x, over_dy = dy;
+            auto const check = [&](test::tensor<T>& of_dy, test::tensor<T>& of_x, test::tensor<T>& to) {
+              host::backward_in_blocks(exec, of_dy.input(), of_x.view(), to.view(), dr_got.view(), mean, inv_std,
+                                       p.params(), sum_got, xmu_got, count, epilogue, how);
+              CHECK(sum_got == sum);
+              CHECK(xmu_got == xmu);
+              CHECK(to.values() == dx.values());
+              CHECK(dr_got.values() == dr.values());
+              CHECK(to.intact());
+            };
+            check(dy, x, dx_got);
+            check(dy, over_x, over_x);
+            check(over_dy, x, over_dy);
+          }
         }
       }
     }

@@ -27,28 +27,6 @@
 
 namespace syncnorm::host {
 
-namespace detail {
-
-/// `backward_in_blocks` by constant statistics, in one reading of dy and x, of tensors that it suits; whether it does.
-template <class T>
-[[nodiscard]] bool
-sum_and_map_constant(executor_ref exec, tensor_view<T const> const& dy, tensor_view<T const> const& x,
-                     tensor_view<T> const& dx, std::span<double const> mean, std::span<double const> inv_std,
-                     channel_values const& gamma, std::span<double> sum_dy, std::span<double> sum_dy_xmu, stores how) {
-  using A = accumulate_t<T>;
-  groups const parts{x};
-  std::array<tensor_view<T const>, 2> in{dy, x};
-  std::array<tensor_view<T>, 1> out{dx};
-  if (x.size() == 0 || dx.data == x.data || !suits_sum_and_map<T>(exec, parts, in, out)) return false;
-  using map_type = elementwise_map<T, linear_op<1>>;
-  scratch_lease<A> table{map_type::table_size(in[0])};
-  map_type const map{{}, constant_gradient_terms<A>{inv_std, gamma}, {in[0]}, out, nullptr, how, table.data()};
-  reduce_products_and_map<T>(exec, gradient_terms<A>{mean}, in, parts, sum_dy, sum_dy_xmu, map);
-  return true;
-}
-
-} // namespace detail
-
 /// backward_reduce and backward_elemt with the sums of this rank, block of channels by block where that keeps the second
 /// reading of dy and x in the cache. The bits are those of the two calls one after the other.
 ///
@@ -60,7 +38,14 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                         std::span<double const> inv_std, channel_values const& gamma, std::span<double> sum_dy,
                         std::span<double> sum_dy_xmu, normalized_count count, stores how = stores::automatic) {
   if (how == stores::automatic) how = stores_for(dx);
-  if (count.n == 0 && detail::sum_and_map_constant<T>(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, how))
+  using A = accumulate_t<T>;
+  auto const map_of_dy = detail::map_of_channels<T>(
+      detail::linear_op<1>{}, {dy}, {dx}, nullptr, how, [&](std::int64_t first, std::int64_t length) {
+        return detail::constant_gradient_terms<A>{detail::channels_of(inv_std, first, length), gamma.from(first)};
+      });
+  if (count.n == 0 && dx.data != x.data &&
+      detail::sum_and_map<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, std::array{dx}, sum_dy, sum_dy_xmu,
+                             map_of_dy))
     return;
   std::int64_t const block = std::min(detail::block_of_channels(x, 2), detail::block_of_channels(dy, 2));
   if (!detail::worth_blocking(exec, x, block)) {
@@ -74,26 +59,17 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                     detail::channels_of(sum_dy_xmu, first, length));
   };
   detail::channel_blocks const blocks{x.channels, block};
-  if (count.n == 0) {
-    auto const terms = [&](std::int64_t first, std::int64_t length) {
-      return detail::constant_gradient_terms<accumulate_t<T>>{detail::channels_of(inv_std, first, length),
-                                                              gamma.from(first)};
-    };
-    return detail::reduce_and_map<T>(
-        exec, blocks, dy, 2, reduce,
-        detail::map_of_channels<T>(detail::linear_op<1>{}, {dy}, {dx}, nullptr, how, terms));
-  }
+  if (count.n == 0) return detail::reduce_and_map<T>(exec, blocks, dy, 2, reduce, map_of_dy);
   auto const terms = [&](std::int64_t first, std::int64_t length) {
-    return detail::backward_elemt_terms<accumulate_t<T>>{
-        detail::channels_of(mean, first, length),
-        detail::channels_of(inv_std, first, length),
-        gamma.from(first),
-        detail::channels_of(std::span<double const>{sum_dy}, first, length),
-        detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
-        count};
+    return detail::backward_elemt_terms<A>{detail::channels_of(mean, first, length),
+                                           detail::channels_of(inv_std, first, length),
+                                           gamma.from(first),
+                                           detail::channels_of(std::span<double const>{sum_dy}, first, length),
+                                           detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
+                                           count};
   };
   auto const map = detail::map_of_channels<T>(detail::linear_op<2>{}, {dy, x}, {dx}, nullptr, how, terms);
-  using sums_of = detail::terms_of_lanes<detail::gradient_terms<accumulate_t<T>>>;
+  using sums_of = detail::terms_of_lanes<detail::gradient_terms<A>>;
   using rows_type = detail::product_rows<T, sums_of>;
   if (!detail::suits_row_pipeline<rows_type>(blocks, std::array{dy, x}, std::array{dx}))
     return detail::reduce_and_map<T>(exec, blocks, x, 2, reduce, map);

@@ -113,12 +113,14 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
   std::int64_t const inputs = epilogue.activates_residual() ? 3 : 2;
   std::int64_t const block =
       std::min(detail::block_of_channels(epilogue, x, inputs), detail::block_of_channels(epilogue, dy, inputs));
-  if (!epilogue.does_something() || detail::writes_no_gradient(dx, dresidual, residual) ||
-      !detail::worth_blocking(exec, x, block)) {
+  bool const worth_blocking = detail::worth_blocking(exec, x, block);
+  auto const in_two_calls = [&] {
     backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);
-    return;
-  }
+  };
+  if (!epilogue.does_something() || detail::writes_no_gradient(dx, dresidual, residual) ||
+      (!worth_blocking && count.n != 0))
+    return in_two_calls();
   using A = accumulate_t<T>;
   auto const reduce = [&](std::int64_t first, std::int64_t length) {
     backward_reduce(serial_executor{}, dy.channel_range(first, length), x.channel_range(first, length),
@@ -143,18 +145,25 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
               detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
               count};
         });
+    detail::activated_gradient_terms<A, Residual> const terms{{mean, inv_std, params}, epilogue.slope()};
     using sums_of = detail::terms_of_lanes<detail::activated_gradient_terms<A, Residual>>;
     using rows_type = detail::product_rows<T, sums_of>;
-    if constexpr (!Constant) // else it is not worth the time to compile it
+    if constexpr (Constant) {
+      if (epilogue.written() == nullptr && epilogue.counted() == nullptr &&
+          detail::sum_and_map<T>(exec, terms, in, out, sum_dy, sum_dy_xmu, map))
+        return;
+      if (!worth_blocking) return in_two_calls();
+    } else {
       if (detail::suits_row_pipeline<rows_type>(blocks, in, out)) {
         auto const rows = [&](std::int64_t first, std::int64_t length) {
-          return rows_type{sums_of{{{mean, inv_std, params}, epilogue.slope()}, first},
-                           detail::channels_of(in, first, length), epilogue.written(), detail::layout::rows};
+          return rows_type{sums_of{terms, first}, detail::channels_of(in, first, length), epilogue.written(),
+                           detail::layout::rows};
         };
         auto const finish = [](std::int64_t, std::int64_t) {};
         return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {std::ssize(in), true}, rows, sum_dy,
                                               sum_dy_xmu, finish, map);
       }
+    }
     detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
   };
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);

@@ -106,32 +106,43 @@ private:
   Map const* map_;
 };
 
-/// Whether `reduce_products_and_map` can take such tensors, all of which are then as it takes them, and takes contiguous channels whole
-/// by enough groups to occupy the executor.
+/// Whether tensors can be summed and mapped at once: long rows, or contiguous channels in groups enough to occupy the executor; these
+/// become one sample.
 template <class T, std::size_t Inputs, std::size_t Outputs>
 [[nodiscard]] bool suits_sum_and_map(executor_ref exec, groups const& parts,
                                      std::array<tensor_view<T const>, Inputs>& in,
                                      std::array<tensor_view<T>, Outputs>& out) {
   auto const all = [&](auto const& holds) { return std::ranges::all_of(in, holds) && std::ranges::all_of(out, holds); };
   if (all([](auto const& x) { return has_rows(x) && !table_folds(x); })) return !are_short_rows(in[0].spatial);
-  bool const shared = exec.concurrency() == 1 || parts.count >= 4 * exec.concurrency();
+  bool const shared = exec.concurrency() == 1 || parts.count >= 2 * exec.concurrency();
   return shared && in[0].channels <= chunk_channels<accumulate_t<T>> &&
          all([](auto const& x) { return has_contiguous_channels(x) && !has_rows(x); }) && make_one_sample(in, out);
 }
 
-/// The sums of `reduce_products`, and `map` of the same elements, which does not depend on the sums and writes over no input that others
-/// read: each tensor is read once.
-template <class T, class Terms, class Map>
-void reduce_products_and_map(executor_ref exec, Terms const& terms, std::array<tensor_view<T const>, Terms::inputs> in,
-                             groups const& parts, std::span<double> a, std::span<double> b, Map const& map) {
+/// Σ a and Σ a·b of each channel of `in`, and `make_map(0, channels, table)`, an `elementwise_map` to `out` that depends on no sums and
+/// writes over nothing that it does not read itself, in one reading of each tensor; whether it can do so. The bits are those of
+/// `reduce_products`.
+template <class T, class Terms, std::size_t Outputs, class MakeMap>
+[[nodiscard]] bool sum_and_map(executor_ref exec, Terms const& terms,
+                               std::array<tensor_view<T const>, Terms::inputs> in,
+                               std::array<tensor_view<T>, Outputs> out, std::span<double> a, std::span<double> b,
+                               MakeMap const& make_map) {
+  using A = accumulate_t<T>;
+  using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
   using lanes = terms_of_lanes<Terms>;
+  groups const parts{in[0]};
+  std::int64_t const channels = in[0].channels;
+  scratch_lease<A> table{map_type::table_size(in[0])};
+  if (in[0].size() == 0 || !suits_sum_and_map<T>(exec, parts, in, out)) return false;
+  map_type const map = make_map(std::int64_t{0}, channels, table.data());
   std::int64_t chunk = reduction_chunk(in[0]);
   for (auto const& x : in) chunk = std::min(chunk, reduction_chunk(x));
   // Of rows, too few groups are made up for by fewer channels to a task.
-  if (std::int64_t const tasks = 4 * exec.concurrency(); exec.concurrency() > 1 && parts.count < tasks)
-    chunk = std::min(chunk, ceil_div(in[0].channels * parts.count, tasks));
-  reduce_channels<accumulate_t<T>>(exec, parts, in[0].channels, chunk,
-                                   product_kernel<T, lanes, Map>{lanes{terms}, in, nullptr, parts, &map}, a, b);
+  if (std::int64_t const tasks = 4 * exec.concurrency(); tasks > 4 && has_rows(in[0]) && parts.count < tasks)
+    chunk = std::min(chunk, ceil_div(channels * parts.count, tasks));
+  reduce_channels<A>(exec, parts, channels, chunk,
+                     product_kernel<T, lanes, map_type>{lanes{terms}, in, nullptr, parts, &map}, a, b);
+  return true;
 }
 
 /// Σ a and Σ a·b of each channel of `in`, over the positions that count; `mask`: null where all do. The same bits whatever the executor.
