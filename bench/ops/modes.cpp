@@ -1,4 +1,4 @@
-// batch_norm on one rank over micro-batches by one statistic, and double backward, beside the floor of their bytes.
+// batch_norm on one rank over micro-batches by one statistic, by constant statistics, and double backward, beside the floor of their bytes.
 
 #include <array>
 #include <cstdint>
@@ -33,34 +33,39 @@ template <class T>
 void add_micro_batches(std::vector<bench::row>& rows, std::string const& layout, std::array<std::int64_t, 3> shape) {
   for (std::string const op : {"forward", "backward"}) {
     bench::row_key const key{op + "+4_batches", layout, bench::type_name<T>(), shape, "self", 1, threads};
-    auto const make = [=] {
-      auto const data = bench::make_tensors<T>(key);
-      auto const steps = bench::iterations_for(bench::floor_bytes<T>(key));
-      auto const ours = [=] {
-        auto const layer = make_layer<T>(key);
-        auto const has_run = std::make_shared<bool>(false);
-        return [=](int) {
-          auto const& tensor = data->front();
-          constexpr std::size_t batches = 4;
-          auto const length = key.shape[0] / static_cast<std::int64_t>(batches);
-          std::array<syncnorm::tensor_view<T const>, batches> x, dy;
-          std::array<syncnorm::tensor_view<T>, batches> out;
-          for (std::size_t k = 0; k < batches; ++k) {
-            auto const first = static_cast<std::int64_t>(k) * length;
-            x[k] = bench::view_of(key, tensor.x).sample_range(first, length);
-            dy[k] = bench::view_of(key, tensor.dy).sample_range(first, length);
-            out[k] = bench::view_of(key, tensor.out).sample_range(first, length);
-          }
-          if (op == "forward" || !*has_run) layer->forward(x, out);
-          *has_run = true;
-          if (op == "backward") layer->backward(x, dy, out);
-        };
+    bench::add_row<T>(rows, key, [=](bench::rank_tensors<T> const& data) -> bench::contender::step {
+      auto const layer = make_layer<T>(key);
+      auto const has_run = std::make_shared<bool>(false);
+      return [=](int) {
+        auto const& tensor = data->front();
+        constexpr std::size_t batches = 4;
+        auto const length = key.shape[0] / static_cast<std::int64_t>(batches);
+        std::array<syncnorm::tensor_view<T const>, batches> x, dy;
+        std::array<syncnorm::tensor_view<T>, batches> out;
+        for (std::size_t k = 0; k < batches; ++k) {
+          auto const first = static_cast<std::int64_t>(k) * length;
+          x[k] = bench::view_of(key, tensor.x).sample_range(first, length);
+          dy[k] = bench::view_of(key, tensor.dy).sample_range(first, length);
+          out[k] = bench::view_of(key, tensor.out).sample_range(first, length);
+        }
+        if (op == "forward" || !*has_run) layer->forward(x, out);
+        *has_run = true;
+        if (op == "backward") layer->backward(x, dy, out);
       };
-      std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps}};
-      bench::add_floors<T>(contenders, key, bench::traffic_of(key), bench::tensors_of<T>(data));
-      return contenders;
-    };
-    rows.push_back({key, bench::floor_bytes<T>(key), make});
+    });
+  }
+}
+
+/// Passes by constant statistics, with the gradients of gamma and beta.
+template <class T>
+void add_evaluation(std::vector<bench::row>& rows, std::string const& layout, std::array<std::int64_t, 3> shape) {
+  for (std::string const op : {"forward", "backward"}) {
+    bench::row_key const key{op + "+eval", layout, bench::type_name<T>(), shape, "self", 1, threads};
+    bench::add_row<T>(rows, key, [=](bench::rank_tensors<T> const& data) -> bench::contender::step {
+      auto const layer = make_layer<T>(key);
+      layer->eval();
+      return bench::layer_step<T>(key, data, layer);
+    });
   }
 }
 
@@ -113,6 +118,7 @@ int main(int argc, char** argv) {
     for (char const* layout : {"NCHW", "NHWC"}) {
       if (how.quick && std::string{layout} == "NHWC") continue;
       add_micro_batches<float>(rows, layout, images);
+      add_evaluation<float>(rows, layout, images);
       add_double_backward<float>(rows, "", layout, images);
       add_double_backward<float>(rows, "+relu", layout, images);
     }

@@ -25,32 +25,16 @@ void add(std::vector<bench::row>& rows, std::string const& with, std::string con
          std::array<std::int64_t, 3> shape) {
   for (std::string const op : {"forward", "backward"}) {
     bench::row_key const key{op + with, layout, "float", shape, "self", 1, threads};
-    auto const make = [=] {
-      auto const data = bench::make_tensors<float>(key);
-      syncnorm::host::openmp_executor const exec{threads};
-      auto const steps = bench::iterations_for(bench::floor_bytes<float>(key));
-      auto const ours = [=] {
-        using layer_type = syncnorm::power_norm<float, syncnorm::self_communicator, syncnorm::host::openmp_executor>;
-        syncnorm::power_norm_options norm{.warmup_iters = 0};
-        if (with.find("warmup") != std::string::npos) norm.warmup_iters = 1'000'000'000;
-        if (with.find("groups") != std::string::npos) norm.groups = 8;
-        auto const layer = std::make_shared<layer_type>(syncnorm::self_communicator{}, key.shape[1],
-                                                        syncnorm::power_norm_layer_options{.norm = norm}, exec);
-        auto const has_run = std::make_shared<bool>(false);
-        return [=](int) {
-          auto const& tensor = data->front();
-          auto const x = bench::view_of(key, tensor.x), dy = bench::view_of(key, tensor.dy);
-          auto const out = bench::view_of(key, tensor.out);
-          if (op == "forward" || !*has_run) layer->forward(x, out);
-          *has_run = true;
-          if (op == "backward") layer->backward(x, dy, out);
-        };
-      };
-      std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps}};
-      bench::add_floors<float>(contenders, key, bench::traffic_of(key), bench::tensors_of<float>(data));
-      return contenders;
-    };
-    rows.push_back({key, bench::floor_bytes<float>(key), make});
+    bench::add_row<float>(rows, key, [=](bench::rank_tensors<float> const& data) -> bench::contender::step {
+      using layer_type = syncnorm::power_norm<float, syncnorm::self_communicator, syncnorm::host::openmp_executor>;
+      syncnorm::power_norm_options norm{.warmup_iters = 0};
+      if (with.find("warmup") != std::string::npos) norm.warmup_iters = 1'000'000'000;
+      if (with.find("groups") != std::string::npos) norm.groups = 8;
+      auto const layer = std::make_shared<layer_type>(syncnorm::self_communicator{}, key.shape[1],
+                                                      syncnorm::power_norm_layer_options{.norm = norm},
+                                                      syncnorm::host::openmp_executor{threads});
+      return bench::layer_step<float>(key, data, layer);
+    });
   }
 }
 
