@@ -249,6 +249,7 @@ TEST_CASE_TEMPLATE("large outputs, which are written past the cache, have the sa
   };
   // Groups of whole lines or not, where channels are contiguous.
   check([&](auto* data) { return nhwc(data, n, channels * positions, 1); }, channels * positions, {0, 5, 16});
+  check([&](auto* data) { return nc(data, n, channels * positions); }, channels * positions, {0, 16});
   check([&](auto* data) { return nchw(data, n, channels, positions); }, channels, {0, 4});
 }
 

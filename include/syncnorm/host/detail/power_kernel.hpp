@@ -66,13 +66,19 @@ inline void for_each_lanes(std::int64_t n, F const& f) {
   for (; i < n; ++i) f.template operator()<1>(i);
 }
 
+/// Elements from a position of contiguous channels to the next.
+template <class T>
+[[nodiscard]] std::int64_t elements_to_next(tensor_view<T> const& x) {
+  return x.spatial == 1 ? x.stride_n : x.stride_s;
+}
+
 /// Whether an output is streamed past the cache: where it consists of whole lines, those of positions or of rows, and those of
 /// `width` channels, which are written one after the other. It is as large as `all` of which it is a part.
 template <class T>
 [[nodiscard]] bool streams_lines(tensor_view<T> const& out, layout of, std::int64_t width, tensor_view<T> const& all,
                                  bool in_place) {
-  auto const [step, length] =
-      of == layout::channels ? std::pair{out.stride_s, width | out.channels} : std::pair{out.stride_c, out.spatial};
+  auto const [step, length] = of == layout::channels ? std::pair{elements_to_next(out), width | out.channels}
+                                                     : std::pair{out.stride_c, out.spatial};
   bool const contiguous = of != layout::strided && (of == layout::channels ? out.stride_c : out.stride_s) == 1;
   return can_stream<T> && contiguous && stores_for(all) == stores::streaming && !in_place &&
          elements_since_line(out.data) == 0 && (out.stride_n | step | length) % line_elements<T> == 0;
@@ -87,11 +93,6 @@ template <int Lanes, class T>
     store<Lanes>(to, v);
 }
 
-/// Elements from a position of contiguous channels to the next.
-template <class T>
-[[nodiscard]] std::int64_t elements_to_next(tensor_view<T> const& x) {
-  return x.spatial == 1 ? x.stride_n : x.stride_s;
-}
 /// Elements from a position of contiguous channels, of so many tensors like `x`, to what is fetched meanwhile.
 template <class T>
 [[nodiscard]] std::int64_t elements_to_fetch(tensor_view<T> const& x, std::size_t inputs) {
