@@ -116,7 +116,8 @@ template <class T, std::size_t Inputs, std::size_t Outputs>
   if (all([](auto const& x) { return has_rows(x) && !table_folds(x); })) return !are_short_rows(in[0].spatial);
   bool const shared = exec.concurrency() == 1 || parts.count >= 2 * exec.concurrency();
   return shared && in[0].channels <= chunk_channels<accumulate_t<T>> &&
-         all([](auto const& x) { return has_contiguous_channels(x) && !has_rows(x); }) && make_one_sample(in, out);
+         all([](auto const& x) { return has_contiguous_channels(x) && !has_rows(x); }) && make_one_sample(in, out) &&
+         common_layout(in) == layout::channels; // which one channel's positions are not
 }
 
 /// Σ a and Σ a·b of each channel of `in`, and `make_map(0, channels, table)`, an `elementwise_map` to `out` that depends on no sums and
