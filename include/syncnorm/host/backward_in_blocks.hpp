@@ -21,14 +21,14 @@
 #include <syncnorm/host/detail/product_rows.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>
-#include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host {
 
 /// backward_reduce and backward_elemt with the sums of this rank, block of channels by block where that keeps the second
-/// reading of dy and x in the cache. The bits are those of the two calls one after the other.
+/// reading of dy and x in the cache, or, by constant statistics, count 0, piece by piece. The bits are those of the two calls one after
+/// the other.
 ///
 /// Shapes: dy, x and dx `[N, C, S]`, the rest `[C]`. Local. dx may be dy or x.
 template <class T>

@@ -18,6 +18,7 @@
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/masked_moment_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
+#include <syncnorm/host/detail/product_reduce.hpp>
 #include <syncnorm/host/detail/product_rows.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/row_pipeline.hpp>

@@ -83,7 +83,7 @@ private:
     }
   }
 
-  /// Of rows, each of which is mapped whole, whoever maps its other pieces.
+  /// Of rows, all of which are mapped, so that a line may be left to the next piece, whoever maps that.
   void map_piece(std::int64_t channel, groups::piece const& piece) const {
     std::int64_t const end = piece.begin + piece.length, left = parts_.cut.spatial - end;
     bool const follows = piece.begin == 0 ? channel > 0 : piece.length >= line_elements<T>;
