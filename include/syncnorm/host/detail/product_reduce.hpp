@@ -59,7 +59,7 @@ private:
     Terms const terms = terms_from(first);
     views const in = channels_of(in_, first, length);
     if (layout_ == layout::channels) {
-      sum_channels<T>(terms, in, parts_, mask_, group, a, b, [&](auto const& run) {
+      sum_channels<T>(terms, in, parts_, mask_, group, a, b, [&]([[maybe_unused]] auto const& run) {
         if constexpr (maps)
           (*map_)(boxes::box{first, length, 0, 1, run.first, run.positions * static_cast<std::int64_t>(run.count)});
       });
