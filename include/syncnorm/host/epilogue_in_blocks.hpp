@@ -147,14 +147,14 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
               count};
         });
     detail::activated_gradient_terms<A, Residual> const terms{{mean, inv_std, params}, epilogue.slope()};
-    using sums_of = detail::terms_of_lanes<detail::activated_gradient_terms<A, Residual>>;
-    using rows_type = detail::product_rows<T, sums_of>;
     if constexpr (Constant) {
       if (epilogue.written() == nullptr && epilogue.counted() == nullptr &&
           detail::sum_and_map<T>(exec, terms, in, out, sum_dy, sum_dy_xmu, map))
         return;
       if (!worth_blocking) return in_two_calls();
     } else {
+      using sums_of = detail::terms_of_lanes<detail::activated_gradient_terms<A, Residual>>;
+      using rows_type = detail::product_rows<T, sums_of>;
       if (detail::suits_row_pipeline<rows_type>(blocks, in, out)) {
         auto const rows = [&](std::int64_t first, std::int64_t length) {
           return rows_type{sums_of{terms, first}, detail::channels_of(in, first, length), epilogue.written(),

@@ -151,8 +151,7 @@ public:
   /// `in`: at most chunk_channels. `mask`: of the positions that count; null: all.
   column_runs(views const& in, groups const& parts, prepared_mask const* mask)
       : in_{in}, parts_{parts}, mask_{mask}, channels_{in[0].channels} {
-    for (auto& x : in_)
-      if (x.spatial == 1) x.stride_s = x.stride_n; // by which what follows is fetched
+    for (auto& x : in_) x.stride_s = elements_to_next(x); // by which what follows is fetched
     in_order_ = mask == nullptr && make_one_sample(in_);
     std::int64_t const step = in_[0].stride_s;
     constexpr std::int64_t widest = 1024 / sizeof(accumulate_t<T>), fewest_rows = 4;

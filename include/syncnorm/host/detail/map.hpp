@@ -38,6 +38,18 @@ struct row_piece {
   bool follows, is_followed;
 };
 
+/// Part `part` of a row of channel `c` of so many, all parts of whose rows are mapped.
+template <class T>
+[[nodiscard]] row_piece part_of_row(row_cut const& cut, std::int64_t sample, std::int64_t c, std::int64_t channels,
+                                    std::int64_t part) {
+  std::int64_t const begin = cut.begin(part), end = begin + cut.size(part);
+  bool const begins_row = part == 0, ends_row = part + 1 == cut.pieces;
+  // In a piece of less than a line of the cache, none may end that begins before it.
+  bool const follows = begins_row ? c > 0 : end - begin >= line_elements<T>;
+  bool const is_followed = ends_row ? c + 1 < channels : cut.size(part + 1) >= line_elements<T>;
+  return {sample, c, begin, end, follows, is_followed};
+}
+
 /// Elementwise `out… = op(in…, coefficients of the channel, lanes that count)`. Outputs without data are left out. `Op` has
 ///
 ///     static constexpr std::size_t inputs, outputs, coefficients;

@@ -68,6 +68,12 @@ template <class T>
   return {x.data, x.samples, x.channels * x.spatial, 1, x.stride_n, 1, 1};
 }
 
+/// Elements from a position to the next, be that of another sample.
+template <class T>
+[[nodiscard]] constexpr std::int64_t elements_to_next(tensor_view<T> const& x) {
+  return x.spatial == 1 ? x.stride_n : x.stride_s;
+}
+
 /// Whether samples follow each other like the positions of one do.
 template <class T>
 [[nodiscard]] constexpr bool samples_follow(tensor_view<T> const& x) {
@@ -77,8 +83,7 @@ template <class T>
 /// Such an `x` as one sample, `[1, C, N·S]`.
 template <class T>
 [[nodiscard]] constexpr tensor_view<T> as_one_sample(tensor_view<T> const& x) {
-  return {
-      x.data, 1, x.channels, x.samples * x.spatial, x.stride_n, x.stride_c, x.spatial == 1 ? x.stride_n : x.stride_s};
+  return {x.data, 1, x.channels, x.samples * x.spatial, x.stride_n, x.stride_c, elements_to_next(x)};
 }
 
 /// `x` with its samples taken for positions and its positions for samples, `[S, C, N]`.

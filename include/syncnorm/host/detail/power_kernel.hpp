@@ -66,12 +66,6 @@ inline void for_each_lanes(std::int64_t n, F const& f) {
   for (; i < n; ++i) f.template operator()<1>(i);
 }
 
-/// Elements from a position of contiguous channels to the next.
-template <class T>
-[[nodiscard]] std::int64_t elements_to_next(tensor_view<T> const& x) {
-  return x.spatial == 1 ? x.stride_n : x.stride_s;
-}
-
 /// Whether an output is streamed past the cache: where it consists of whole lines, those of positions or of rows, and those of
 /// `width` channels, which are written one after the other. It is as large as `all` of which it is a part.
 template <class T>

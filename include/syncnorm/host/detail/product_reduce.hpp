@@ -78,18 +78,13 @@ private:
       std::int64_t const some = std::min(rows_type::channels_at_once, length - done);
       rows_type sums{terms_from(first + done), channels_of(in_, first + done, some), mask_, layout_};
       sum_rows(sums, parts_, group, some, fetch, a + done, b + done, [&](std::int64_t c, groups::piece const& piece) {
-        if constexpr (maps) map_piece(first + done + c, piece);
+        if constexpr (maps) {
+          auto const& cut = parts_.cut;
+          (*map_)(part_of_row<T>(cut, piece.sample, first + done + c, in_[0].channels, piece.begin / cut.length),
+                  std::nullopt);
+        }
       });
     }
-  }
-
-  /// Of rows, all of which are mapped, so that a line may be left to the next piece, whoever maps that.
-  void map_piece(std::int64_t channel, groups::piece const& piece) const {
-    std::int64_t const end = piece.begin + piece.length, left = parts_.cut.spatial - end;
-    bool const follows = piece.begin == 0 ? channel > 0 : piece.length >= line_elements<T>;
-    bool const is_followed =
-        left == 0 ? channel + 1 < in_[0].channels : std::min(left, parts_.cut.length) >= line_elements<T>;
-    (*map_)(row_piece{piece.sample, channel, piece.begin, end, follows, is_followed}, std::nullopt);
   }
 
   [[nodiscard]] Terms terms_from(std::int64_t first) const {
@@ -133,8 +128,9 @@ template <class T, class Terms, std::size_t Outputs, class MakeMap>
   using lanes = terms_of_lanes<Terms>;
   groups const parts{in[0]};
   std::int64_t const channels = in[0].channels;
-  scratch_lease<A> table{map_type::table_size(in[0])};
+  std::int64_t const table_size = map_type::table_size(in[0]);
   if (in[0].size() == 0 || !suits_sum_and_map<T>(exec, parts, in, out)) return false;
+  scratch_lease<A> table{table_size};
   map_type const map = make_map(std::int64_t{0}, channels, table.data());
   std::int64_t chunk = reduction_chunk(in[0]);
   for (auto const& x : in) chunk = std::min(chunk, reduction_chunk(x));

@@ -134,15 +134,10 @@ private:
   void map_piece(Map const& map, std::int64_t i, std::int64_t c, std::int64_t channels,
                  std::optional<groups::piece> const& to_fetch = std::nullopt, std::int64_t further = 0) const {
     auto const& cut = parts_.cut;
-    std::int64_t const part = i % cut.pieces, sample = samples_ - 1 - i / cut.pieces;
-    std::int64_t const begin = cut.begin(part), end = begin + cut.size(part);
-    bool const begins_row = part == 0, ends_row = part + 1 == cut.pieces;
-    // In a piece of less than a line of the cache, none may end that begins before it.
-    bool const follows = begins_row ? c > 0 : end - begin >= line_elements<T>;
-    bool const precedes = ends_row ? c + 1 < channels : cut.size(part + 1) >= line_elements<T>;
+    auto const piece = part_of_row<T>(cut, samples_ - 1 - i / cut.pieces, c, channels, i % cut.pieces);
     std::optional<row_distance> distance;
-    if (to_fetch) distance = row_distance{further, to_fetch->sample - sample, to_fetch->begin - begin};
-    map({sample, c, begin, end, follows, precedes}, distance);
+    if (to_fetch) distance = row_distance{further, to_fetch->sample - piece.sample, to_fetch->begin - piece.begin};
+    map(piece, distance);
   }
 
   Parts parts_;
