@@ -123,43 +123,29 @@ template <class T>
   return syncnorm::exchange_policy::automatic;
 }
 
-/// One layer per rank, each stepped by its own thread. `comm_of(rank)` gives the communicators.
-template <class T, class CommOf, class E>
-[[nodiscard]] contender::step syncnorm_step(row_key const& key, rank_tensors<T> data, CommOf const& comm_of, E exec) {
-  using comm = std::invoke_result_t<CommOf const&, int>;
-  struct member {
-    member(comm c, row_key const& key, E e)
-        : layer{std::move(c), key.shape[1], {.norm = {.exchange = policy_of(key)}}, e} {}
-    syncnorm::batch_norm<T, comm, E> layer;
-    bool has_run = false;
-  };
-  std::vector<std::shared_ptr<member>> members;
-  for (int r = 0; r < static_cast<int>(data->size()); ++r)
-    members.push_back(std::make_shared<member>(comm_of(r), key, exec));
-  passes const wanted{key};
-  return [=](int rank) {
-    auto& own = *members[static_cast<std::size_t>(rank)];
-    auto const& tensor = (*data)[static_cast<std::size_t>(rank)];
-    auto const x = view_of(key, tensor.x), dy = view_of(key, tensor.dy), out = view_of(key, tensor.out);
-    // A backward pass alone needs one forward pass before it, on every rank.
-    if (wanted.forward || !own.has_run) own.layer.forward(x, out);
-    own.has_run = true;
-    if (wanted.backward) own.layer.backward(x, dy, out);
-  };
-}
-
-/// The passes of a row by a layer of one rank.
+/// The passes of a row by the layer of a rank; a backward pass alone needs one forward pass before it, on every rank.
 template <class T, class Layer>
 [[nodiscard]] contender::step layer_step(row_key const& key, rank_tensors<T> data, std::shared_ptr<Layer> layer) {
   auto const has_run = std::make_shared<bool>(false);
   passes const wanted{key};
-  return [=](int) {
-    auto const& tensor = data->front();
+  return [=](int rank) {
+    auto const& tensor = (*data)[static_cast<std::size_t>(rank)];
     auto const x = view_of(key, tensor.x), dy = view_of(key, tensor.dy), out = view_of(key, tensor.out);
     if (wanted.forward || !*has_run) layer->forward(x, out);
     *has_run = true;
     if (wanted.backward) layer->backward(x, dy, out);
   };
+}
+
+/// One layer per rank, each stepped by its own thread. `comm_of(rank)` gives the communicators.
+template <class T, class CommOf, class E>
+[[nodiscard]] contender::step syncnorm_step(row_key const& key, rank_tensors<T> data, CommOf const& comm_of, E exec) {
+  using layer_type = syncnorm::batch_norm<T, std::invoke_result_t<CommOf const&, int>, E>;
+  syncnorm::batch_norm_layer_options const options{.norm = {.exchange = policy_of(key)}};
+  std::vector<contender::step> steps;
+  for (int r = 0; r < static_cast<int>(data->size()); ++r)
+    steps.push_back(layer_step<T>(key, data, std::make_shared<layer_type>(comm_of(r), key.shape[1], options, exec)));
+  return [=](int rank) { steps[static_cast<std::size_t>(rank)](rank); };
 }
 
 /// The tensors of a rank whose `traffic` counts, in the order in which passes take them.
