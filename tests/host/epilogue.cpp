@@ -6,6 +6,8 @@
 #include <random>
 #include <span>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -243,6 +245,16 @@ TEST_CASE("a mask of other strides, and one by which all count") {
   CHECK(of_strided == mean);
   CHECK(m2_of_strided == m2);
 
+  // One position, of whose mask every other byte is not its own.
+  test::tensor<float> samples{test::arrangement::nhwc, n * s, 5, 1, p.x};
+  std::vector<std::uint8_t> apart(static_cast<std::size_t>(2 * n * s), 9);
+  for (std::size_t i = 0; i < p.mask.size(); ++i) apart[2 * i] = p.mask[i];
+  host::local_moments(host::serial_executor{}, samples.input(), mask_of(p.mask.data(), n * s, 1), mean, m2);
+  host::local_moments(host::serial_executor{}, samples.input(), mask_view{apart.data(), n * s, 1, 2, 1}, of_strided,
+                      m2_of_strided);
+  CHECK(of_strided == mean);
+  CHECK(m2_of_strided == m2);
+
   std::vector<std::uint8_t> const ones(n * s, 1);
   host::local_moments(host::serial_executor{}, x.input(), mask_of(ones.data(), n, s), mean, m2);
   host::local_moments(host::serial_executor{}, x.input(), of_strided, m2_of_strided);
@@ -282,6 +294,86 @@ TEST_CASE_TEMPLATE("outputs are activated, added to and masked as defined", T, f
         }
       }
   });
+}
+
+TEST_CASE_TEMPLATE("of contiguous channels, what does not count changes nothing of what does", T, float,
+                   bfloat16 AND_UNSANITIZED(double, float16)) {
+  constexpr choice all{0.125, false, counted::all, false};
+  for (std::int64_t const channels : {1, 3, 24, 33, 64, 100, 728, 1025})
+    for (auto const& [n, s] : {std::pair<std::int64_t, std::int64_t>{3, 40}, {120, 1}}) {
+      CAPTURE(channels);
+      CAPTURE(s);
+      epilogue_problem<T> const whole{{n, channels, s}, all};
+      auto const order = test::arrangement::nhwc;
+      test::tensor<T> const x{order, n, channels, s, whole.x}, dy{order, n, channels, s, whole.dy};
+      auto const run = [&](epilogue_problem<T> const& p, std::int64_t offset) {
+        test::tensor<T> from = x, y{order, n, channels, s, offset}, dx{order, n, channels, s, offset}, over_dy = dy;
+        auto const epilogue = p.epilogue({});
+        host::normalize(test::shuffling_executor{2}, from.view(), y.view(), p.mean, p.inv_std, p.params(), epilogue,
+                        host::stores::streaming);
+        auto const backward = [&](test::tensor<T>& of_dy, test::tensor<T>& to) {
+          host::backward_elemt(host::serial_executor{}, of_dy.input(), from.view(), to.view(), {}, whole.mean,
+                               whole.inv_std, whole.params(), whole.sum_dy, whole.sum_dy_xmu, whole.oracle.count,
+                               epilogue, host::stores::streaming);
+        };
+        backward(over_dy, dx);
+        backward(over_dy, over_dy);
+        CHECK(y.intact());
+        CHECK(dx.intact());
+        CHECK(over_dy.values() == dx.values());
+        return std::pair{y.values(), dx.values()};
+      };
+      auto const [y, dx] = run(whole, 0);
+      for (auto const kind : {counted::padded, counted::most})
+        for (std::int64_t const offset : {0, 1, 8}) {
+          epilogue_problem<T> p = whole;
+          p.mask = make_mask(kind, n, s);
+          p.chosen.zeroes = true;
+          auto expected = std::pair{y, dx};
+          for (std::size_t i = 0; i < y.size(); ++i) {
+            auto const at = static_cast<std::int64_t>(i), row = at / (channels * s) * s;
+            if (p.mask[static_cast<std::size_t>(row + at % s)] == 0) expected.first[i] = expected.second[i] = T(0.0f);
+          }
+          CHECK(run(p, offset) == expected);
+        }
+    }
+}
+
+TEST_CASE_TEMPLATE("masked positions farther from each other than samples are taken for these", T, float,
+                   bfloat16 AND_UNSANITIZED(float16)) {
+  double const accuracy = 1e-5;
+  for (auto const& shape : {test::extents{7, 24, 50}, {64, 100, 300}, {3, 1100, 9}})
+    for (auto const& chose : {choice{0, true, counted::padded, true}, choice{1, false, counted::most, false}}) {
+      CAPTURE(test::name_of(shape));
+      CAPTURE(name_of(chose));
+      epilogue_problem<T> const p{shape, chose};
+      auto const run = [&](test::arrangement order, bool transposes) {
+        test::tensor<T> const x{order, p.n, p.c, p.s, p.x}, dy{order, p.n, p.c, p.s, p.dy},
+            residual{order, p.n, p.c, p.s, p.chosen.residual ? p.residual : p.x};
+        test::tensor<T> from = x, of_dy = dy, also = residual, y{order, p.n, p.c, p.s}, dx = y, dr = y, in_blocks = y;
+        host::prepared_epilogue<T> const epilogue{p.epilogue(also.view()), from.view()};
+        CHECK(epilogue.is_transposed() == transposes);
+        std::vector<double> mean(p.mean.size()), m2(mean), sum(mean), xmu(mean), mean_got(mean), m2_got(mean);
+        host::serial_executor const exec;
+        host::local_moments(exec, from.input(), epilogue, mean, m2);
+        CHECK(difference(mean, p.oracle.mean, 1) <= accuracy);
+        CHECK(difference(m2, p.oracle.m2, 1 + *std::ranges::max_element(p.oracle.m2)) <= accuracy);
+        host::backward_reduce(exec, of_dy.input(), from.view(), p.mean, p.inv_std, p.params(), epilogue, sum, xmu);
+        long double const scale = static_cast<long double>(p.oracle.count) * p.gradient_scale();
+        CHECK(difference(sum, p.gradients.sum_dy, scale) <= accuracy);
+        CHECK(difference(xmu, p.gradients.sum_dy_xmu, scale) <= accuracy);
+        host::normalize(exec, from.view(), y.view(), p.mean, p.inv_std, p.params(), epilogue);
+        host::backward_elemt(exec, of_dy.input(), from.view(), dx.view(), dr.view(), p.mean, p.inv_std, p.params(),
+                             p.sum_dy, p.sum_dy_xmu, p.oracle.count, epilogue);
+        auto const inv_std = p.inv_std;
+        host::forward_in_blocks(
+            exec, from.view(), in_blocks.view(), mean_got, m2_got, inv_std, p.params(), [&](auto, auto) {}, epilogue);
+        CHECK(mean_got == mean);
+        CHECK(m2_got == m2);
+        return std::tuple{y.values(), dx.values(), chose.residual ? dr.values() : std::vector<T>{}};
+      };
+      CHECK(run(test::arrangement::tbc, true) == run(test::arrangement::nhwc, false));
+    }
 }
 
 TEST_CASE_TEMPLATE("sums and gradients through an epilogue are the oracle's", T, float,

@@ -43,6 +43,15 @@ struct second_order_operands {
     part.epilogue = epilogue.channel_range(first, length);
     return part;
   }
+  /// The same in the order that the epilogue has.
+  [[nodiscard]] second_order_operands in_order() const {
+    auto same = *this;
+    if (!epilogue.is_transposed()) return same;
+    for (auto* const view : {&same.dy, &same.x, &same.u, &same.v}) *view = detail::transposed(*view);
+    for (auto* const view : {&same.to_dy, &same.to_x}) *view = detail::transposed(*view);
+    same.epilogue = epilogue.of_transposed();
+    return same;
+  }
 };
 
 /// Sums of a batch's channels, `[C]` each: Σ g, Σ g·(x − mean), Σ m·u, Σ m·u·(x − mean) and Σ u·g.
@@ -105,7 +114,8 @@ void map_block(executor_ref exec, second_order_operands<T> const& of, std::span<
 
 /// Calls f(executor, operands, first, length) for blocks of channels of which everything fits the cache, or for all.
 template <class T, class F>
-void for_blocks(executor_ref exec, second_order_operands<T> const& of, F const& f) {
+void for_blocks(executor_ref exec, second_order_operands<T> const& given, F const& f) {
+  auto const of = given.in_order();
   auto const tensors =
       2 + (of.u.data != nullptr ? 1 : 0) + (of.v.data != nullptr ? 1 : 0) + (of.epilogue.activates_residual() ? 1 : 0);
   std::int64_t const block = std::min(channel_block(of.x, tensors), channel_block(of.dy, tensors));

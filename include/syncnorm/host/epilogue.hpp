@@ -42,7 +42,9 @@ template <class X>
 requires element<X>
 void local_moments(executor_ref exec, tensor_view<X> x, prepared_epilogue<std::remove_const_t<X>> const& epilogue,
                    std::span<double> mean, std::span<double> m2) {
-  if (epilogue.counted() == nullptr)
+  if (epilogue.is_transposed())
+    local_moments(exec, detail::transposed(x), epilogue.of_transposed(), mean, m2);
+  else if (epilogue.counted() == nullptr)
     local_moments(exec, x, mean, m2);
   else
     detail::masked_moments<std::remove_const_t<X>>(exec, x, *epilogue.counted(), mean, m2);
@@ -57,10 +59,10 @@ requires element<T>
 void normalize(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
                std::type_identity_t<prepared_epilogue<T>> const& epilogue, stores how = stores::automatic) {
-  if (!epilogue.does_something()) {
-    normalize(exec, x, y, mean, inv_std, params, how);
-    return;
-  }
+  if (!epilogue.does_something()) return normalize(exec, x, y, mean, inv_std, params, how);
+  if (epilogue.is_transposed())
+    return normalize(exec, detail::transposed(x), detail::transposed(y), mean, inv_std, params,
+                     epilogue.of_transposed(), how);
   using A = accumulate_t<T>;
   detail::normalize_terms<A> const terms{mean, inv_std, params.gamma, params.beta};
   if (epilogue.has_residual())
@@ -87,6 +89,9 @@ void backward_reduce(executor_ref exec, tensor_view<X> dy, std::type_identity_t<
                      std::span<double> sum_dy_xmu) {
   using T = std::remove_const_t<X>;
   using A = accumulate_t<T>;
+  if (epilogue.is_transposed())
+    return backward_reduce(exec, detail::transposed(dy), detail::transposed(x), mean, inv_std, params,
+                           epilogue.of_transposed(), sum_dy, sum_dy_xmu);
   detail::activated_channels const of{mean, inv_std, params};
   if (epilogue.slope() == 1)
     detail::reduce_products<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, epilogue.written(), sum_dy, sum_dy_xmu);
@@ -122,6 +127,10 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
     return;
   }
   if (detail::writes_no_gradient(dx, dresidual, epilogue.has_residual())) return;
+  if (epilogue.is_transposed())
+    return backward_elemt(exec, detail::transposed(dy), detail::transposed(x), detail::transposed(dx),
+                          detail::transposed(dresidual), mean, inv_std, params, sum_dy, sum_dy_xmu, count,
+                          epilogue.of_transposed(), how);
   using A = accumulate_t<T>;
   A const uncounted = epilogue.written() == nullptr ? A{1} : A{0};
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);

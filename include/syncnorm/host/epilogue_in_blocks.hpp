@@ -49,10 +49,10 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
                        std::span<double> mean, std::span<double> m2, std::span<double const> inv_std,
                        affine_values const& params, function_ref<void(std::int64_t, std::int64_t)> finish,
                        std::type_identity_t<prepared_epilogue<T>> const& epilogue, stores how = stores::automatic) {
-  if (!epilogue.does_something()) {
-    forward_in_blocks(exec, x, y, mean, m2, inv_std, params, finish, how);
-    return;
-  }
+  if (!epilogue.does_something()) return forward_in_blocks(exec, x, y, mean, m2, inv_std, params, finish, how);
+  if (epilogue.is_transposed())
+    return forward_in_blocks(exec, detail::transposed(x), detail::transposed(y), mean, m2, inv_std, params, finish,
+                             epilogue.of_transposed(), how);
   if (how == stores::automatic) how = stores_for(y);
   std::int64_t const block = detail::block_of_channels(epilogue, x, 1);
   if (!detail::worth_blocking(exec, x, block)) {
@@ -106,10 +106,12 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                         prepared_epilogue<std::remove_const_t<X>> const& epilogue, stores how = stores::automatic) {
   using T = std::remove_const_t<X>;
   bool const residual = epilogue.has_residual();
-  if (!epilogue.does_something() && dx.data != nullptr) {
-    backward_in_blocks(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
-    return;
-  }
+  if (!epilogue.does_something() && dx.data != nullptr)
+    return backward_in_blocks(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
+  if (epilogue.is_transposed())
+    return backward_in_blocks(exec, detail::transposed(dy), detail::transposed(x), detail::transposed(dx),
+                              detail::transposed(dresidual), mean, inv_std, params, sum_dy, sum_dy_xmu, count,
+                              epilogue.of_transposed(), how);
   if (how == stores::automatic) how = stores_for(x);
   std::int64_t const inputs = epilogue.activates_residual() ? 3 : 2;
   std::int64_t const block =

@@ -8,14 +8,23 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/partition.hpp>
 
 namespace syncnorm::host {
 
-/// An epilogue made ready for the primitives of a pass: its mask, if some position does not count, is read once.
+/// An epilogue made ready for the primitives of a pass: its mask, if some position does not count, is read once, of tensors like
+/// T×B×C in the order of their memory, `[S, N]`; residual and, by the primitives, other tensors are then transposed like the mask.
 template <class T>
 class prepared_epilogue {
 public:
   prepared_epilogue() = default;
+  /// Of a pass over `x`.
+  prepared_epilogue(batch_norm_epilogue<T> const& epilogue, tensor_view<T const> const& x)
+      : prepared_epilogue{epilogue.mask && detail::are_position_major(x) ? transposed(epilogue) : epilogue} {
+    transposed_ = mask_ != nullptr && detail::are_position_major(x);
+    if (mask_ == nullptr) residual_ = epilogue.residual;
+  }
+  /// For tensors of any order.
   prepared_epilogue(batch_norm_epilogue<T> const& epilogue)
       : slope_{static_cast<accumulate_t<T>>(epilogue.activation.negative_slope)}, residual_{epilogue.residual},
         has_residual_{epilogue.has_residual()}, zeroes_{epilogue.masked == masked_outputs::zero} {
@@ -40,6 +49,15 @@ public:
     return part;
   }
 
+  /// Whether mask and residual are `[S, N]` and `[S, C, N]`.
+  [[nodiscard]] bool is_transposed() const { return transposed_; }
+  /// The same for tensors that are transposed themselves.
+  [[nodiscard]] prepared_epilogue of_transposed() const {
+    auto same = *this;
+    same.transposed_ = false;
+    return same;
+  }
+
   /// Whether the gradient of what was activated depends on the residual.
   [[nodiscard]] bool activates_residual() const { return slope_ != 1 && has_residual_; }
   /// The residual where it matters to a gradient, else `x`, which is read in any case.
@@ -56,9 +74,15 @@ public:
   [[nodiscard]] detail::prepared_mask const* written() const { return zeroes_ ? mask_.get() : nullptr; }
 
 private:
+  [[nodiscard]] static batch_norm_epilogue<T> transposed(batch_norm_epilogue<T> epilogue) {
+    epilogue.residual = detail::transposed(epilogue.residual);
+    epilogue.mask = detail::transposed(epilogue.mask);
+    return epilogue;
+  }
+
   accumulate_t<T> slope_ = 1;
   tensor_view<T const> residual_{};
-  bool has_residual_ = false, zeroes_ = false;
+  bool has_residual_ = false, zeroes_ = false, transposed_ = false;
   std::shared_ptr<detail::prepared_mask const> mask_;
 };
 

@@ -8,6 +8,7 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 // What an elementwise_map multiplies vector `i` of a run of elements by, get(i), and which of its lanes count, counted(i).
@@ -49,6 +50,32 @@ struct channel_coefficients {
     } else {
       return every_lane{};
     }
+  }
+};
+
+/// Which lanes of a run of consecutive channels count: 1 or 0 of each, for `lane_coefficients`.
+template <class A, bool Masked>
+class lane_counts {
+  static constexpr int L = native_lanes<A>;
+  // A run is no longer than a chunk and a position, of which the last vector may end beyond it.
+  std::array<A, static_cast<std::size_t>(Masked ? 2 * chunk_channels<A> + L : 1)> values_{};
+
+public:
+  /// At one position.
+  [[nodiscard]] A const* of_one(std::uint8_t const* mask) {
+    put(0, mask);
+    return values_.data();
+  }
+  /// At several, one after the other.
+  [[nodiscard]] A const* of_several(std::uint8_t const* mask, std::int64_t positions, std::int64_t channels) {
+    for (std::int64_t p = 0; p < positions; ++p)
+      for (std::int64_t c = 0; c < channels; c += L) put(p * channels + c, mask + p);
+    return values_.data();
+  }
+
+private:
+  void put(std::int64_t lane, std::uint8_t const* mask) {
+    store<L>(values_.data() + lane, splat<A, L>(*mask != 0 ? A{1} : A{0}));
   }
 };
 

@@ -152,7 +152,7 @@ public:
   column_runs(views const& in, groups const& parts, prepared_mask const* mask)
       : in_{in}, parts_{parts}, mask_{mask}, channels_{in[0].channels} {
     for (auto& x : in_) x.stride_s = elements_to_next(x); // by which what follows is fetched
-    in_order_ = mask == nullptr && make_one_sample(in_);
+    in_order_ = mask == nullptr ? make_one_sample(in_) : mask->rows_follow() && join_samples_in_order(in_);
     std::int64_t const step = in_[0].stride_s;
     constexpr std::int64_t widest = 1024 / sizeof(accumulate_t<T>), fewest_rows = 4;
     std::int64_t const fit = std::min(widest / std::max<std::int64_t>(1, step), parts.elements(0) / fewest_rows);
@@ -164,47 +164,36 @@ public:
   /// Positions of a row.
   [[nodiscard]] std::int64_t positions() const { return positions_; }
 
-  /// Calls f(run) for each run of rows of group `g`, those of one position last.
+  /// Calls f(run) for each run of rows of group `g`: of several positions all of which count, and of one.
   template <class F>
   void for_each(std::int64_t g, F const& f) const {
-    run now;
-    auto const flush = [&] {
-      if (now.count != 0) f(std::as_const(now));
-      now.count = 0;
+    run several = rows_of(positions_), single = rows_of(1);
+    auto const flush = [&](run& rows) {
+      if (rows.count != 0) f(std::as_const(rows));
+      rows.count = 0;
     };
-    auto const rows_of = [&](std::int64_t positions) {
-      flush();
-      now.positions = positions;
-      bool const contiguous = in_[0].stride_s == channels_;
-      now.parts = contiguous ? 1 : positions;
-      now.width = contiguous ? positions * channels_ : channels_;
-      std::int64_t const later =
-          std::max<std::int64_t>(1, elements_ahead<T>(Inputs) / (positions * channels_)) * positions;
-      for (std::size_t j = 0; j < Inputs; ++j) {
-        now.step[j] = in_[j].stride_s;
-        now.ahead[j] = later * in_[j].stride_s;
-      }
+    auto const add = [&](run& rows, std::int64_t n, std::int64_t s) {
+      if (rows.count == 0) rows.first = s;
+      for (std::size_t j = 0; j < Inputs; ++j) rows.rows[rows.count][j] = &in_[j](n, 0, s);
+      if (++rows.count == run::longest) flush(rows);
     };
-    auto const add = [&](std::int64_t n, std::int64_t s) {
-      if (now.count == 0) now.first = s;
-      for (std::size_t j = 0; j < Inputs; ++j) now.rows[now.count][j] = &in_[j](n, 0, s);
-      if (++now.count == run::longest) flush();
+    auto const add_counted = [&](std::int64_t n, std::int64_t begin, std::int64_t end) {
+      std::uint8_t const* const counts = mask_ == nullptr ? nullptr : mask_->row(n);
+      for (std::int64_t s = begin; s < end; ++s)
+        if (counts == nullptr || counts[s] != 0) add(single, n, s);
     };
-    rows_of(positions_);
     if (in_order_) {
       std::int64_t at = parts_.first_element(g);
       std::int64_t const end = at + parts_.elements(g);
-      for (; at + positions_ <= end; at += positions_) add(0, at);
-      rows_of(1);
-      for (; at < end; ++at) add(0, at);
+      for (; positions_ > 1 && at + positions_ <= end; at += positions_)
+        all_count(at) ? add(several, 0, at) : add_counted(0, at, at + positions_);
+      flush(several);
+      add_counted(0, at, end);
     } else {
-      parts_.for_each_piece(g, [&](groups::piece const& piece) {
-        std::uint8_t const* const counts = mask_ == nullptr ? nullptr : mask_->row(piece.sample) + piece.begin;
-        for (std::int64_t s = 0; s < piece.length; ++s)
-          if (counts == nullptr || counts[s] != 0) add(piece.sample, piece.begin + s);
-      });
+      parts_.for_each_piece(
+          g, [&](groups::piece const& piece) { add_counted(piece.sample, piece.begin, piece.begin + piece.length); });
     }
-    flush();
+    flush(single);
   }
 
 private:
@@ -213,11 +202,31 @@ private:
     return std::ranges::all_of(in_, holds);
   }
 
+  [[nodiscard]] run rows_of(std::int64_t positions) const {
+    run rows;
+    rows.positions = positions;
+    bool const contiguous = in_[0].stride_s == channels_;
+    rows.parts = contiguous ? 1 : positions;
+    rows.width = contiguous ? positions * channels_ : channels_;
+    std::int64_t const later =
+        std::max<std::int64_t>(1, elements_ahead<T>(Inputs) / (positions * channels_)) * positions;
+    for (std::size_t j = 0; j < Inputs; ++j) {
+      rows.step[j] = in_[j].stride_s;
+      rows.ahead[j] = later * in_[j].stride_s;
+    }
+    return rows;
+  }
+
+  /// Whether the positions of a row from `first` on all do.
+  [[nodiscard]] bool all_count(std::int64_t first) const {
+    return mask_ == nullptr || all_nonzero(mask_->row(0) + first, positions_);
+  }
+
   views in_;
   groups parts_;
   prepared_mask const* mask_;
   std::int64_t channels_, positions_ = 1;
-  bool in_order_; ///< all count, and samples follow each other like positions do
+  bool in_order_; ///< samples follow each other like positions do, and so do the rows of the mask
 };
 
 /// Σ a and Σ a·b per channel over the positions of group `g` that count, in double where runs meet, with the coefficients that `op`

@@ -87,7 +87,12 @@ public:
       for (auto& x : in_) x = folded(x);
     }
     layout_ = std::apply([](auto const&... x) { return common_layout(x...); }, std::tuple_cat(in_, out_));
-    if (mask == nullptr && layout_ == layout::channels) make_one_sample(in_, out_);
+    if (layout_ == layout::channels) {
+      if (mask == nullptr)
+        make_one_sample(in_, out_);
+      else if (mask->rows_follow())
+        join_samples_in_order(in_, out_);
+    }
     if (how == stores::automatic) how = stores_for(in[0]);
     per_output streamed{};
     for (std::size_t j = 0; j < outputs; ++j) {
@@ -105,13 +110,12 @@ public:
                                                            : dense_ && mask == nullptr && !foreseen &&
                                                                  (inputs == 1 || in_[0].spatial < page_elements<T>));
     // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
-    // coefficient stay in the cache even where what is read is fetched there. With a mask only where a position is no vector.
-    std::int64_t const channels = in_[0].channels, most = mask == nullptr ? channels : native_lanes<A>;
+    // coefficient stay in the cache even where what is read is fetched there.
+    std::int64_t const channels = in_[0].channels;
     bool const follow = layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; });
-    if (channels <= most && follow)
+    if (follow)
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements<T> / 4 : chunk_channels<A>);
-    joins_positions_ =
-        follow && streams && mask == nullptr && channels % line_elements<T> != 0 && channels <= chunk_channels<A>;
+    joins_positions_ = follow && streams && channels % line_elements<T> != 0 && channels <= chunk_channels<A>;
     std::int64_t const period = channels * (run_positions_ + (joins_positions_ ? 1 : 0));
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
@@ -180,57 +184,49 @@ private:
     return each;
   }
 
-  /// Contiguous channels, or positions that are taken for channels.
+  /// Contiguous channels, or positions that are taken for channels, in runs of one position or several. Of positions that are no whole
+  /// lines of the cache and follow each other, a run ends where a line does.
   template <bool Masked>
   void lanes(boxes::box const& box, std::int64_t channels_ahead) const {
     distances far;
     far.fill(fold_ == 1 ? elements_ahead<T>(inputs) : channels_ahead * fold_);
     bool const fetch = fold_ == 1 ? reads_ahead_ : channels_ahead != 0;
-    std::int64_t const end = box.position + box.positions;
-    if constexpr (!Masked)
-      if (joins_positions_) return joined_positions(box, far, fetch);
-    constexpr int L = native_lanes<A>;
-    std::array<A, static_cast<std::size_t>(Masked ? chunk_channels<A> + L : 1)> counts{};
-    per_channel<Masked> const k{table_ + box.channel, step_, counts.data(), run_positions_ == 1 ? 0 : 1};
+    std::int64_t const channels = box.channels, end = box.position + box.positions;
+    lane_counts<A, Masked> counts;
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
-      std::uint8_t const* const mask = Masked ? mask_->row(n) : nullptr;
-      for (std::int64_t s = box.position; s < end; s += run_positions_) {
-        std::int64_t const positions = std::min(run_positions_, end - s), length = box.channels * positions;
-        if constexpr (Masked) // those of a position may go on into the next one's, which come later
-          for (std::int64_t i = 0; i < positions; ++i)
-            store<L>(counts.data() + i * box.channels, splat<A, L>(mask[s + i] != 0 ? A{1} : A{0}));
-        pointers const in = from(n, box.channel, s);
-        targets const out = to(n, box.channel, s);
+      // Of the run's first position, `at` channels are done.
+      for (std::int64_t s = box.position, at = 0; s < end;) {
+        pointers const in = from(n, box.channel + at, s);
+        targets const out = to(n, box.channel + at, s);
+        std::int64_t const left = (end - s) * channels - at;
+        std::int64_t length = std::min(run_positions_ * channels, left);
+        if (joins_positions_ && length < left) length -= beyond_line(out, length);
+        std::int64_t const done = at + length;
+        std::int64_t const whole = joins_positions_ ? done / channels : std::min(run_positions_, end - s);
+        std::int64_t const rest = done - whole * channels, positions = rest == 0 ? whole : whole + 1;
+        A const* const table = table_ + box.channel + at;
         if (finds_pages_) find_lanes(in, out, length, far, fetch);
-        run_(in, out, length, k, far, fetch, 0, length);
+        auto const run = [&](auto const& k) { run_(in, out, length, k, far, fetch, 0, length); };
+        if constexpr (Masked) {
+          std::uint8_t const* const mask = mask_->row(n) + s;
+          if (all_nonzero(mask, positions))
+            run(per_channel<false>{table, step_, nullptr, 0});
+          else if (positions == 1)
+            run(per_channel<true>{table, step_, counts.of_one(mask), 0});
+          else
+            run(per_channel<true>{table, step_, counts.of_several(mask, positions, channels) + at, 1});
+        } else {
+          run(per_channel<false>{table, step_, nullptr, 0});
+        }
+        s += whole, at = rest;
       }
     }
   }
 
-  /// Positions of all channels, which follow each other, in runs that end where a line of the cache does.
-  void joined_positions(boxes::box const& box, distances const& far, bool fetch) const {
-    std::int64_t const channels = in_[0].channels, all = channels * box.positions, most = channels * run_positions_;
-    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
-      pointers in = from(n, 0, box.position);
-      targets out = to(n, 0, box.position);
-      auto const advance = [](auto& pointers_of, std::int64_t by) {
-        for (auto& each : pointers_of)
-          if (each != nullptr) each += by;
-      };
-      for (std::int64_t i = 0, channel = 0, length = 0; i < all; i += length, channel = (channel + length) % channels) {
-        length = std::min(most, all - i);
-        if (i + length < all) {
-          auto ends = out;
-          advance(ends, length);
-          std::int64_t const beyond = run_.since_line(ends);
-          if (beyond > 0 && beyond < length) length -= beyond;
-        }
-        per_channel<false> const k{table_ + channel, step_, nullptr, 0};
-        if (finds_pages_) find_lanes(in, out, length, far, fetch);
-        run_(in, out, length, k, far, fetch, 0, length);
-        advance(in, length), advance(out, length);
-      }
-    }
+  /// How many of `length` elements are beyond where the last line of the cache among them ends, if all outputs are streamed by such lines.
+  [[nodiscard]] std::int64_t beyond_line(targets const& out, std::int64_t length) const {
+    std::int64_t const since = run_.since_line(out), beyond = (since + length) % line_elements<T>;
+    return since < 0 || beyond >= length ? 0 : beyond;
   }
 
   /// Has the pages found of what follows a run: of the next sample where positions are taken for channels, else of what is a page further.

@@ -11,6 +11,7 @@
 
 #include <syncnorm/core/detail/cache_line.hpp>
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/stores.hpp>
 
@@ -91,17 +92,35 @@ template <class T>
 [[nodiscard]] constexpr tensor_view<T> transposed(tensor_view<T> const& x) {
   return {x.data, x.spatial, x.channels, x.samples, x.stride_s, x.stride_c, x.stride_n};
 }
+[[nodiscard]] constexpr mask_view transposed(mask_view const& mask) {
+  return {mask.data, mask.spatial, mask.samples, mask.stride_s, mask.stride_n};
+}
 
-/// Makes one sample of each of some arrays of views, in the order of memory, if there is one for all; whether there is.
+/// Whether tensors with contiguous channels are in the order of memory when they are `transposed`.
+template <class... T>
+[[nodiscard]] constexpr bool are_position_major(tensor_view<T> const&... views) {
+  return ((views.stride_c == 1 && views.stride_n < views.stride_s && views.spatial > 1) && ...);
+}
+
+/// Makes one sample of each of some arrays of views, ordered(view) of which follow each other in memory; whether all do.
+template <class Ordered, class... Views>
+constexpr bool join_samples(Ordered const& ordered, Views&... views) {
+  bool const follow = (std::ranges::all_of(views, [&](auto const& x) { return samples_follow(ordered(x)); }) && ...);
+  auto const change = [&](auto& x) { x = as_one_sample(ordered(x)); };
+  if (follow) (std::ranges::for_each(views, change), ...);
+  return follow;
+}
+
+/// The same in the order that they have.
+template <class... Views>
+constexpr bool join_samples_in_order(Views&... views) {
+  return join_samples([](auto const& x) { return x; }, views...);
+}
+
+/// The same in the order of memory, if there is one for all.
 template <class... Views>
 constexpr bool make_one_sample(Views&... views) {
-  auto const make = [&](auto const& ordered) {
-    bool const follow = (std::ranges::all_of(views, [&](auto const& x) { return samples_follow(ordered(x)); }) && ...);
-    auto const change = [&](auto& x) { x = as_one_sample(ordered(x)); };
-    if (follow) (std::ranges::for_each(views, change), ...);
-    return follow;
-  };
-  return make([](auto const& x) { return x; }) || make([](auto const& x) { return transposed(x); });
+  return join_samples_in_order(views...) || join_samples([](auto const& x) { return transposed(x); }, views...);
 }
 
 [[nodiscard]] constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }

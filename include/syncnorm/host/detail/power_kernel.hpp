@@ -37,15 +37,6 @@ struct channel_groups {
   }
 };
 
-/// Whether positions of contiguous channels had better be taken for samples, and these for positions, in the order of memory.
-template <class... T>
-[[nodiscard]] constexpr bool are_position_major(tensor_view<T> const&... views) {
-  return ((views.stride_c == 1 && views.stride_n < views.stride_s && views.spatial > 1) && ...);
-}
-[[nodiscard]] constexpr mask_view transposed(mask_view const& mask) {
-  return {mask.data, mask.spatial, mask.samples, mask.stride_s, mask.stride_n};
-}
-
 /// Whether the mask says that the position does not count.
 [[nodiscard]] inline bool is_masked(mask_view const& mask, std::int64_t n, std::int64_t s) {
   return mask.data != nullptr && !mask(n, s);

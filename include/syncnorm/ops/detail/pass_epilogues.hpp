@@ -25,8 +25,8 @@ public:
       : more_{static_cast<std::int64_t>(epilogues.size())} {
     validate(check, epilogues, x);
     if (check.failed() || epilogues.empty()) return;
-    first_ = epilogues[0];
-    for (; count_ + 1 < epilogues.size(); ++count_) more_.data()[count_] = epilogues[count_ + 1];
+    first_ = {epilogues[0], x[0]};
+    for (; count_ + 1 < epilogues.size(); ++count_) more_.data()[count_] = {epilogues[count_ + 1], x[count_ + 1]};
   }
   /// Gives the masks back.
   ~pass_epilogues() { std::fill_n(more_.data(), count_, host::prepared_epilogue<T>{}); }
