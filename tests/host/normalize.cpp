@@ -113,6 +113,17 @@ TEST_CASE_TEMPLATE("positions that are no whole lines of the cache follow each o
   }
 }
 
+TEST_CASE_TEMPLATE("many samples share the coefficients of short rows", T, float, bfloat16) {
+  affine_problem<T> const p{{130, 300, 21}};
+  auto const expected = p.expected(true, true);
+  for (auto const how : {host::stores::cached, host::stores::streaming}) {
+    test::tensor<T> x{test::arrangement::nchw, p.n, p.c, p.s, p.x}, y{test::arrangement::nchw, p.n, p.c, p.s, 1};
+    host::normalize(test::shuffling_executor{}, x.view(), y.view(), p.mean, p.inv_std, p.params(true, true), how);
+    CHECK(test::error_of(y.values(), expected) <= test::accuracy<T>);
+    CHECK(y.intact());
+  }
+}
+
 TEST_CASE("without gamma or beta they are 1 and 0") {
   affine_problem<float> const p{{3, 9, 21}};
   for (bool const has_gamma : {false, true})

@@ -87,6 +87,8 @@ TEST_CASE("a channel block fits the cache, and is at least one row or one line")
   CHECK(host::channel_block(nchw(x, 1, 8, 4), 1, half_megabyte) == 8);
   CHECK(host::channel_block(nchw(x, 0, 8, 4), 1, half_megabyte) == 8);
   CHECK(host::channel_block(nchw(x, 32, 512, 784), 2, half_megabyte) == 2);
+  CHECK(host::channel_block(nchw(x, 1024, 512, 16), 1, half_megabyte) == 512); // of 8, a sample has half a kilobyte
+  CHECK(host::channel_block(nchw(x, 1024, 512, 256), 1, half_megabyte) == 1);
   CHECK(host::channel_block(nc(x, 256, 1024), 1, half_megabyte) == 512);
   CHECK(host::channel_block(nc(x, 4096, 1024), 1, half_megabyte) == 1024);
   CHECK(host::channel_block(nhwc(x, 32, 512, 784), 1, half_megabyte) == 512);

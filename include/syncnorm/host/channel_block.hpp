@@ -24,13 +24,12 @@ struct block_room {
   }
 };
 
-/// The narrowest column of contiguous channels that a block may be, in bytes: narrower ones are slower to read than the
-/// whole rows are to read twice.
-inline constexpr std::int64_t narrowest_column_bytes = 1 << 10;
+/// The least that a block may take of a position, where channels are contiguous, or of a sample, where rows follow each other, in bytes:
+/// less is slower to read than everything is to read twice.
+inline constexpr std::int64_t narrowest_block_bytes = 1 << 10;
 
 /// How many channels to read, reduce and read again before going on to the next ones, so that the second reading comes
-/// from the cache; at least one. All channels where these are contiguous and a column of fitting width is too narrow.
-/// `inputs` tensors like `x` are read.
+/// from the cache; at least one. All channels where what fits would be too narrow. `inputs` tensors like `x` are read.
 template <class T>
 [[nodiscard]] std::int64_t channel_block(tensor_view<T> const& x, std::int64_t inputs = 1,
                                          block_room const& room = block_room::here()) {
@@ -39,11 +38,12 @@ template <class T>
   std::int64_t const fit = room.cache / channel, all = std::max<std::int64_t>(1, x.channels);
   if (detail::has_rows(x) && x.stride_c == x.spatial) {
     std::int64_t const row = x.spatial * bytes, some = fit * row / 3 < room.run ? std::min(fit, room.run / row) : fit;
+    if (std::max<std::int64_t>(1, fit) * row < narrowest_block_bytes) return all;
     return std::min(detail::in_whole_lines<T>(some, x.spatial), all);
   }
   if (detail::channels_share_lines(x)) return all;
   if (detail::common_layout(x) != detail::layout::channels) return std::clamp<std::int64_t>(fit, 1, all);
-  return fit * bytes < narrowest_column_bytes ? all : std::min(all, fit / line * line);
+  return fit * bytes < narrowest_block_bytes ? all : std::min(all, fit / line * line);
 }
 
 /// The block of channels after the one at hand. Reading it into the cache while the one at hand is written is faster than one after the

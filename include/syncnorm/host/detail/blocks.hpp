@@ -14,11 +14,11 @@
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
-/// `channel_block`, or, where positions are taken for channels, fewer: `channels_of_table`.
+/// `channel_block`, or, where positions are taken for channels, fewer than all: `channels_of_table`.
 template <class T>
 [[nodiscard]] std::int64_t block_of_channels(tensor_view<T> const& x, std::int64_t inputs = 1) {
   std::int64_t const block = channel_block(x, inputs);
-  if (!table_folds(x.channel_range(0, std::min<std::int64_t>(1, x.channels)))) return block;
+  if (block == x.channels || !table_folds(x.channel_range(0, std::min<std::int64_t>(1, x.channels)))) return block;
   return std::min(block, channels_of_table<std::remove_const_t<T>>(x.spatial));
 }
 

@@ -53,14 +53,16 @@ template <class T>
 }
 
 /// The same for arithmetic with coefficients of the channel: as long as those of a sample's elements fit the first-level
-/// cache, rows of a few vectors are better off that way, too. Longer ones are not: coefficients are read as often as elements; but of
-/// 16 bits, whose rows begin in the midst of a line more often, twice as long ones are, if there are enough to be worth a table.
+/// cache, or many samples share them, rows of a few vectors are better off that way, too. Longer ones are not: coefficients are read as
+/// often as elements; but of 16 bits, whose rows begin in the midst of a line more often, twice as long ones are, if there are enough to
+/// be worth a table.
 template <class T>
 [[nodiscard]] constexpr bool table_folds(tensor_view<T> const& x) {
   constexpr std::int64_t few_vectors = 512 / sizeof(accumulate_t<std::remove_const_t<T>>), small_table = 1 << 12;
   std::int64_t const long_row = sizeof(T) == 2 && x.samples >= 16 ? 2 * few_vectors : few_vectors;
-  return has_rows(x) && x.stride_c == x.spatial &&
-         (x.spatial < shortest_row || (x.spatial < long_row && x.size() <= small_table * x.samples));
+  bool const small = x.spatial < long_row && x.size() <= small_table * x.samples;
+  bool const shared = x.spatial < few_vectors / 2 && x.samples >= 128;
+  return has_rows(x) && x.stride_c == x.spatial && (x.spatial < shortest_row || small || shared);
 }
 
 /// `x` with its positions taken for channels, `[N, C·S, 1]`.
@@ -253,11 +255,14 @@ template <class T, std::size_t Count>
 /// that.
 inline constexpr std::int64_t longest_sum = 32;
 
-/// Channels that one task reduces: a few rows, or as wide a part of contiguous channels as there is.
+/// Channels that one task reduces: a few rows, a page of a sample's at least where they follow each other, or as wide a part of contiguous
+/// channels as there is.
 template <class T>
 [[nodiscard]] constexpr std::int64_t reduction_chunk(tensor_view<T> const& x) {
   if (common_layout(x) == layout::channels) return std::max<std::int64_t>(1, x.channels);
-  return std::max<std::int64_t>(1, (std::int64_t{1} << 20) / std::max<std::int64_t>(1, x.count()));
+  std::int64_t const row = x.spatial * static_cast<std::int64_t>(sizeof(T));
+  std::int64_t const in_a_page = has_rows(x) && x.stride_c == x.spatial ? 4096 / row : 1;
+  return std::max<std::int64_t>({1, in_a_page, (std::int64_t{1} << 20) / std::max<std::int64_t>(1, x.count())});
 }
 
 /// Most channels that one task takes at once: a page of elements, whose sums stay in the first-level cache.
