@@ -123,6 +123,10 @@ TEST_CASE("extents that cannot be counted are an error in every pass, before any
   test::check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(x, dy, in.dx_view); }, said);
   test::check_throws<syncnorm::invalid_argument_error>(
       [&] { layer.double_backward({.dx = in.x_view}, x, dy, in.y_view, in.dx_view); }, said);
+  // Of what is wrong, nothing is kept: not of a channel that could not be recovered, nor by a number of elements that has wrapped.
+  layer.gamma()[1] = 0;
+  too_many.samples = (std::int64_t{1} << 32) + 1, too_many.spatial = std::int64_t{1} << 32;
+  test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward_in_place(too_many); }, said);
 }
 
 TEST_CASE("what a pass writes over what it is yet to read, on one rank, is an error on every rank") {
@@ -317,6 +321,21 @@ TEST_CASE("a backward pass needs a forward pass") {
     step_inputs in{3};
     test::check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); },
                                                          {"was there a forward pass?"});
+  });
+}
+
+TEST_CASE("what is wrong on one rank is said of the pass that this rank runs") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    layer_of_floats layer{comm, 3};
+    step_inputs in{3};
+    test::check_throws<syncnorm::invalid_argument_error>(
+        [&] {
+          if (comm.rank() == 0)
+            layer.forward(in.x_view, in.y_view);
+          else
+            layer.backward(in.x_view, in.dy_view, in.dx_view);
+        },
+        {"batch_norm backward: rank 1", "was there a forward pass?"});
   });
 }
 

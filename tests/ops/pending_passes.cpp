@@ -191,6 +191,18 @@ TEST_CASE("ranks that disagree, in a layer of a group, all hear of it") {
       });
 }
 
+TEST_CASE("what is wrong with a layer of a new group is said before that ranks differ in channels") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    syncnorm::batch_norm_group group{comm};
+    test::layer_data<float, thread_communicator> a{comm, 3, exchange_policy::gather},
+        b{comm, 2, exchange_policy::gather};
+    syncnorm::batch_norm<float, thread_communicator> negative{comm, comm.rank() == 0 ? -5 : 2};
+    auto const text = test_support::thrown(
+        [&] { group.run(syncnorm::passes(a.layer.plan_forward(a.x(), a.y()), negative.plan_forward(b.x(), b.y()))); });
+    CHECK_MESSAGE(contains(text, "rank 0: layer 1: the number of channels is negative: -5"), text);
+  });
+}
+
 TEST_CASE("one value per channel over all ranks, in one layer of a group, changes none") {
   syncnorm::run_ranks(2, [](thread_communicator const& comm) {
     layer_data<float, thread_communicator> good{comm, 3, exchange_policy::gather},
@@ -366,7 +378,8 @@ TEST_CASE("what is wrong with a local pass of a group leaves all its layers as t
     } catch (syncnorm::invalid_argument_error const& e) {
       thrown = e.what();
     }
-    CHECK_MESSAGE(thrown.find("rank 1: statistics of one rank need more than 1 value per channel") != std::string::npos,
+    CHECK_MESSAGE(thrown.find("rank 1: layer 1: statistics of one rank need more than 1 value per channel") !=
+                      std::string::npos,
                   thrown);
     CHECK(trained.state() == before);
     // All of them local: thrown where it is wrong.

@@ -41,7 +41,8 @@ public:
       return values.empty() || values.size() == static_cast<std::size_t>(x.channels);
     };
     // What is wrong with x or the parameters, the pass says.
-    if (x.data == nullptr || x.size() <= 0 || !fits(affine.gamma) || !fits(affine.beta)) return;
+    if (!detail::is_countable(x) || x.data == nullptr || x.size() <= 0 || !fits(affine.gamma) || !fits(affine.beta))
+      return;
     for (std::int64_t c = 0; c < x.channels; ++c) {
       auto const i = static_cast<std::size_t>(c);
       if (!is_recoverable(gamma[i], beta[i], epilogue.activation.negative_slope, recoverable_ratio<T>))

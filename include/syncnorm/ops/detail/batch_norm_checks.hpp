@@ -22,6 +22,13 @@ namespace syncnorm::detail {
                       : "statistics of one rank need more than 1 value per channel, got 1";
 }
 
+/// Whether the number of elements is one.
+template <class T>
+[[nodiscard]] bool is_countable(tensor_view<T> const& x) {
+  std::int64_t count = 0, elements = 0;
+  return !__builtin_mul_overflow(x.samples, x.spatial, &count) && !__builtin_mul_overflow(count, x.channels, &elements);
+}
+
 /// Collects the first thing that is wrong with a call. It throws nothing, because the other ranks have to be told first;
 /// and it builds no text unless something is wrong.
 class call_check {
@@ -145,13 +152,6 @@ private:
   void require_data(tensor_view<T> const& x, Name name) {
     if (failed()) return; // of what cannot be counted there is no size
     require(x.data != nullptr || x.size() == 0, [&] { return text(name, " is null, its extents are ", extents(x)); });
-  }
-
-  template <class T>
-  [[nodiscard]] static bool is_countable(tensor_view<T> const& x) {
-    std::int64_t count = 0, elements = 0;
-    return !__builtin_mul_overflow(x.samples, x.spatial, &count) &&
-           !__builtin_mul_overflow(count, x.channels, &elements);
   }
 
   template <class T>

@@ -120,7 +120,7 @@ void for_each_agreed_field(F const& f) {
   f(&packet_header::policy, "the exchange policy (1: gather, 2: reduce)");
 }
 
-/// Throws where a rank needs a backward pass that another one cannot join. `pass()` names the pass.
+/// Throws where a rank needs a backward pass that another one cannot join. `pass(header)` names the pass of a rank.
 template <class Pass>
 void require_backward_agreement(std::span<packet_header const> ranks, Pass const& pass) {
   auto const first = [&](backward_pass what) {
@@ -128,18 +128,19 @@ void require_backward_agreement(std::span<packet_header const> ranks, Pass const
   };
   auto const needs = first(backward_pass::needed), lacks = first(backward_pass::impossible);
   if (needs == std::ssize(ranks) || lacks == std::ssize(ranks)) return;
-  throw mismatch_error{pass() + ": ranks disagree on whether a backward pass follows: rank " + std::to_string(needs) +
-                       " needs one, rank " + std::to_string(lacks) + " records no gradients"};
+  throw mismatch_error{pass(ranks.front()) + ": ranks disagree on whether a backward pass follows: rank " +
+                       std::to_string(needs) + " needs one, rank " + std::to_string(lacks) + " records no gradients"};
 }
 
-/// Throws where a rank reported a fault, of the pass that `pass()` names.
+/// Throws where a rank reported a fault, in the pass of the first that did; `pass(header)` names it.
 template <class Header, class Pass>
 void throw_reported(std::span<Header const> ranks, Pass const& pass) {
   std::string faults;
   for (std::size_t r = 0; r < ranks.size(); ++r)
     if (ranks[r].fault[0] != '\0')
-      faults += (faults.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + get_text(ranks[r].fault);
-  if (!faults.empty()) throw invalid_argument_error{pass() + ": " + faults};
+      faults += (faults.empty() ? pass(ranks[r]) + ": " : "; ") + ("rank " + std::to_string(r)) + ": " +
+                get_text(ranks[r].fault);
+  if (!faults.empty()) throw invalid_argument_error{faults};
 }
 
 /// What throws where two ranks disagree on a field, given the field and its name.
@@ -148,15 +149,16 @@ template <class Header, class Pass>
   return [=](auto Header::*field, char const* name) {
     for (std::size_t r = 1; r < ranks.size(); ++r)
       if (ranks[r].*field != ranks[0].*field)
-        throw mismatch_error{pass() + ": ranks disagree on " + name + ": rank 0 has " + to_text(ranks[0].*field) +
-                             ", rank " + std::to_string(r) + " has " + to_text(ranks[r].*field)};
+        throw mismatch_error{pass(ranks[0]) + ": ranks disagree on " + name + ": rank 0 has " +
+                             to_text(ranks[0].*field) + ", rank " + std::to_string(r) + " has " +
+                             to_text(ranks[r].*field)};
   };
 }
 
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree. `layer` names the layer
 /// among several.
 inline void require_agreement(std::span<packet_header const> ranks, std::string const& layer = {}) {
-  auto const pass = [&] { return get_text(ranks.front().pass) + layer; };
+  auto const pass = [&](packet_header const& of) { return get_text(of.pass) + layer; };
   throw_reported(ranks, pass);
   for_each_agreed_field(agreement_of(ranks, pass));
   require_backward_agreement(ranks, pass);

@@ -177,6 +177,9 @@ private:
     std::vector<double> head(room), heads(room * ranks_);
     received_.reserve(own_.size() * ranks_); // before the exchange, after which ranks go on alike
     packet_header all = headers_.front();
+    auto const faulty = std::ranges::find_if(headers_, [](auto const& each) { return each.fault[0] != '\0'; });
+    if (channels_.size() > 1 && faulty != headers_.end())
+      set_text(all.fault, "layer " + std::to_string(faulty - headers_.begin()) + ": " + get_text(faulty->fault));
     all.channels = std::accumulate(channels_.begin(), channels_.end(), std::int64_t{0});
     std::copy_n(own_.begin(), std::min(own_.size(), room - at), head.data() + at);
     std::memcpy(head.data(), &all, sizeof all);

@@ -64,7 +64,7 @@ void run_or_report(C const& comm, power_norm_header& own, Local const& local) {
 
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.
 inline void require_agreement(std::span<power_norm_header const> ranks) {
-  auto const pass = [&] { return get_text(ranks.front().pass); };
+  auto const pass = [](power_norm_header const& of) { return get_text(of.pass); };
   throw_reported(ranks, pass);
   auto const require_same = agreement_of(ranks, pass);
   require_same(&power_norm_header::pass, "the operation");
