@@ -177,9 +177,11 @@ private:
     std::vector<double> head(room), heads(room * ranks_);
     received_.reserve(own_.size() * ranks_); // before the exchange, after which ranks go on alike
     packet_header all = headers_.front();
-    auto const faulty = std::ranges::find_if(headers_, [](auto const& each) { return each.fault[0] != '\0'; });
-    if (channels_.size() > 1 && faulty != headers_.end())
-      set_text(all.fault, "layer " + std::to_string(faulty - headers_.begin()) + ": " + get_text(faulty->fault));
+    // Of other faults, the layers' own headers tell; by this one the ranks would seem to disagree.
+    auto const negative = std::ranges::find_if(channels_, [](std::int64_t of_layer) { return of_layer < 0; });
+    if (auto const layer = negative - channels_.begin(); channels_.size() > 1 && negative != channels_.end())
+      set_text(all.fault,
+               "layer " + std::to_string(layer) + ": " + get_text(headers_[static_cast<std::size_t>(layer)].fault));
     all.channels = std::accumulate(channels_.begin(), channels_.end(), std::int64_t{0});
     std::copy_n(own_.begin(), std::min(own_.size(), room - at), head.data() + at);
     std::memcpy(head.data(), &all, sizeof all);
