@@ -337,6 +337,24 @@ TEST_CASE("micro-batches in place: what is wrong on one rank is an error on ever
   });
 }
 
+TEST_CASE("x is recovered by the gamma and beta of the forward pass, whatever they are since") {
+  std::vector<float> x(60), y(x), dy(x), dx(x), over;
+  for (std::size_t i = 0; i < x.size(); ++i)
+    x[i] = static_cast<float>(i * i % 17), dy[i] = static_cast<float>(i % 7) - 3;
+  over = x;
+  auto const view = [](std::vector<float>& of) { return syncnorm::nchw(of.data(), 4, 3, 5); };
+  syncnorm::batch_norm<float> apart{{}, 3}, in_place{{}, 3};
+  apart.forward(view(x), view(y));
+  in_place.forward_in_place(view(over));
+  for (auto* const layer : {&apart, &in_place}) layer->gamma()[1] = 3, layer->beta()[2] = -2;
+  apart.backward(view(x), view(dy), view(dx));
+  in_place.backward_in_place(view(over), view(dy), view(y));
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    CHECK(std::abs(over[i] - x[i]) <= 1e-5 * 17);
+    CHECK(std::abs(y[i] - dx[i]) <= 1e-5 * 3);
+  }
+}
+
 TEST_CASE("x is back after a pass in place, and stays there") {
   run_ranks(2, [&](thread_communicator const& comm) {
     std::vector<float> x(4 * 3 * 10);

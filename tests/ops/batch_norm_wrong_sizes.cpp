@@ -142,23 +142,19 @@ TEST_CASE("only one of the running statistics is no pair, and a slope beyond flo
 }
 
 TEST_CASE("what is kept of a pass in place says itself what does not fit it") {
-  std::vector<float> x{1, 2, 3, 5, 7, 11, 13, 17}, three(3, 1.0F);
+  std::vector<float> x{1, 2, 3, 5, 7, 11, 13, 17};
   auto const view = syncnorm::nchw(x.data(), 2, 2, 2);
   syncnorm::tensor_view<float const> const y = view;
   syncnorm::batch_norm_kept<float> kept;
   syncnorm::batch_norm_saved saved;
   saved.mean = {0, 0}, saved.inv_std = {1, 1};
   kept.keep<float>(y, {}, {});
-  auto const recover = [&](syncnorm::affine_parameters<float> const& with) {
-    return kept.recover<float>(one_thread_of_sizes, y, view, with, saved, {});
-  };
-  CHECK(recover({three, {}}).find("gamma has 3") != std::string::npos);
-  CHECK(recover({{}, three}).find("beta has 3") != std::string::npos);
   saved.mean = {0, 0, 0}, saved.inv_std = {1, 1, 1};
-  CHECK(recover({}).find("the statistics have 3 channels") != std::string::npos);
+  CHECK(kept.recover(one_thread_of_sizes, y, view, saved, {}).find("the statistics have 3 channels") !=
+        std::string::npos);
   saved.mean = {0, 0}, saved.inv_std = {1, 1};
-  CHECK(kept.restore<float>(one_thread_of_sizes, view, {}, saved, {}).empty());
+  CHECK(kept.restore(one_thread_of_sizes, view, saved, {}).empty());
   auto const other = syncnorm::nchw(x.data(), 4, 2, 1);
-  CHECK(kept.restore<float>(one_thread_of_sizes, other, {}, saved, {}).find("y is [4, 2, 1], expected [2, 2, 2]") !=
+  CHECK(kept.restore(one_thread_of_sizes, other, saved, {}).find("y is [4, 2, 1], expected [2, 2, 2]") !=
         std::string::npos);
 }

@@ -101,6 +101,9 @@ TEST_CASE("in place, gradients are those of a module apart, and a tensor less is
                 kept = counter->bytes;
                 (y * 0.5).backward(own(dy), /*retain_graph=*/true);
                 leaf.mutable_grad() = added.mutable_grad() = norm->weight.mutable_grad() = Tensor{};
+                // As by optimizers that tell autograd nothing of it.
+                norm->weight.data().add_(0.5);
+                norm->bias.data().sub_(0.25);
                 (y * 0.5).backward(own(dy));
                 results = {y.detach().clone(), leaf.grad(), added.grad(), norm->weight.grad(), norm->bias.grad()};
               }

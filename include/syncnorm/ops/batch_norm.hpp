@@ -108,7 +108,7 @@ public:
     in_place_ = {saved_.passes, x.size()};
   }
 
-  /// `backward` after `forward_in_place`, whose y this is, with gamma and beta as they were; x is in its memory afterwards,
+  /// `backward` after `forward_in_place`, whose y this is; x is in its memory afterwards,
   /// if a position of some rank counts, but not in channels where inv_std is 0, nor elements whose y was not finite. dx may be y or dy.
   void backward_in_place(tensor_view<T> y, tensor_view<T const> dy, tensor_view<T> dx,
                          batch_norm_epilogue<T> const& epilogue = {}, tensor_view<T> dresidual = {},
@@ -295,7 +295,7 @@ private:
                               " as micro-batches of y");
     for (std::size_t k = 0; k < batches; ++k) {
       auto const fault =
-          kept_[k].restore(exec_, y[k], affine(), saved_, epilogues.empty() ? batch_norm_epilogue<T>{} : epilogues[k]);
+          kept_[k].restore(exec_, y[k], saved_, epilogues.empty() ? batch_norm_epilogue<T>{} : epilogues[k]);
       if (!fault.empty()) return batches == 1 ? fault : call_check::text("micro-batch ", k, ": ", fault);
     }
     return {};

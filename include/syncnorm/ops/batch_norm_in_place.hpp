@@ -22,7 +22,7 @@
 
 namespace syncnorm {
 
-/// What a forward pass in place keeps of x for its backward pass: the channels that cannot be recovered from y, as
+/// What a forward pass in place keeps for its backward pass: gamma, beta, and of x the channels that cannot be recovered from y, as
 /// `is_recoverable` says. So a tensor takes sizeof(T)·(1 + kept channels / all channels) bytes per element from the
 /// forward pass to the backward pass, where x and y apart take 2·sizeof(T).
 template <class T>
@@ -33,6 +33,8 @@ public:
   void keep(tensor_view<T const> x, affine_parameters<P> affine, batch_norm_epilogue<T> const& epilogue) {
     channels_.clear();
     elements_.clear();
+    gamma_.clear();
+    beta_.clear();
     holds_x_ = recovering_ = false;
     like_ = x;
     like_.data = nullptr;
@@ -45,6 +47,8 @@ public:
       return;
     for (std::int64_t c = 0; c < x.channels; ++c) {
       auto const i = static_cast<std::size_t>(c);
+      gamma_.push_back(gamma[i]);
+      beta_.push_back(beta[i]);
       if (!is_recoverable(gamma[i], beta[i], epilogue.activation.negative_slope, recoverable_ratio<T>))
         channels_.push_back(c);
     }
@@ -54,14 +58,13 @@ public:
 
   /// Makes y, which the forward pass wrote over x, x again, unless it is so already. Positions that a mask made 0 become
   /// anything, on which no gradient depends. Says what is wrong with y, or nothing.
-  template <class P>
-  [[nodiscard]] std::string restore(host::executor_ref exec, tensor_view<T> y, affine_parameters<P> affine,
-                                    batch_norm_saved const& saved, batch_norm_epilogue<T> const& epilogue) {
+  [[nodiscard]] std::string restore(host::executor_ref exec, tensor_view<T> y, batch_norm_saved const& saved,
+                                    batch_norm_epilogue<T> const& epilogue) {
     if (!holds_x_) {
       if (recovering_)
         return "a backward pass failed while it recovered x, so that y is x in part; a forward pass has to follow";
       recovering_ = true; // and stays so where an executor throws
-      auto fault = recover(exec, y, y, affine, saved, epilogue);
+      auto fault = recover(exec, y, y, saved, epilogue);
       recovering_ = false;
       holds_x_ = fault.empty();
       return fault;
@@ -72,16 +75,13 @@ public:
   }
 
   /// The same into x, which may be y, any number of times.
-  template <class P>
   [[nodiscard]] std::string recover(host::executor_ref exec, std::type_identity_t<tensor_view<T const>> y,
-                                    tensor_view<T> x, affine_parameters<P> affine, batch_norm_saved const& saved,
+                                    tensor_view<T> x, batch_norm_saved const& saved,
                                     batch_norm_epilogue<T> const& epilogue) const {
     detail::call_check check;
     auto const channels = static_cast<std::int64_t>(saved.mean.size());
     check.same_extents(y, "y", like_);
     check.output(x, "x", like_);
-    check.channel_values(affine.gamma, "gamma", channels);
-    check.channel_values(affine.beta, "beta", channels);
     check.epilogue(epilogue, like_, "the residual", "the mask");
     check.require(y.channels == channels, [&] { return check.text("the statistics have ", channels, " channels"); });
     if (check.failed() || y.size() == 0) return check.fault();
@@ -91,12 +91,12 @@ public:
       std::int64_t const length = end - first;
       if (length <= 0) return;
       using host::detail::channels_of;
-      host::recover(
-          exec, y.channel_range(first, length), x.channel_range(first, length),
-          channels_of(std::span<double const>{saved.mean}, first, length),
-          channels_of(std::span<double const>{saved.inv_std}, first, length),
-          affine_parameters<P>{channels_of(affine.gamma, first, length), channels_of(affine.beta, first, length)},
-          prepared.channel_range(first, length));
+      host::recover(exec, y.channel_range(first, length), x.channel_range(first, length),
+                    channels_of(std::span<double const>{saved.mean}, first, length),
+                    channels_of(std::span<double const>{saved.inv_std}, first, length),
+                    affine_parameters<double>{channels_of(std::span{gamma_}, first, length),
+                                              channels_of(std::span{beta_}, first, length)},
+                    prepared.channel_range(first, length));
     };
     auto from = elements_.begin();
     for (auto const c : channels_) {
@@ -121,6 +121,7 @@ private:
   }
 
   tensor_view<T const> like_{};
+  std::vector<double> gamma_, beta_;
   std::vector<std::int64_t> channels_;
   std::vector<T> elements_;
   bool holds_x_ = true, recovering_ = false;

@@ -183,8 +183,8 @@ private:
       if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = in_huge_pages(at::empty_like(of.y)), of.order);
     }
     auto const& first = read_x_.front();
-    if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = of_.weight.contiguous());
-    if (of_.bias.defined()) affine_.beta = values_of<P>(beta_ = of_.bias.contiguous());
+    if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_memory(of_.weight).contiguous());
+    if (of_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_memory(of_.bias).contiguous());
     auto const zeros = [&] { return at::zeros({pass_->channels}, first.options().dtype(pass_->parameters)); };
     if (wants_.weight) gradients_.gamma = values_of<P>(dgamma_ = zeros());
     if (wants_.bias) gradients_.beta = values_of<P>(dbeta_ = zeros());
@@ -212,7 +212,7 @@ public:
       std::string found;
       auto const& kept = *static_cast<std::vector<batch_norm_kept<T>> const*>(memory_->kept.get());
       for (std::size_t k = 0; k < kept.size() && found.empty(); ++k) {
-        found = kept[k].recover(at_executor{}, x_views_[k], recovered_views_[k], affine_, pass_->saved, epilogues_[k]);
+        found = kept[k].recover(at_executor{}, x_views_[k], recovered_views_[k], pass_->saved, epilogues_[k]);
         x_views_[k] = recovered_views_[k];
       }
       return found;

@@ -127,7 +127,8 @@ public:
     attempt(fault, [&] {
       auto const keep = [&](at::Tensor const& tensor) -> at::Tensor& { return kept.emplace_back(tensor); };
       auto const per_channel = [&](at::Tensor const& values) {
-        return values.defined() ? std::span<P const>{values_of<P>(keep(values.contiguous()))} : std::span<P const>{};
+        return values.defined() ? std::span<P const>{values_of<P>(keep(in_memory(values).contiguous()))}
+                                : std::span<P const>{};
       };
       auto next = gradients.begin();
       auto const take = [&](std::size_t i) { return present[i] != 0 ? *next++ : at::Tensor{}; };

@@ -161,8 +161,8 @@ protected:
 
 private:
   void take_parameters() {
-    if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_.weight.detach().contiguous());
-    if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_.bias.detach().contiguous());
+    if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_memory(in_.weight.detach()).contiguous());
+    if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_memory(in_.bias.detach()).contiguous());
     if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
     mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();
     running_ = {values_of<P>(mean_), values_of<P>(var_)};

@@ -159,7 +159,7 @@ private:
       of_x = make_operands<T>(x);
       dy_view = make_companion<T>(dy, of_x);
       if (wants_x) dx = in_huge_pages(of_x.y), dx_view = of_x.y_view;
-      if (has_weight) affine.gamma = values_of<T>(gamma = weight.contiguous());
+      if (has_weight) affine.gamma = values_of<T>(gamma = in_memory(weight).contiguous());
       if (wants_weight) gradients.gamma = values_of<T>(dgamma = at::zeros({x.size(1)}, x.options()));
       if (wants_bias) gradients.beta = values_of<T>(dbeta = at::zeros({x.size(1)}, x.options()));
     });
