@@ -100,6 +100,20 @@ TEST_CASE("options that are changed count from the next pass on, in the module a
   }
 }
 
+TEST_CASE("clones, conversions and other communicators keep the channels that a module was made with") {
+  torch::manual_seed(8);
+  auto const x = random({5, 4});
+  auto norm = prepared(PowerNorm{PowerNormOptions{4}});
+  norm->options.num_features(6);
+  auto const expected = std::dynamic_pointer_cast<PowerNormImpl>(norm->clone())->forward(x);
+  CHECK(torch::equal(norm->forward(x), expected));
+  auto const made = syncnorm::torch::convert_sync_powernorm(norm.ptr(), syncnorm::self_communicator{});
+  auto* const sync = made->as<SyncPowerNormImpl>();
+  CHECK(sync->forward(x).sizes() == x.sizes());
+  sync->set_communicator(syncnorm::self_communicator{});
+  CHECK(sync->forward(x).sizes() == x.sizes());
+}
+
 TEST_CASE("evaluation goes by running_phi, and differentiates like any function") {
   torch::manual_seed(3);
   run_ranks(2, [](thread_communicator const& comm) {

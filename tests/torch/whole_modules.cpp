@@ -393,6 +393,39 @@ TEST_CASE("a clone has the same state and nothing in common with its original") 
   });
 }
 
+TEST_CASE("a clone and what converts have as many channels as the tensors, whatever options say") {
+  torch::manual_seed(15);
+  auto const x = torch::randn({4, 3, 5}, torch::kDouble);
+  auto norm = make_norm(BatchNormOptions{3});
+  norm->options.num_features(5);
+  auto const copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(norm->clone());
+  CHECK(torch::equal(copy->forward(x), norm->forward(x)));
+  for (bool const affine : {true, false}) {
+    torch::nn::BatchNorm1d three{BatchNormOptions{3}.affine(affine)}, loaded{BatchNormOptions{7}.affine(affine)};
+    std::stringstream file;
+    torch::save(three, file);
+    torch::load(loaded, file); // takes the extents of what is in the file
+    auto const floats = x.to(torch::kFloat), expected = three->forward(floats);
+    auto const made = syncnorm::torch::convert_sync_batchnorm(loaded.ptr(), syncnorm::self_communicator{});
+    CHECK(error_of(made->as<SyncBatchNormImpl>()->forward(floats), expected, 1) <= 1e-5);
+  }
+}
+
+TEST_CASE("parameters that are views of negated memory are read as they are") {
+  auto const values = torch::full({1}, 0.75, torch::kDouble);
+  auto const negated = torch::imag(torch::complex(torch::zeros_like(values), -values).conj());
+  REQUIRE(negated.is_neg());
+  auto const x = torch::randn({4, 1, 5}, torch::kDouble);
+  auto norm = make_norm(BatchNormOptions{1}), plain = make_norm(BatchNormOptions{1});
+  norm->weight.set_data(negated), plain->weight.set_data(values);
+  norm->bias.set_data(negated), plain->bias.set_data(values);
+  auto const leaf = x.clone().requires_grad_(), other = x.clone().requires_grad_();
+  auto const y = norm->forward(leaf), expected = plain->forward(other);
+  CHECK(torch::equal(y, expected));
+  y.pow(3).sum().backward(), expected.pow(3).sum().backward();
+  CHECK(torch::equal(leaf.grad(), other.grad()));
+}
+
 TEST_CASE("a module prints what it is") {
   std::ostringstream text;
   text << make_norm(BatchNormOptions{4}.momentum(c10::nullopt).affine(false));

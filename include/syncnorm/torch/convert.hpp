@@ -33,7 +33,11 @@ bool visit_batch_norm(::torch::nn::Module const& module, F const& f) {
 [[nodiscard]] inline replacement make_synchronized(::torch::nn::Module const& module, any_communicator const& comm) {
   std::shared_ptr<SyncBatchNormImpl> made;
   visit_batch_norm(module, [&](auto const& norm, int dimension) {
-    made = std::make_shared<SyncBatchNormImpl>(norm.options, comm, dimension);
+    // Loading may have given it tensors of other extents than its options say.
+    auto options = norm.options;
+    for (auto const* tensor : {&norm.weight, &norm.running_mean})
+      if (tensor->defined()) options.num_features(tensor->numel());
+    made = std::make_shared<SyncBatchNormImpl>(options, comm, dimension);
     share_state(norm, *made);
   });
   return make_replacement(made);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -53,14 +54,14 @@ template <class Derived>
 class PowerNormBase : public ::torch::nn::Cloneable<Derived> {
 public:
   PowerNormBase(PowerNormOptions const& options_, any_communicator comm)
-      : options{options_}, shared_{make_shared_part(std::move(comm))} {
+      : options{options_}, channels_{options_.num_features()}, shared_{make_shared_part(std::move(comm))} {
     reset();
   }
 
   void reset() override {
     // A clone shares nothing with its original, the exchanges least of all.
     shared_ = make_shared_part(shared_->comm());
-    auto const channels = options.num_features() > 0 ? options.num_features() : 0;
+    auto const channels = std::max<std::int64_t>(0, channels_);
     auto const parameter = [&](char const* name) {
       auto const value = options.affine() ? ::torch::empty({channels}) : ::torch::Tensor{};
       return this->register_parameter(name, value, options.affine());
@@ -153,6 +154,7 @@ public:
   /// Becomes a module of the very tensors of `other`, in its mode.
   template <class Other>
   void share_state(PowerNormBase<Other>& other) {
+    channels_ = other.channels_;
     take_over(*other.shared_, shared_->comm());
     ::torch::nn::Cloneable<detail::registry>::copy(other, *this);
     weight = other.weight;
@@ -192,7 +194,7 @@ private:
   }
 
   [[nodiscard]] std::shared_ptr<detail::power_norm_shared> make_shared_part(any_communicator comm) const {
-    return std::make_shared<detail::power_norm_shared>(std::move(comm), options.num_features());
+    return std::make_shared<detail::power_norm_shared>(std::move(comm), channels_);
   }
   [[nodiscard]] power_norm_options make_options() const {
     return {.eps = options.eps(),
@@ -236,8 +238,8 @@ private:
       detail::attempt(fault, [&] {
         of_input = detail::make_operands<T>(detail::channels_second(input));
         detail::in_huge_pages(of_input.y);
-        if (weight.defined()) affine.gamma = detail::values_of<T>(gamma = weight.contiguous());
-        if (bias.defined()) affine.beta = detail::values_of<T>(beta = bias.contiguous());
+        if (weight.defined()) affine.gamma = detail::values_of<T>(gamma = detail::in_memory(weight).contiguous());
+        if (bias.defined()) affine.beta = detail::values_of<T>(beta = detail::in_memory(bias).contiguous());
         if (training && pad_mask.defined()) {
           counts = detail::counting_mask(pad_mask, of_input.order);
           mask = mask_of(counts.data_ptr<bool>(), of_input.x_view.samples, of_input.x_view.spatial);
@@ -279,6 +281,7 @@ private:
     of_input.y = at::full_like(detail::channels_second(input), std::numeric_limits<double>::quiet_NaN());
   }
 
+  std::int64_t channels_; ///< those that its tensors have been made for, whatever `options` say since
   std::shared_ptr<detail::power_norm_shared> shared_;
 };
 

@@ -40,7 +40,7 @@ class members_of;
 /// What is wrong on one rank is thrown on every rank, as invalid_argument_error or mismatch_error, and leaves the
 /// running statistics as they were. Gradients of weight and bias are sums over this rank, as of any other parameter.
 /// With `create_graph`, on every rank and by losses of one structure, they can be differentiated once more, which is collective,
-/// too.
+/// too. One thread at a time runs passes in training and their backward passes, of one rank alone, too.
 ///
 /// Unlike in libtorch, a batch that is empty on every rank leaves `num_batches_tracked`, too, as it was, a momentum outside
 /// [0, 1] or a negative eps is an error, and an infinity in the input may make its channel's running mean NaN, not infinite.
@@ -50,17 +50,19 @@ public:
   /// which of weight and bias there are, where `options.affine()`.
   explicit SyncBatchNormImpl(::torch::nn::BatchNormOptions const& options_, any_communicator comm = self_communicator{},
                              int revert_dimension = 2, affine_parts parts = affine_parts::gamma_and_beta)
-      : options{options_}, revert_dimension_{revert_dimension}, parts_{parts}, state_{make_state(std::move(comm), 0)} {
+      : options{options_}, revert_dimension_{revert_dimension}, parts_{parts}, state_{make_state(
+                                                                                   std::move(comm),
+                                                                                   options_.num_features())} {
     reset();
   }
 
   void reset() override {
     // A clone shares nothing with its original, the buffers of the exchange least of all.
     auto const device = state_->device;
-    renew_state(state_->comm, options.num_features());
+    renew_state(state_->comm, this->channels());
     state_->exchange_backward = std::make_shared<bool>(*state_->exchange_backward);
     if (device != nullptr) state_->device = device->renewed();
-    auto const channels = options.num_features() > 0 ? options.num_features() : 0;
+    auto const channels = std::max<std::int64_t>(0, this->channels());
     auto const parameter = [&](char const* name, bool exists) {
       return register_parameter(name, exists ? ::torch::empty({channels}) : ::torch::Tensor{}, exists);
     };
@@ -161,8 +163,9 @@ public:
   /// On: `forward` writes over its input, which it returns, as torch::nn::ReLU does with `inplace`. A backward pass recovers
   /// the input from the output, up to rounding, where weight, bias and activation allow it, and `batch_norm_kept` keeps the
   /// other channels. So sizeof(element) bytes per element are kept instead of twice that. The input must not be a leaf that
-  /// requires a gradient, nor a result that its own backward pass needs; and nothing may write to the output until the
-  /// backward pass, whose gradients cannot be differentiated. Views are inputs like others, but that a pass by itself over one part of a
+  /// requires a gradient, nor a result that its own backward pass needs; and nothing may write to the output, nor, of CUDA tensors,
+  /// to weight and bias, until the backward pass, whose gradients cannot be differentiated; of what optimizers like SGD write to
+  /// parameters autograd knows nothing. Views are inputs like others, but that a pass by itself over one part of a
   /// tensor counts as a change of what passes before it have made of other parts. Where a communicator fails midway, `forward` leaves the
   /// input partly written over, of which autograd is told. The same on every rank.
   void set_in_place(bool on = true) noexcept { in_place_ = on; }
@@ -180,7 +183,7 @@ public:
 
   [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
 
-  /// It is the `num_features` and `affine` with which the module was made that count. Where `track_running_stats` is turned off
+  /// It is the `num_features` and `affine` with which the module was made that count, as for its clones. Where `track_running_stats` is turned off
   /// later, running statistics are neither read nor changed, on every rank.
   ::torch::nn::BatchNormOptions options;
   /// Undefined without `affine`, or where the module has no such part.

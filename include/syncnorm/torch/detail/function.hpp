@@ -66,6 +66,7 @@ public:
     auto const group = c10::static_intrusive_pointer_cast<recorded_group>(recorded->saved_data["group"].toCapsule());
     std::string fault;
     auto const saved = saved_tensors(*recorded, fault);
+    if (!fault.empty() && group->members.size() > 1) fault = "of this or another layer of the group: " + fault;
     auto next = saved.begin();
     auto next_dy = dy.begin();
     std::vector<std::unique_ptr<backward_call>> calls;
