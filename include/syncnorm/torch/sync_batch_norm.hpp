@@ -183,8 +183,8 @@ public:
 
   [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
 
-  /// It is the `num_features` and `affine` with which the module was made that count, as for its clones. Where `track_running_stats` is turned off
-  /// later, running statistics are neither read nor changed, on every rank.
+  /// It is the `num_features` and `affine` with which the module was made that count, as for its clones. Where
+  /// `track_running_stats` is turned off later, running statistics are neither read nor changed, on every rank.
   ::torch::nn::BatchNormOptions options;
   /// Undefined without `affine`, or where the module has no such part.
   ::torch::Tensor weight, bias;
