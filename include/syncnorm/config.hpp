@@ -1,5 +1,9 @@
 #pragma once
 
+#if __cplusplus < 202002L
+#error "syncnorm needs C++20: compile with -std=c++20"
+#endif
+
 #if defined(__CUDACC__)
 #define SYNCNORM_HOST_DEVICE __host__ __device__
 #define SYNCNORM_DEVICE __device__

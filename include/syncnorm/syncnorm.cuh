@@ -2,6 +2,8 @@
 
 // What a CUDA compiler needs: elements, tensors, communicators, and the operations on a GPU. Those on the host are in
 // syncnorm.hpp, for sources that the host's compiler compiles.
+#include <syncnorm/config.hpp>
+
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/checked.hpp>
 #include <syncnorm/comm/collectives.hpp>

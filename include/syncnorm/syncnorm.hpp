@@ -1,5 +1,7 @@
 #pragma once
 
+#include <syncnorm/config.hpp>
+
 #include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/checked.hpp>
 #include <syncnorm/comm/collectives.hpp>

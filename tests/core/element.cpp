@@ -21,6 +21,13 @@ struct never_empty {
   explicit operator float() const { return bits; }
 };
 
+/// Its sums are of type `A`.
+template <class A>
+struct counted_in {
+  explicit counted_in(A = {}) {}
+  explicit operator A() const { return {}; }
+};
+
 struct one_way {
   explicit operator float() const { return 0; }
 };
@@ -46,6 +53,12 @@ template <>
 struct syncnorm::element_traits<never_empty> {
   using accumulate_type = float;
   static constexpr std::string_view name = "never empty";
+};
+
+template <class A>
+struct syncnorm::element_traits<counted_in<A>> {
+  using accumulate_type = A;
+  static constexpr std::string_view name = "counted in";
 };
 
 template <>
@@ -74,6 +87,9 @@ TEST_CASE("elements are what element_traits describes and what converts both way
   static_assert(syncnorm::element<float const> && syncnorm::element<half> && syncnorm::element<half const>);
   static_assert(!syncnorm::element<undescribed> && !syncnorm::element<int> && !syncnorm::element<one_way>);
   static_assert(!syncnorm::element<never_empty>);
+  static_assert(!syncnorm::element<counted_in<int>> && !syncnorm::element<counted_in<long double>>);
+  static_assert(syncnorm::element<counted_in<double>>);
+  static_assert(syncnorm::mutable_element<half> && !syncnorm::mutable_element<half const>);
   CHECK(syncnorm::element_traits<never_empty>::name == "never empty");
   static_assert(std::is_same_v<syncnorm::accumulate_t<half const>, float>);
   static_assert(std::is_same_v<syncnorm::accumulate_t<double>, double>);

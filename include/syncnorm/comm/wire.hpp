@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <span>
 
+#include <syncnorm/config.hpp>
+
 namespace syncnorm {
 
 /// The types that cross ranks.

@@ -15,7 +15,7 @@ enum class element_format : std::uint8_t { other, binary16, bfloat16 };
 /// Describes an element type of a tensor. Specialize it for a type of your own:
 ///
 ///     template <> struct syncnorm::element_traits<my_half> {
-///       using accumulate_type = float;                      // what sums of it are kept in
+///       using accumulate_type = float;                      // what sums of it are kept in: float or double
 ///       static constexpr std::string_view name = "float16"; // at most 15 characters; ranks compare it
 ///       static constexpr auto format = syncnorm::element_format::binary16; // optional
 ///     };
@@ -52,7 +52,8 @@ template <class T>
 inline constexpr element_format format_of = [] {
   using traits = element_traits<std::remove_cv_t<T>>;
   if constexpr (requires { traits::format; }) {
-    static_assert(sizeof(T) == 2 && std::is_same_v<typename traits::accumulate_type, float>);
+    static_assert(sizeof(T) == 2 && std::is_same_v<typename traits::accumulate_type, float>,
+                  "element_traits: a type with a format has 16 bits, and float for its accumulate_type");
     return element_format{traits::format};
   } else {
     return element_format::other;
@@ -109,7 +110,13 @@ template <std::same_as<long double> Number>
 template <class T>
 concept element = std::is_trivially_copyable_v<T> && std::default_initializable<std::remove_cv_t<T>> && requires {
   { element_traits<std::remove_cv_t<T>>::name } -> std::convertible_to<std::string_view>;
+  requires std::is_same_v < accumulate_t<T>,
+  float > || std::is_same_v<accumulate_t<T>, double>;
 } &&(detail::traits_convert<T> || detail::converts<T>);
+
+/// One that can be written.
+template <class T>
+concept mutable_element = element<T> && !std::is_const_v<T>;
 
 /// An element in the type of its sums, which holds it exactly.
 SYNCNORM_CALLS_EITHER

@@ -35,8 +35,8 @@ namespace syncnorm {
 ///
 /// Construction is local and checks nothing: what is wrong with the options is reported by the first forward pass, on
 /// every rank. Errors leave parameters, gradients, running statistics and the counter as they were.
-template <element T, communicator C = self_communicator, host::executor E = host::serial_executor,
-          element P = accumulate_t<T>>
+template <mutable_element T, communicator C = self_communicator, host::executor E = host::serial_executor,
+          mutable_element P = accumulate_t<T>>
 requires allgathers<C, std::byte>
 class batch_norm {
 public:

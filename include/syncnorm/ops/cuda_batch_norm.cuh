@@ -22,7 +22,8 @@
 namespace syncnorm::cuda {
 
 /// A batch normalization layer on a GPU; see `basic_batch_norm`.
-template <element T, communicator C = self_communicator, class P = accumulate_t<T>, class Kernels = gpu_kernels<>>
+template <mutable_element T, communicator C = self_communicator, class P = accumulate_t<T>,
+          class Kernels = gpu_kernels<>>
 using batch_norm = basic_batch_norm<T, C, P, Kernels>;
 
 /// `syncnorm::batch_norm_forward` of device memory, enqueued on the stream.

@@ -51,7 +51,7 @@ namespace syncnorm::cuda {
 /// `synchronize` where all ranks are to hear of it at the same place. Parameters, gradients, running statistics and the
 /// counter are as they were before the pass that failed. What CUDA refuses, as a kernel that the device has no code for, is thrown on that
 /// rank at once, after it has joined.
-template <element T, communicator C, class P, class Kernels>
+template <mutable_element T, communicator C, class P, class Kernels>
 class basic_batch_norm {
 public:
   /// Local; checks nothing but that memory can be had: cuda_error.

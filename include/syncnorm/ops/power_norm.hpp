@@ -29,8 +29,8 @@ struct power_norm_layer_options {
 /// every rank. Exchanges may be in flight between calls, as `power_norm_forward` and `power_norm_backward` say; whatever
 /// reads the state waits for them first, and throws what is wrong with them. Errors leave the state as it was before the
 /// pass that failed, but for what an executor throws in the warm-up after the exchange. Destruction waits for what is in flight.
-template <element T, communicator C = self_communicator, host::executor E = host::serial_executor,
-          element P = accumulate_t<T>>
+template <mutable_element T, communicator C = self_communicator, host::executor E = host::serial_executor,
+          mutable_element P = accumulate_t<T>>
 class power_norm {
 public:
   explicit power_norm(C comm, std::int64_t channels, power_norm_layer_options const& options = {}, E exec = {})

@@ -50,9 +50,8 @@ public:
   /// which of weight and bias there are, where `options.affine()`.
   explicit SyncBatchNormImpl(::torch::nn::BatchNormOptions const& options_, any_communicator comm = self_communicator{},
                              int revert_dimension = 2, affine_parts parts = affine_parts::gamma_and_beta)
-      : options{options_}, revert_dimension_{revert_dimension}, parts_{parts}, state_{make_state(
-                                                                                   std::move(comm),
-                                                                                   options_.num_features())} {
+      : options{options_}, revert_dimension_{revert_dimension}, parts_{parts} {
+    state_ = make_state(std::move(comm), options.num_features());
     reset();
   }
 
