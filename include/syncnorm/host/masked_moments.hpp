@@ -32,7 +32,8 @@ void masked_moments(executor_ref exec, tensor_view<T const> const& x, prepared_m
 
 } // namespace detail
 
-/// Moments of each channel over the positions that count: mean[c] and m2[c] = Σ (x − mean[c])². Zeros where none does.
+/// Moments of each channel over the positions that count, by a default mask all: mean[c] and m2[c] = Σ (x − mean[c])². Zeros where
+/// none does.
 /// Elements that do not count have no influence, even where they are no numbers. Returns how many positions count.
 ///
 /// Shapes: x `[N, C, S]`, mask `[N, S]`, mean and m2 `[C]`. Local. The same bits whatever the executor, and those of
@@ -40,6 +41,10 @@ void masked_moments(executor_ref exec, tensor_view<T const> const& x, prepared_m
 template <class X>
 requires element<X> std::int64_t local_moments(executor_ref exec, tensor_view<X> x, mask_view const& mask,
                                                std::span<double> mean, std::span<double> m2) {
+  if (!mask) {
+    local_moments(exec, x, mean, m2);
+    return x.count();
+  }
   detail::prepared_mask const prepared{mask, detail::row_cut::longest<X>};
   detail::masked_moments<std::remove_const_t<X>>(exec, x, prepared, mean, m2);
   return prepared.count();
