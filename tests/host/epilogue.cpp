@@ -346,7 +346,7 @@ TEST_CASE_TEMPLATE("of contiguous channels, what does not count changes nothing 
 TEST_CASE_TEMPLATE("masked positions farther from each other than samples are taken for these", T, float,
                    bfloat16 AND_UNSANITIZED(float16)) {
   double const accuracy = 1e-5;
-  for (auto const& shape : {test::extents{7, 24, 50}, {64, 100, 300}, {3, 1100, 9}})
+  for (auto const& shape : {test::extents{7, 24, 50}, {24, 100, 60}, {3, 1100, 9}})
     for (auto const& chose : {choice{0, true, counted::padded, true}, choice{1, false, counted::most, false}}) {
       CAPTURE(test::name_of(shape));
       CAPTURE(name_of(chose));
