@@ -79,6 +79,11 @@ TEST_CASE("boxes hold every element once") {
   CHECK(large.count() >= 24 * (1 << 20) / boxes::box_elements / 2);
 }
 
+TEST_CASE("boxes of short rows hold whole rows") {
+  for (std::int64_t const s : {17, 20, 25, 49, 100, 1000})
+    for (std::int64_t const c : {5'000, 6'000, 8'500, 20'000}) CHECK(boxes{20, c, s, 16}[0].positions == s);
+}
+
 TEST_CASE("a channel block fits the cache, and is at least one row or one line") {
   float* const x = nullptr;
   constexpr host::block_room half_megabyte{1 << 19}, pages{1 << 18, 1 << 12};

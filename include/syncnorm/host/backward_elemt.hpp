@@ -12,7 +12,7 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/linear_op.hpp>
-#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/map_elements.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 

@@ -12,7 +12,7 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
-#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/map_elements.hpp>
 #include <syncnorm/host/detail/product_reduce.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/second_order_op.hpp>

@@ -10,7 +10,7 @@
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
-#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/map_elements.hpp>
 #include <syncnorm/host/detail/product_reduce.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/executor.hpp>

@@ -10,7 +10,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_values.hpp>
-#include <syncnorm/host/detail/map.hpp>
+#include <syncnorm/host/detail/map_elements.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
 

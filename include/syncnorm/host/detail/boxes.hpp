@@ -27,7 +27,7 @@ public:
     if (samples * channels * spatial == 0) return;
     std::int64_t const fitting = box_elements / std::min(spatial, box_elements) / 16 * 16;
     c_ = even_part(channels, std::clamp(fitting, narrowest, widest));
-    s_ = even_part(spatial, std::max<std::int64_t>(16, box_elements / c_ / 16 * 16));
+    s_ = c_ <= fitting ? spatial : even_part(spatial, std::max<std::int64_t>(16, box_elements / c_ / 16 * 16));
     n_ = std::clamp<std::int64_t>(box_elements / (c_ * s_), 1, samples);
     count_ = ceil_div(channels, c_) * ceil_div(spatial, s_) * ceil_div(samples, n_);
   }

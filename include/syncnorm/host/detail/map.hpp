@@ -352,17 +352,6 @@ private:
   bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
 };
 
-/// Maps all of `in` to `out`, with the coefficients `terms(channel)`. `fetch`: the block of channels that is mapped next.
-template <class T, class Op, class Terms>
-void map_elements(executor_ref exec, Op const& op, Terms const& terms, typename elementwise_map<T, Op>::views const& in,
-                  typename elementwise_map<T, Op>::out_views const& out, prepared_mask const* mask, stores how,
-                  next_block fetch = {}) {
-  if (in[0].size() == 0) return;
-  scratch_lease<accumulate_t<T>> table{elementwise_map<T, Op>::table_size(in[0])};
-  elementwise_map<T, Op> const map{op, terms, in, out, mask, how, table.data()};
-  map_boxes(exec, map, fetch.channels_ahead);
-}
-
 /// Makes the map of channels [first, first + length), with the coefficients of `make(first, length)`, for `reduce_and_map`.
 template <class T, class Op, class Make>
 [[nodiscard]] auto map_of_channels(Op const& op, typename elementwise_map<T, Op>::views const& in,
