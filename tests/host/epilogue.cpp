@@ -299,48 +299,56 @@ TEST_CASE_TEMPLATE("outputs are activated, added to and masked as defined", T, f
   });
 }
 
-TEST_CASE_TEMPLATE("of contiguous channels, what does not count changes nothing of what does", T, float,
+TEST_CASE_TEMPLATE("of contiguous channels and short rows, what does not count changes nothing of what does", T, float,
                    bfloat16 AND_UNSANITIZED(double, float16)) {
   constexpr choice all{0.125, false, counted::all, false};
+  struct arranged {
+    test::arrangement order;
+    test::extents of;
+  };
+  std::vector<arranged> cases;
   for (std::int64_t const channels : {1, 3, 24, 33, 64, 100, 728, 1025})
-    for (std::int64_t const s : {40, 1}) {
-      std::int64_t const n = 120 / s;
-      CAPTURE(channels);
-      CAPTURE(s);
-      epilogue_problem<T> const whole{{n, channels, s}, all};
-      auto const order = test::arrangement::nhwc;
-      test::tensor<T> const x{order, n, channels, s, whole.x}, dy{order, n, channels, s, whole.dy};
-      auto const run = [&](epilogue_problem<T> const& p, std::int64_t offset) {
-        test::tensor<T> from = x, y{order, n, channels, s, offset}, dx{order, n, channels, s, offset}, over_dy = dy;
-        auto const epilogue = p.epilogue({});
-        host::normalize(test::shuffling_executor{2}, from.view(), y.view(), p.mean, p.inv_std, p.params(), epilogue,
-                        host::stores::streaming);
-        auto const backward = [&](test::tensor<T>& of_dy, test::tensor<T>& to) {
-          host::backward_elemt(host::serial_executor{}, of_dy.input(), from.view(), to.view(), {}, whole.mean,
-                               whole.inv_std, whole.params(), whole.sum_dy, whole.sum_dy_xmu, whole.oracle.count,
-                               epilogue, host::stores::streaming);
-        };
-        backward(over_dy, dx);
-        backward(over_dy, over_dy);
-        CHECK(y.intact());
-        CHECK(dx.intact());
-        CHECK(over_dy.values() == dx.values());
-        return std::pair{y.values(), dx.values()};
+    for (std::int64_t const s : {40, 1}) cases.push_back({test::arrangement::nhwc, {120 / s, channels, s}});
+  for (auto const& e : {test::extents{6, 3, 17}, {3, 40, 40}, {5, 300, 40}, {4, 1025, 20}, {4, 7, 100}, {20, 50, 127}})
+    cases.push_back({test::arrangement::nchw, e});
+  for (auto const& shape : cases) {
+    auto const order = shape.order;
+    std::int64_t const n = shape.of.n, channels = shape.of.c, s = shape.of.s;
+    CAPTURE(test::name_of(order));
+    CAPTURE(test::name_of(shape.of));
+    epilogue_problem<T> const whole{shape.of, all};
+    test::tensor<T> const x{order, n, channels, s, whole.x}, dy{order, n, channels, s, whole.dy};
+    auto const run = [&](epilogue_problem<T> const& p, std::int64_t offset) {
+      test::tensor<T> from = x, y{order, n, channels, s, offset}, dx{order, n, channels, s, offset}, over_dy = dy;
+      auto const epilogue = p.epilogue({});
+      host::normalize(test::shuffling_executor{2}, from.view(), y.view(), p.mean, p.inv_std, p.params(), epilogue,
+                      host::stores::streaming);
+      auto const backward = [&](test::tensor<T>& of_dy, test::tensor<T>& to) {
+        host::backward_elemt(host::serial_executor{}, of_dy.input(), from.view(), to.view(), {}, whole.mean,
+                             whole.inv_std, whole.params(), whole.sum_dy, whole.sum_dy_xmu, whole.oracle.count,
+                             epilogue, host::stores::streaming);
       };
-      auto const whole_outputs = run(whole, 0);
-      for (auto const kind : {counted::padded, counted::most})
-        for (std::int64_t const offset : {0, 1, 8}) {
-          epilogue_problem<T> p = whole;
-          p.mask = make_mask(kind, n, s);
-          p.chosen.zeroes = true;
-          auto expected = whole_outputs;
-          for (std::size_t i = 0; i < whole.x.size(); ++i) {
-            auto const at = static_cast<std::int64_t>(i), row = at / (channels * s) * s;
-            if (p.mask[static_cast<std::size_t>(row + at % s)] == 0) expected.first[i] = expected.second[i] = T(0.0F);
-          }
-          CHECK(run(p, offset) == expected);
+      backward(over_dy, dx);
+      backward(over_dy, over_dy);
+      CHECK(y.intact());
+      CHECK(dx.intact());
+      CHECK(over_dy.values() == dx.values());
+      return std::pair{y.values(), dx.values()};
+    };
+    auto const whole_outputs = run(whole, 0);
+    for (auto const kind : {counted::padded, counted::most})
+      for (std::int64_t const offset : {0, 1, 8}) {
+        epilogue_problem<T> p = whole;
+        p.mask = make_mask(kind, n, s);
+        p.chosen.zeroes = true;
+        auto expected = whole_outputs;
+        for (std::size_t i = 0; i < whole.x.size(); ++i) {
+          auto const at = static_cast<std::int64_t>(i), row = at / (channels * s) * s;
+          if (p.mask[static_cast<std::size_t>(row + at % s)] == 0) expected.first[i] = expected.second[i] = T(0.0F);
         }
-    }
+        CHECK(run(p, offset) == expected);
+      }
+  }
 }
 
 TEST_CASE_TEMPLATE("masked positions farther from each other than samples are taken for these", T, float,

@@ -30,17 +30,6 @@
 
 namespace syncnorm::host {
 
-namespace detail {
-
-/// Channels of a block of tensors like `x`: only without a mask are positions taken for channels.
-template <class T, class U>
-[[nodiscard]] std::int64_t block_of_channels(prepared_epilogue<T> const& epilogue, tensor_view<U> const& x,
-                                             std::int64_t inputs) {
-  return epilogue.counted() == nullptr ? block_of_channels(x, inputs) : channel_block(x, inputs);
-}
-
-} // namespace detail
-
 /// `forward_in_blocks` with an epilogue, of whose statistics only the positions that count are part. Every tensor is read
 /// once from memory where blocks of channels of x fit the cache. `finish` as there.
 template <class T>
@@ -54,7 +43,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
     return forward_in_blocks(exec, detail::transposed(x), detail::transposed(y), mean, m2, inv_std, params, finish,
                              epilogue.of_transposed(), how);
   if (how == stores::automatic) how = stores_for(y);
-  std::int64_t const block = detail::block_of_channels(epilogue, x, 1);
+  std::int64_t const block = detail::block_of_channels(x);
   if (!detail::worth_blocking(exec, x, block)) {
     local_moments(exec, x, epilogue, mean, m2);
     finish(std::int64_t{0}, x.channels);
@@ -114,8 +103,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                               epilogue.of_transposed(), how);
   if (how == stores::automatic) how = stores_for(x);
   std::int64_t const inputs = epilogue.activates_residual() ? 3 : 2;
-  std::int64_t const block =
-      std::min(detail::block_of_channels(epilogue, x, inputs), detail::block_of_channels(epilogue, dy, inputs));
+  std::int64_t const block = std::min(detail::block_of_channels(x, inputs), detail::block_of_channels(dy, inputs));
   bool const worth_blocking = detail::worth_blocking(exec, x, block);
   auto const in_two_calls = [&] {
     backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);

@@ -57,7 +57,7 @@ struct channel_coefficients {
 template <class A, bool Masked>
 class lane_counts {
   static constexpr int L = native_lanes<A>;
-  // A run is no longer than a chunk and a position, of which the last vector may end beyond it.
+  // A run is no longer than a chunk and a position or a short row, of which the last vector may end beyond it.
   std::array<A, static_cast<std::size_t>(Masked ? 2 * chunk_channels<A> + L : 1)> values_{};
 
 public:
@@ -70,6 +70,17 @@ public:
   [[nodiscard]] A const* of_several(std::uint8_t const* mask, std::int64_t positions, std::int64_t channels) {
     for (std::int64_t p = 0; p < positions; ++p)
       for (std::int64_t c = 0; c < channels; c += L) put(p * channels + c, mask + p);
+    return values_.data();
+  }
+
+  /// Of rows of `spatial` positions, one after the other, from position `first` on.
+  [[nodiscard]] A const* of_rows(std::uint8_t const* mask, std::int64_t spatial, std::int64_t first,
+                                 std::int64_t lanes) {
+    auto const count = [](std::uint8_t byte) { return byte != 0 ? A{1} : A{0}; };
+    A* const begins = std::transform(mask + first, mask + spatial, values_.data(), count);
+    std::transform(mask, mask + first, begins, count);
+    for (std::int64_t done = spatial; done < lanes; done *= 2)
+      std::copy_n(values_.data(), std::min(done, lanes - done), values_.data() + done);
     return values_.data();
   }
 

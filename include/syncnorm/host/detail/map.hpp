@@ -81,7 +81,7 @@ public:
   elementwise_map(Op const& op, Terms const& terms, views const& in, out_views const& out, prepared_mask const* mask,
                   stores how, A* table)
       : run_{op, {}}, in_{in}, out_{out}, mask_{mask}, table_{table} {
-    if (mask == nullptr && all([](auto const& x) { return table_folds(x); })) {
+    if (all([](auto const& x) { return table_folds(x); })) {
       fold_ = in_[0].spatial;
       for (auto& x : out_) x = folded(x);
       for (auto& x : in_) x = folded(x);
@@ -90,7 +90,7 @@ public:
     if (layout_ == layout::channels) {
       if (mask == nullptr)
         make_one_sample(in_, out_);
-      else if (mask->rows_follow())
+      else if (fold_ == 1 && mask->rows_follow())
         join_samples_in_order(in_, out_);
     }
     if (how == stores::automatic) how = stores_for(in[0]);
@@ -209,8 +209,10 @@ private:
         auto const run = [&](auto const& k) { run_(in, out, length, k, far, fetch, 0, length); };
         if constexpr (Masked) {
           std::uint8_t const* const mask = mask_->row(n) + s;
-          if (all_nonzero(mask, positions))
+          if (all_nonzero(mask, positions * fold_))
             run(per_channel<false>{table, step_, nullptr, 0});
+          else if (fold_ != 1)
+            run(per_channel<true>{table, step_, counts.of_rows(mask, fold_, box.channel % fold_, length), 1});
           else if (positions == 1)
             run(per_channel<true>{table, step_, counts.of_one(mask), 0});
           else

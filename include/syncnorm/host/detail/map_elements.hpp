@@ -40,7 +40,7 @@ void map_elements(executor_ref exec, Op const& op, Terms const& terms, typename 
     return [&terms, first](std::int64_t channel) { return terms(first + channel); };
   });
   std::int64_t block = in[0].channels;
-  if (mask == nullptr && fetch.channels_ahead == 0) {
+  if (fetch.channels_ahead == 0) {
     for (auto const& x : in) block = std::min(block, channels_of_map(x));
     for (auto const& x : out) block = std::min(block, channels_of_map(x));
   }

@@ -35,6 +35,19 @@ struct by_mask {
   }
 };
 
+/// The mean of the first elements of a piece that count, up to a vector, or the first of fewer; of one at least.
+template <class T, class A = accumulate_t<T>>
+[[nodiscard]] A masked_pilot(tensor_view<T const> const& x, prepared_mask const& mask, std::int64_t c,
+                             groups::piece const& piece) {
+  constexpr std::int64_t lanes = native_lanes<A>;
+  std::array<A, static_cast<std::size_t>(lanes)> first{};
+  std::int64_t const n = std::min<std::int64_t>(mask.at(piece).counted, lanes);
+  std::uint8_t const* const bytes = mask.row(piece.sample);
+  for (std::int64_t s = piece.begin, found = 0; found < n; ++s)
+    if (bytes[s] != 0) first[static_cast<std::size_t>(found++)] = load<1>(&x(piece.sample, c, s));
+  return pilot_mean(first.data(), n);
+}
+
 /// Moments of the elements that count of a few channels, row piece by row piece; see moment_rows.
 template <class T>
 class masked_moment_rows {
@@ -55,7 +68,7 @@ public:
     auto const add_to = [&](pivoted_sums<A>& sums) {
       add_elements(sums, c, now, lookahead(x_, c, now, later), later.level);
     };
-    begun_[i] ? add_to(sums_[i]) : begin_sums(sums_[i], pilot(c, now), counted.counted, add_to);
+    begun_[i] ? add_to(sums_[i]) : begin_sums(sums_[i], masked_pilot(x_, parts_.mask, c, now), counted.counted, add_to);
     begun_[i] = true;
   }
 
@@ -75,17 +88,6 @@ public:
   }
 
 private:
-  /// The mean of the first elements of a piece that count, up to a vector, or the first of fewer.
-  [[nodiscard]] A pilot(std::int64_t c, groups::piece const& piece) const {
-    constexpr std::int64_t lanes = native_lanes<A>;
-    std::array<A, static_cast<std::size_t>(lanes)> first{};
-    std::int64_t const n = std::min<std::int64_t>(parts_.mask.at(piece).counted, lanes);
-    std::uint8_t const* const mask = parts_.mask.row(piece.sample);
-    for (std::int64_t s = piece.begin, found = 0; found < n; ++s)
-      if (mask[s] != 0) first[static_cast<std::size_t>(found++)] = load<1>(&x_(piece.sample, c, s));
-    return pilot_mean(first.data(), n);
-  }
-
   void add_elements(pivoted_sums<A>& sums, std::int64_t c, groups::piece const& piece, std::int64_t ahead,
                     int fetch) const {
     auto const& counted = parts_.mask.at(piece);

@@ -11,6 +11,8 @@
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
+#include <syncnorm/host/detail/short_row_moments.hpp>
+#include <syncnorm/host/detail/short_rows.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
@@ -29,7 +31,9 @@ public:
       return;
     }
     tensor_view<T const> const x = x_.channel_range(first, length);
-    if (layout_ != layout::channels)
+    if (layout_ == layout::rows && are_short_masked_rows<T>(x.spatial))
+      short_row_moments(x, parts_, &parts_.mask, group, parts_.elements(group), mean, m2);
+    else if (layout_ != layout::channels)
       rows(x, group, mean, m2);
     else
       column_moments(x, parts_, &parts_.mask, group, parts_.elements(group), mean, m2);

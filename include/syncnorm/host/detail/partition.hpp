@@ -52,16 +52,20 @@ template <class T>
   return has_rows(x) && x.spatial < shortest_row && x.stride_c == x.spatial;
 }
 
+/// Elements of rows of a few vectors.
+template <class T>
+inline constexpr std::int64_t few_vectors = 512 / sizeof(accumulate_t<std::remove_const_t<T>>);
+
 /// The same for arithmetic with coefficients of the channel: as long as those of a sample's elements fit the first-level
 /// cache, or many samples share them, rows of a few vectors are better off that way, too. Longer ones are not: coefficients are read as
 /// often as elements; but of 16 bits, whose rows begin in the midst of a line more often, twice as long ones are, if there are enough to
 /// be worth a table.
 template <class T>
 [[nodiscard]] constexpr bool table_folds(tensor_view<T> const& x) {
-  constexpr std::int64_t few_vectors = 512 / sizeof(accumulate_t<std::remove_const_t<T>>), small_table = 1 << 12;
-  std::int64_t const long_row = sizeof(T) == 2 && x.samples >= 16 ? 2 * few_vectors : few_vectors;
+  constexpr std::int64_t few = few_vectors<T>, small_table = 1 << 12;
+  std::int64_t const long_row = sizeof(T) == 2 && x.samples >= 16 ? 2 * few : few;
   bool const small = x.spatial < long_row && x.size() <= small_table * x.samples;
-  bool const shared = x.spatial < few_vectors / 2 && x.samples >= 128;
+  bool const shared = x.spatial < few / 2 && x.samples >= 128;
   return has_rows(x) && x.stride_c == x.spatial && (x.spatial < shortest_row || small || shared);
 }
 

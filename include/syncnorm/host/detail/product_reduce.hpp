@@ -63,8 +63,8 @@ private:
         if constexpr (maps)
           (*map_)(boxes::box{first, length, 0, 1, run.first, run.positions * static_cast<std::int64_t>(run.count)});
       });
-    } else if (layout_ == layout::rows && mask_ == nullptr && are_short_rows(in[0].spatial)) {
-      short_row_sums<T, Terms> const sums{terms, in};
+    } else if (layout_ == layout::rows && are_short_rows(in[0].spatial)) {
+      short_row_sums<T, Terms> const sums{terms, in, mask_};
       sums(parts_.begin(group), parts_.end(group), a, b);
     } else {
       return rows(first, length, group, a, b);
