@@ -39,8 +39,10 @@ void run_over_gloo(membership const&, options const&, member_body const&) {
 #if TRAIN_CIFAR_HAVE_MPI
 void run_over_mpi(membership const& member, options const& opts, member_body const& body) {
   int provided = 0;
-  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
+  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided);
   try {
+    // libtorch runs backward passes of CUDA tensors on a thread of its own.
+    if (provided < MPI_THREAD_SERIALIZED) throw syncnorm::error{"this MPI lets one thread alone call it"};
     syncnorm::mpi_communicator const comm{MPI_COMM_WORLD, opts.timeout};
     if (comm.rank() != member.rank || comm.size() != member.ranks)
       throw syncnorm::error{"this is rank " + std::to_string(comm.rank()) + " of " + std::to_string(comm.size()) +

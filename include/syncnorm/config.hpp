@@ -3,6 +3,9 @@
 #if __cplusplus < 202002L
 #error "syncnorm needs C++20: compile with -std=c++20"
 #endif
+#if !defined(__cpp_exceptions)
+#error "syncnorm needs exceptions: compile without -fno-exceptions"
+#endif
 
 #if defined(__CUDACC__)
 #define SYNCNORM_HOST_DEVICE __host__ __device__

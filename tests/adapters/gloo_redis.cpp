@@ -72,6 +72,8 @@ public:
     kill(process_, SIGKILL);
     waitpid(process_, nullptr, 0);
   }
+  /// Leaves it without an answer to whoever asks.
+  void stop() const { kill(process_, SIGSTOP); }
   [[nodiscard]] std::string spec() const { return "redis:127.0.0.1:" + std::to_string(port_); }
 
 private:
@@ -102,6 +104,20 @@ TEST_CASE("processes meet in Redis") {
   }
   store->set("run/0", {'x'}); // of a run that was killed
   CHECK_THROWS_AS(static_cast<void>(make_gloo_context(0, 2, *store, loopback(60s, "run"))), syncnorm::gloo_error);
+}
+
+TEST_CASE("a server that does not answer, from the beginning or later, is a timeout") {
+  for (auto const answers_for : {0ms, 100ms}) {
+    redis_server const server;
+    auto const store = make_gloo_store(server.spec());
+    std::jthread const stopping{[&] {
+      std::this_thread::sleep_for(answers_for);
+      server.stop();
+    }};
+    if (answers_for == 0ms) std::this_thread::sleep_for(50ms);
+    CHECK_THROWS_AS(static_cast<void>(make_gloo_context(0, 2, *store, loopback(400ms, "run"))),
+                    syncnorm::timeout_error);
+  }
 }
 
 TEST_CASE("a server that is not there is an error that names it") {

@@ -1,5 +1,9 @@
 #pragma once
 
+#if !defined(__cpp_rtti)
+#error "syncnorm/adapters/gloo_context.hpp needs to know the types of objects: compile without -fno-rtti"
+#endif
+
 #include <net/if.h>
 #include <netdb.h>
 #include <unistd.h>
@@ -61,9 +65,9 @@ struct gloo_context_options {
 /// A context of `size` ranks, all connected to each other over TCP, of which this is rank `rank`. Collective over the
 /// ranks that give the same prefix and size. On success a file store, and a Redis store of `make_gloo_store`, hold nothing
 /// of this run any more; other stores still do. Throws invalid_argument_error where the rank is not in [0, size);
-/// timeout_error, naming them, where ranks have not registered within the timeout, which then starts anew for the
-/// connections, and takes its own registration back where a file or Redis store of `make_gloo_store` has it; gloo_error
-/// where a rank is registered already, or another size is.
+/// timeout_error, naming them, where ranks have not registered within the timeout, which then starts anew for the connections, or where
+/// a connection or an answer of Redis takes longer; then this rank's registration is taken back where a file or Redis store of
+/// `make_gloo_store` has it; gloo_error where a rank is registered already, or another size is, or a rank that registered has ended.
 [[nodiscard]] inline std::shared_ptr<gloo::Context>
 make_gloo_context(int rank, int size, gloo::rendezvous::Store& store, gloo_context_options const& options = {});
 
@@ -206,9 +210,12 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
   using clock = std::chrono::steady_clock;
   auto const deadline = clock::now() + timeout;
   auto const key = [&](int r) { return options.prefix + "/" + std::to_string(r); };
+  auto* const own_store = dynamic_cast<detail::rendezvous_store*>(&store);
   auto const take_back = [&] {
-    if (auto* const forgetful = dynamic_cast<detail::forgetful_store*>(&store)) forgetful->take_back(key(rank));
+    if (own_store != nullptr) own_store->take_back(key(rank));
   };
+  auto const after_timeout = "after " + std::to_string(timeout.count()) + " ms ";
+  if (own_store != nullptr) own_store->limit(timeout);
   auto const registered = [&](int r, clock::time_point until) {
     auto const left = std::chrono::ceil<std::chrono::milliseconds>(until - clock::now());
     try {
@@ -223,6 +230,9 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
     try {
       store.set(key(rank), detail::gloo_card{*mesh}.bytes());
     } catch (std::exception const& failure) {
+      if (clock::now() >= deadline)
+        throw timeout_error{"gloo",
+                            "rendezvous: " + after_timeout + "the store has not answered (" + failure.what() + ")"};
       throw gloo_error{"rendezvous: rank " + std::to_string(rank) + " cannot register under prefix '" + options.prefix +
                        "'; is the rank started twice, or the prefix an earlier run's? (" + failure.what() + ")"};
     }
@@ -238,16 +248,18 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
     for (int r = 0; r < size; ++r)
       if (!cards[static_cast<std::size_t>(r)]) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
     if (!missing.empty())
-      throw timeout_error{"gloo", "rendezvous: after " + std::to_string(timeout.count()) + " ms of ranks 0 to " +
-                                      std::to_string(size - 1) + " there are missing under prefix '" + options.prefix +
-                                      "': " + missing};
+      throw timeout_error{"gloo", "rendezvous: " + after_timeout + "of ranks 0 to " + std::to_string(size - 1) +
+                                      " there are missing under prefix '" + options.prefix + "': " + missing};
     for (int r = 0; r < size; ++r) {
       if (r == rank) continue;
+      auto const began = clock::now();
       try {
         mesh->connect(r, cards[static_cast<std::size_t>(r)]->address_for(rank, size));
       } catch (std::exception const& failure) {
-        throw gloo_error{"rendezvous: connecting to rank " + std::to_string(r) + "; has it ended, or is the prefix '" +
-                         options.prefix + "' an earlier run's? (" + failure.what() + ")"};
+        std::string const what = "connecting to rank " + std::to_string(r) + "; has it ended, or is the prefix '" +
+                                 options.prefix + "' an earlier run's? (" + failure.what() + ")";
+        if (clock::now() - began >= timeout) throw timeout_error{"gloo", "rendezvous: " + after_timeout + what};
+        throw gloo_error{"rendezvous: " + what};
       }
     }
     // Nobody reads the store after this.

@@ -32,7 +32,7 @@ using mpi_work = detail::channel_work<detail::mpi_channel, detail::mpi_slot>;
 
 /// The communicator of an MPI_Comm.
 ///
-/// Everything is MPI's nonblocking collectives, polled, so that a missing peer is a timeout_error and no hang. As MPI
+/// Everything but `split` is MPI's nonblocking collectives, polled, so that a missing peer is a timeout_error and no hang. As MPI
 /// cannot cancel a collective, data pass through memory of the communicator's own, which outlives a failure; user memory
 /// is never touched after a call has returned or thrown. An allreduce of up to 128 KiB over all ranks folds the contributions in
 /// rank order; a longer one is MPI_Iallreduce, of which Open MPI and MPICH give every rank the same bits, as the MPI
@@ -41,6 +41,8 @@ using mpi_work = detail::channel_work<detail::mpi_channel, detail::mpi_slot>;
 /// Ranks that call different collectives, or with different extents, types or roots, get mismatch_error, after which the
 /// communicator is unusable. So that this is known before more is sent than there is room for, an asynchronous allgather of
 /// more than 256 KiB of a rank, or allreduce of more than 128 KiB over all ranks, waits for them to agree before it returns.
+/// Whatever thread calls, one at a time: where it is not the one that initialized MPI, as libtorch's for backward passes of CUDA tensors,
+/// MPI has to provide MPI_THREAD_SERIALIZED.
 /// A failure of MPI is an mpi_error only if the error handler of the MPI_Comm is MPI_ERRORS_RETURN, which `duplicate` and
 /// `split` set; otherwise MPI ends the process.
 class mpi_communicator {
@@ -128,8 +130,8 @@ public:
   }
   void barrier() const { agree_on({}); }
 
-  /// The communicator of the ranks that give the same colour, in the order of (key, rank). It owns its MPI_Comm.
-  /// Collective.
+  /// The communicator of the ranks that give the same colour, in the order of (key, rank). It owns its MPI_Comm. Collective. The timeout
+  /// is for the ranks to come; MPI's own split, which they then begin, is waited for however long a rank that stops in it takes.
   [[nodiscard]] mpi_communicator split(int color, int key) const;
 
   /// Makes this rank's communicator unusable, so that what waits in it fails. MPI has no way to wake the other ranks,
@@ -196,8 +198,7 @@ inline mpi_communicator mpi_communicator::split(int color, int key) const {
   for (auto const& wish : wishes) colors.push_back(wish[0]);
   std::ranges::sort(colors);
   auto const index = std::ranges::lower_bound(colors, color) - colors.begin();
-  // MPI has no split that can be waited for so long. A rank that gave up above does not come to the barrier, so that no other one begins
-  // what would wait for it.
+  // A rank that gave up above does not come to the barrier, so that no other one begins what would wait for it.
   barrier();
   MPI_Comm part = MPI_COMM_NULL;
   detail::require_mpi(MPI_Comm_split(native_handle(), static_cast<int>(index), key, &part), "MPI_Comm_split");

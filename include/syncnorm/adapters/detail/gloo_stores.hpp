@@ -31,18 +31,21 @@
 
 namespace syncnorm::detail {
 
-/// A store that may take back what was set.
-class forgetful_store {
+/// A store for one rendezvous after another.
+class rendezvous_store {
 public:
+  /// Takes back what this rank set, if the store can.
   virtual void take_back(std::string const& key) = 0;
+  /// How long a server may take to answer, if there is one: by itself it may take for ever.
+  virtual void limit(std::chrono::milliseconds timeout) = 0;
 
 protected:
-  ~forgetful_store() = default;
+  ~rendezvous_store() = default;
 };
 
 /// A store of Gloo's that waits as long as it is told to. Gloo's own count whole seconds.
 template <class Base>
-class punctual_store final : public Base, public forgetful_store {
+class punctual_store final : public Base, public rendezvous_store {
 public:
   using Base::Base;
   using Base::wait;
@@ -53,7 +56,6 @@ public:
     Base::set(key, data);
   }
 
-  /// Takes back what this rank set, if the store can.
   void take_back(std::string const& key) override {
     if constexpr (requires { &punctual_store::objectPath; }) {
       std::error_code ignored;
@@ -61,6 +63,11 @@ public:
     } else if constexpr (requires(punctual_store & store) { store.redis_; }) {
       freeReplyObject(redisCommand(this->redis_, "DEL %b", key.data(), key.size()));
     }
+  }
+
+  void limit([[maybe_unused]] std::chrono::milliseconds timeout) override {
+    if constexpr (requires(punctual_store & store) { store.redis_; })
+      redisSetTimeout(this->redis_, {timeout.count() / 1000, timeout.count() % 1000 * 1000});
   }
 
   void wait(std::vector<std::string> const& keys, std::chrono::milliseconds const& timeout) override {
