@@ -78,7 +78,8 @@ template <class Impl>
 
 /// Puts a SyncBatchNorm over `comm` in the place of every torch::nn::BatchNorm1d, 2d and 3d in `module`, and gives
 /// `comm` to every SyncBatchNorm there is; returns `module`, or what replaces it where it is a batch norm itself. Not
-/// collective, but for the same model on every rank. Of a class derived from a batch norm, what it overrides is lost.
+/// collective, but for the same model on every rank. Of a class derived from a batch norm, what it overrides is lost; what it has
+/// registered besides stays, but then `clone` throws, of the whole model, too, and also after `revert_sync_batchnorm`.
 ///
 /// The new modules have the very tensors of the old ones, so that optimizers made before go on. What holds a module by
 /// its type, in C++, cannot hold another: only the elements of Sequential, ModuleList and ModuleDict are replaced.
