@@ -88,6 +88,17 @@ void check_spoiled_step(Spoil const& spoil, std::vector<std::string> const& part
       });
 }
 
+/// Has no threads, of which it is asked first, while it is lost.
+struct lost_executor {
+  bool const* lost;
+
+  [[nodiscard]] int concurrency() const { return *lost ? throw std::runtime_error{"no pool"} : 1; }
+  template <class F>
+  void for_each(std::int64_t n, F const& f) const {
+    syncnorm::host::serial_executor{}.for_each(n, f);
+  }
+};
+
 } // namespace
 
 TEST_CASE("what is wrong with a forward pass on one rank is an error on every rank") {
@@ -127,6 +138,10 @@ TEST_CASE("extents that cannot be counted are an error in every pass, before any
   layer.gamma()[1] = 0;
   too_many.samples = (std::int64_t{1} << 32) + 1, too_many.spatial = std::int64_t{1} << 32;
   test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward_in_place(too_many); }, said);
+  // Nor of no channels, whose positions the ranks would add up.
+  syncnorm::batch_norm<float> empty{{}, 0};
+  auto const none = syncnorm::nchw(in.x_view.data, std::int64_t{1} << 31, 0, std::int64_t{1} << 31);
+  test::check_throws<syncnorm::invalid_argument_error>([&] { empty.forward(none, none); }, said);
 }
 
 TEST_CASE("what a pass writes over what it is yet to read, on one rank, is an error on every rank") {
@@ -417,6 +432,22 @@ TEST_CASE("what a rank's own sums throw is an error on every rank") {
           [&] { layer.double_backward({.dx = good.dy_view}, good.x_view, good.dy_view, good.y_view, good.dx_view); },
           {"2nd backward", "rank 1", "no threads"});
     });
+}
+
+TEST_CASE("an executor that cannot tell its concurrency on one rank is an error on every rank") {
+  syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
+    bool lost = comm.rank() == 1;
+    syncnorm::batch_norm<float, syncnorm::thread_communicator, lost_executor> layer{comm, 5, {}, {&lost}};
+    step_inputs good{5};
+    auto const forward = [&] { layer.forward(good.x_view, good.y_view); };
+    auto const backward = [&] { layer.backward(good.x_view, good.dy_view, good.dx_view); };
+    test::check_throws<syncnorm::invalid_argument_error>(forward, {"batch_norm forward", "rank 1", "no pool"});
+    lost = false;
+    forward(), backward();
+    lost = comm.rank() == 1;
+    test::check_throws<syncnorm::invalid_argument_error>(backward, {"batch_norm backward", "rank 1", "no pool"});
+    CHECK(layer.num_batches_tracked() == 1);
+  });
 }
 
 TEST_CASE("what a rank throws between the parts of a pass ends it on every rank, or there alone after the last") {

@@ -203,6 +203,21 @@ TEST_CASE("a negative number of channels in a new group is not taken for one tha
   });
 }
 
+TEST_CASE("faults of several layers of a new group are told with their layers") {
+  syncnorm::run_ranks(3, [](thread_communicator const& comm) {
+    syncnorm::batch_norm_group group{comm};
+    layer_data<float, thread_communicator> a{comm, 3, exchange_policy::gather}, b{comm, 2, exchange_policy::gather};
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      auto x = a.x(), u = b.x();
+      if (comm.rank() == 1) x.data = nullptr;
+      if (comm.rank() == 2 && attempt == 0) u.data = nullptr;
+      auto const text = test_support::thrown(
+          [&] { group.run(syncnorm::passes(a.layer.plan_forward(x, a.y()), b.layer.plan_forward(u, b.y()))); });
+      CHECK_MESSAGE(contains(text, "batch_norm forward of layer 0: rank 1: x is null"), text);
+    }
+  });
+}
+
 TEST_CASE("one value per channel over all ranks, in one layer of a group, changes none") {
   syncnorm::run_ranks(2, [](thread_communicator const& comm) {
     layer_data<float, thread_communicator> good{comm, 3, exchange_policy::gather},

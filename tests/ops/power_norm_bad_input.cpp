@@ -434,6 +434,43 @@ TEST_CASE("ranks in different steps or passes are told so, in the warm-up and af
       watched.layer.synchronize();
       CHECK(watched.layer.iters() == 61);
     });
+  // In the same call, so that another layer's passes are not taken for this one's: on either side of the end of the warm-up.
+  for (std::int64_t const set : {1, 70})
+    syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+      watched_layer watched{comm, 4, {.warmup_iters = 50}}, other{comm, 4, {.warmup_iters = 50}};
+      step_inputs in{4};
+      watched.layer.iters() = other.layer.iters() = set == 1 ? 60 : 5;
+      for (auto* const each : {&watched, &other}) in.forward(each->layer), in.backward(each->layer);
+      watched.layer.synchronize(), other.layer.synchronize();
+      auto const before = watched.state();
+      std::int64_t const steps = watched.layer.iters();
+      if (comm.rank() == 1) watched.layer.iters() = set;
+      auto const forward = [&] { in.forward(watched.layer); };
+      auto const check = [&](auto const& call) {
+        test::check_throws<syncnorm::mismatch_error>(call, {"the step", "rank 1 has " + std::to_string(set + 1)});
+      };
+      if (set == 1)
+        forward();
+      else
+        check(forward);
+      in.forward(other.layer), in.backward(other.layer), other.layer.synchronize();
+      if (set == 1) check([&] { watched.layer.synchronize(); });
+      watched.layer.iters() = steps;
+      CHECK(watched.state() == before);
+      in.forward(watched.layer), in.backward(watched.layer), watched.layer.synchronize();
+      CHECK(watched.layer.iters() == steps + 1);
+    });
+  // What all set is no disagreement, whichever side it is on.
+  syncnorm::run_ranks(ranks, [&](syncnorm::thread_communicator const& comm) {
+    watched_layer watched{comm, 4, {.warmup_iters = 50}};
+    step_inputs in{4};
+    for (std::int64_t const set : {60, 2, 49, 0, 80}) {
+      watched.layer.synchronize();
+      watched.layer.iters() = set;
+      in.forward(watched.layer), in.backward(watched.layer), watched.layer.synchronize();
+      CHECK(watched.layer.iters() == set + 1);
+    }
+  });
   for (std::int64_t const warmup : {0, 100})
     syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
       watched_layer watched{comm, 4, {.warmup_iters = warmup}};

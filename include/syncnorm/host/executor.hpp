@@ -23,7 +23,8 @@ struct serial_executor {
 
 /// Runs independent pieces of work: `for_each(n, f)` calls f(i) once for each i in [0, n), in any order, possibly at
 /// the same time, and returns when all have returned; `concurrency()` is how many can run at the same time, less than 1
-/// being taken for 1. The primitives give the same bits whatever the executor. Calls nothing that throws.
+/// being taken for 1. The primitives give the same bits whatever the executor. Where `concurrency()` throws, that is as if the first
+/// `for_each` did. Calls nothing that throws.
 template <class E>
 concept executor = requires(E const& exec, void (&f)(std::int64_t)) {
   { exec.concurrency() } -> std::same_as<int>;
@@ -36,8 +37,13 @@ class executor_ref {
 public:
   executor_ref(serial_executor) noexcept {}
   template <executor E>
-  requires(!std::same_as<E, executor_ref>) executor_ref(E const& exec)
-      : executor_{&exec}, for_each_{&for_each_by<E>}, concurrency_{std::max(1, exec.concurrency())} {}
+  requires(!std::same_as<E, executor_ref>) executor_ref(E const& exec) : executor_{&exec}, for_each_{&for_each_by<E>} {
+    try {
+      concurrency_ = std::max(1, exec.concurrency());
+    } catch (...) {
+      for_each_ = &for_each_after_all<E>;
+    }
+  }
 
   [[nodiscard]] int concurrency() const noexcept { return concurrency_; }
 
@@ -64,12 +70,24 @@ private:
     if (failure) std::rethrow_exception(failure);
   }
 
+  template <class E, class F>
+  static void with(void const* exec, F const& f) {
+    if constexpr (std::is_empty_v<E> && std::default_initializable<E>)
+      f(E{});
+    else
+      f(*static_cast<E const*>(exec));
+  }
   template <class E>
   static void for_each_by(void const* exec, std::int64_t n, call f) {
-    if constexpr (std::is_empty_v<E> && std::default_initializable<E>)
-      E{}.for_each(n, f);
-    else
-      static_cast<E const*>(exec)->for_each(n, f);
+    with<E>(exec, [&](E const& by) { by.for_each(n, f); });
+  }
+  /// Where its concurrency was not to be had.
+  template <class E>
+  static void for_each_after_all(void const* exec, std::int64_t n, call f) {
+    with<E>(exec, [&](E const& by) {
+      static_cast<void>(by.concurrency());
+      by.for_each(n, f);
+    });
   }
 
   void const* executor_ = nullptr;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -31,6 +32,7 @@ struct power_norm_layer_options {
 /// pass that failed, but for what an executor throws in the warm-up after the exchange. Destruction waits for what is in flight.
 template <mutable_element T, communicator C = self_communicator, host::executor E = host::serial_executor,
           mutable_element P = accumulate_t<T>>
+requires std::copy_constructible<C>
 class power_norm {
 public:
   explicit power_norm(C comm, std::int64_t channels, power_norm_layer_options const& options = {}, E exec = {})

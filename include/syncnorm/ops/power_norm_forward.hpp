@@ -118,8 +118,8 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   };
   detail::run_or_report(comm, own, compute);
   pass->faulty = own.fault[0] != '\0';
-  workspace.start_forward(comm, own, options, state, pass, /*may_overlap=*/!by_batch);
-  if (!by_batch) return;
+  workspace.start_forward(comm, own, options, state, pass, /*needs_result=*/by_batch);
+  if (!by_batch || !pass->complete) return;
   try {
     host::power_normalize<T>(exec, x, y, scaling, pass->inv_z, affine);
   } catch (...) {

@@ -129,8 +129,8 @@ public:
 
   [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
 
-  /// Whether an exchange has been started that no call has waited for.
-  [[nodiscard]] bool in_flight() const noexcept { return forward_.pending || backward_.pending; }
+  /// Whether an exchange has been started that no call has waited for, or whose failure none has thrown.
+  [[nodiscard]] bool in_flight() const noexcept { return forward_.pending || failure_ || backward_.pending; }
 
   /// Whether the next forward pass is one of the warm-up, as far as the latest one tells.
   [[nodiscard]] bool warms_up() const noexcept { return warms_up_; }
@@ -153,12 +153,19 @@ public:
   /// The same for Σ gh·z.
   [[nodiscard]] std::span<double> prepare_backward(C const& comm) { return prepare(backward_, comm); }
 
-  /// Starts the exchange of a forward pass. Whether it is still in flight then: else it has finished, well or badly.
+  /// Starts the exchange of a forward pass, and waits for it in the warm-up, as far as the latest pass tells, and where `needs_result`.
+  /// Ranks may differ in that, and in their step; so what is wrong is thrown here in the warm-up alone, and else by the next call.
   void start_forward(C const& comm, detail::power_norm_header const& own, power_norm_options const& options,
                      power_norm_state<P> const& state, std::shared_ptr<detail::power_norm_pass> pass,
-                     bool may_overlap) {
+                     bool needs_result) {
     start(forward_, comm, own, options, state, std::move(pass));
-    if (!may_overlap || !overlaps(comm)) finish_forward();
+    if (warms_up_ || !overlaps(comm)) return finish_forward();
+    if (!needs_result) return;
+    try {
+      finish_forward();
+    } catch (...) {
+      failure_ = std::current_exception();
+    }
   }
   void start_backward(C const& comm, detail::power_norm_header const& own, power_norm_options const& options,
                       power_norm_state<P> const& state, std::shared_ptr<detail::power_norm_pass> pass) {
@@ -168,7 +175,9 @@ public:
 
   /// Completes the forward pass in flight: running_phi, the number of steps, and what the backward pass needs.
   void finish_forward() {
-    if (!forward_.pending) return; // and writes nothing, as passes by constant statistics may be in several threads
+    // Where there is nothing to do, nothing is written, as passes by constant statistics may be in several threads.
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+    if (!forward_.pending) return;
     forward_.pending = false;
     auto const pass = std::exchange(forward_.pass, nullptr);
     try {
@@ -266,6 +275,7 @@ private:
 
   std::int64_t channels_;
   bool agreed_ = false, warms_up_ = true;
+  std::exception_ptr failure_; ///< of a forward pass that had to wait where other ranks need not
   std::vector<double> sums_;
   detail::power_norm_passes passes_;
   detail::power_norm_factors factors_;

@@ -22,11 +22,13 @@ namespace syncnorm::detail {
                       : "statistics of one rank need more than 1 value per channel, got 1";
 }
 
-/// Whether the number of elements is one.
+/// Whether the number of elements is one, and that of all ranks' positions.
 template <class T>
 [[nodiscard]] bool is_countable(tensor_view<T> const& x) {
+  constexpr std::int64_t most_positions = std::int64_t{1} << 47;
   std::int64_t count = 0, elements = 0;
-  return !__builtin_mul_overflow(x.samples, x.spatial, &count) && !__builtin_mul_overflow(count, x.channels, &elements);
+  return !__builtin_mul_overflow(x.samples, x.spatial, &count) && count <= most_positions &&
+         !__builtin_mul_overflow(count, x.channels, &elements);
 }
 
 /// Collects the first thing that is wrong with a call. It throws nothing, because the other ranks have to be told first;

@@ -179,9 +179,11 @@ private:
     packet_header all = headers_.front();
     // Of other faults, the layers' own headers tell; by this one the ranks would seem to disagree.
     auto const negative = std::ranges::find_if(channels_, [](std::int64_t of_layer) { return of_layer < 0; });
-    if (auto const layer = negative - channels_.begin(); channels_.size() > 1 && negative != channels_.end())
-      set_text(all.fault,
-               "layer " + std::to_string(layer) + ": " + get_text(headers_[static_cast<std::size_t>(layer)].fault));
+    auto const layer = static_cast<std::size_t>(negative - channels_.begin());
+    if (channels_.size() > 1)
+      set_text(all.fault, layer == channels_.size()
+                              ? std::string{}
+                              : "layer " + std::to_string(layer) + ": " + get_text(headers_[layer].fault));
     all.channels = std::accumulate(channels_.begin(), channels_.end(), std::int64_t{0});
     std::copy_n(own_.begin(), std::min(own_.size(), room - at), head.data() + at);
     std::memcpy(head.data(), &all, sizeof all);
