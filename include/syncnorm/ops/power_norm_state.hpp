@@ -99,11 +99,16 @@ struct power_norm_factors {
   }
 };
 
-inline void require_finite(std::string_view pass, char const* what, std::span<double const> values) {
+/// Throws where what became of the sums of `exchange` is not finite.
+template <class Exchange>
+void require_finite(std::string_view pass, char const* what, std::span<double const> values, Exchange const& exchange) {
   for (std::size_t c = 0; c < values.size(); ++c)
-    if (!std::isfinite(values[c]))
+    if (!std::isfinite(values[c])) {
+      std::size_t const rank = exchange.rank_not_finite(c);
+      std::string const whose = rank < exchange.headers().size() ? " by the sum of rank " + std::to_string(rank) : "";
       throw invalid_argument_error{std::string{pass} + ": " + what + " of channel " + std::to_string(c) +
-                                   " would become " + to_text(values[c]) + "; the state is unchanged"};
+                                   " would become " + to_text(values[c]) + whose + "; the state is unchanged"};
+    }
 }
 
 template <class P>
@@ -202,7 +207,7 @@ public:
     auto const ema_gz = backward_.state.ema_gz;
     for (std::size_t c = 0; c < sums_.size(); ++c)
       sums_[c] = as_double(from_double<P>(as_double(ema_gz[c]) + sums_[c] / static_cast<double>(count)));
-    detail::require_finite("power_norm backward", "ema_gz", sums_);
+    detail::require_finite("power_norm backward", "ema_gz", sums_, backward_.exchange);
     detail::assign(ema_gz, sums_);
   }
 
@@ -267,7 +272,7 @@ private:
       pass.inv_dx[c] = corrected ? pass.inv_z[c] : inverse_root(of_batch);
       phi[c] = as_double(from_double<P>(running));
     }
-    detail::require_finite("power_norm forward", "running_phi", phi);
+    detail::require_finite("power_norm forward", "running_phi", phi, forward_.exchange);
     detail::assign(state.running_phi, std::span<double const>{phi});
     ++*state.iters;
     warms_up_ = pass.step < options.warmup_iters;

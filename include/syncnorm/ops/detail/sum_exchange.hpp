@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -105,6 +106,16 @@ public:
       for (std::size_t c = 0; c < first_; ++c) sums[c] += receive_[r * message_ + header_size + c];
       for (std::size_t c = 0; c < rest; ++c) sums[first_ + c] += rest_[r * rest + c];
     }
+  }
+
+  /// Whose sum of channel `c` was no finite number, of several ranks; the number of ranks where there was none. Once finished.
+  [[nodiscard]] std::size_t rank_not_finite(std::size_t c) const {
+    std::size_t const rest = values_.size() - first_;
+    std::size_t r = ranks_ == 1 ? 1 : 0;
+    while (r < ranks_ &&
+           std::isfinite(c < first_ ? receive_[r * message_ + header_size + c] : rest_[r * rest + c - first_]))
+      ++r;
+    return r;
   }
 
   /// The headers of all ranks, once finished.
