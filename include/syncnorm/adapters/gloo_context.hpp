@@ -256,10 +256,12 @@ inline std::shared_ptr<gloo::Context> make_gloo_context(int rank, int size, gloo
       try {
         mesh->connect(r, cards[static_cast<std::size_t>(r)]->address_for(rank, size));
       } catch (std::exception const& failure) {
-        std::string const what = "connecting to rank " + std::to_string(r) + "; has it ended, or is the prefix '" +
-                                 options.prefix + "' an earlier run's? (" + failure.what() + ")";
-        if (clock::now() - began >= timeout) throw timeout_error{"gloo", "rendezvous: " + after_timeout + what};
-        throw gloo_error{"rendezvous: " + what};
+        bool const is_late = clock::now() - began >= timeout;
+        std::string const what = "rendezvous: " + (is_late ? after_timeout : std::string{}) + "connecting to rank " +
+                                 std::to_string(r) + "; has it ended, or is the prefix '" + options.prefix +
+                                 "' an earlier run's? (" + failure.what() + ")";
+        if (is_late) throw timeout_error{"gloo", what};
+        throw gloo_error{what};
       }
     }
     // Nobody reads the store after this.
