@@ -6,6 +6,7 @@
 
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/repeat.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -60,7 +61,7 @@ void fill_coefficients(A* table, Terms const& terms, std::int64_t lanes, std::in
   }
   for (std::size_t j = 0; j < Coefficients; ++j) {
     A* const of = table + static_cast<std::int64_t>(j) * step;
-    for (std::int64_t i = lanes; i < period; i *= 2) std::copy_n(of, std::min(i, period - i), of + i);
+    repeat(of, lanes, period);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/repeat.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 // What an elementwise_map multiplies vector `i` of a run of elements by, get(i), and which of its lanes count, counted(i).
@@ -79,8 +80,7 @@ public:
     auto const count = [](std::uint8_t byte) { return byte != 0 ? A{1} : A{0}; };
     A* const begins = std::transform(mask + first, mask + spatial, values_.data(), count);
     std::transform(mask, mask + first, begins, count);
-    for (std::int64_t done = spatial; done < lanes; done *= 2)
-      std::copy_n(values_.data(), std::min(done, lanes - done), values_.data() + done);
+    repeat(values_.data(), spatial, lanes);
     return values_.data();
   }
 

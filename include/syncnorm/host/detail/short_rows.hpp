@@ -4,7 +4,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include <syncnorm/core/element.hpp>
@@ -12,6 +11,7 @@
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
+#include <syncnorm/host/detail/repeat.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 
@@ -174,8 +174,11 @@ private:
     for (std::int64_t row = begin; row < end; row += at_once) {
       std::int64_t const last = std::min(end, row + at_once);
       if constexpr (Masked)
-        for (std::int64_t r = row; r < last; ++r)
-          repeat(mask_->row(r), width, counted[static_cast<std::size_t>(r - row)].data());
+        for (std::int64_t r = row; r < last; ++r) {
+          std::uint8_t* const of_row = counted[static_cast<std::size_t>(r - row)].data();
+          std::copy_n(mask_->row(r), spatial_, of_row);
+          repeat(of_row, spatial_, width);
+        }
       bool const begun = (row - begin) % stretch != 0, done = last == end || (last - begin) % stretch == 0;
       auto const sum_columns = [&]<std::size_t Columns>(std::int64_t first_lane,
                                                         std::integral_constant<std::size_t, Columns>, int fresh = lanes)
@@ -219,13 +222,6 @@ private:
         second[i] += sum_positions(&sums[1][static_cast<std::size_t>(i * spatial_)]);
       }
     }
-  }
-
-  /// The `spatial_` bytes of a row's mask over and over, `size` in all.
-  void repeat(std::uint8_t const* mask, std::int64_t size, std::uint8_t* to) const {
-    std::memcpy(to, mask, static_cast<std::size_t>(spatial_));
-    for (std::int64_t done = spatial_; done < size; done *= 2)
-      std::memcpy(to + done, to, static_cast<std::size_t>(std::min(done, size - done)));
   }
 
   [[nodiscard, gnu::always_inline]] double sum_positions(A const* sums) const {
