@@ -82,12 +82,8 @@ void reduce_block(executor_ref exec, second_order_operands<T> const& of, double_
     for (auto const& each : {sums.u, sums.u_xmu, sums.u_g}) std::ranges::fill(each, 0.0);
     return;
   }
-  if (by.activates_residual())
-    reduce_products<T>(exec, second_order_terms<A, true>{{activated_by(of), by.slope()}},
-                       {of.dy, of.x, by.residual(), of.u}, by.written(), sums.u, sums.u_g);
-  else
-    reduce_products<T>(exec, second_order_terms<A, false>{{activated_by(of), by.slope()}}, {of.dy, of.x, of.u},
-                       by.written(), sums.u, sums.u_g);
+  reduce_products<T>(exec, second_order_terms<A>{activated_by(of), by.slope(), by.activates_residual()},
+                     {of.dy, of.x, of.u, by.activated_residual(of.x)}, by.written(), sums.u, sums.u_g);
   reduce_products<T>(exec, gradient_terms<A>{of.mean}, {of.u, of.x}, by.counted(), sums.u, sums.u_xmu);
 }
 
@@ -100,16 +96,12 @@ void map_block(executor_ref exec, second_order_operands<T> const& of, std::span<
   bool const has_u = of.u.data != nullptr, has_v = of.v.data != nullptr;
   second_order_op_terms<A> const terms{activated_by(of), for_dy, for_x, has_u, has_v};
   A const uncounted = by.written() == nullptr ? A{1} : A{0};
-  // dy, which is read in any case, stands in for what there is not.
+  // What is read in any case stands in for what there is not.
   auto const &u = has_u ? of.u : of.dy, &v = has_v ? of.v : of.dy;
   auto const or_nowhere = [&](tensor_view<T> const& out) { return out.data == nullptr ? nowhere<T>(of.x) : out; };
   std::array const out{or_nowhere(of.to_dy), or_nowhere(of.to_x)};
-  if (by.activates_residual())
-    map_elements<T>(exec, second_order_op<A, true>{by.slope(), uncounted}, terms, {of.dy, of.x, u, v, by.residual()},
-                    out, by.counted(), how);
-  else
-    map_elements<T>(exec, second_order_op<A, false>{by.slope(), uncounted}, terms, {of.dy, of.x, u, v}, out,
-                    by.counted(), how);
+  map_elements<T>(exec, second_order_op<A>{by.slope(), by.activates_residual(), uncounted}, terms,
+                  {of.dy, of.x, u, v, by.activated_residual(of.x)}, out, by.counted(), how);
 }
 
 /// Calls f(executor, operands, first, length) for blocks of channels of which everything fits the cache, or for all.

@@ -135,16 +135,14 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
   A const uncounted = epilogue.written() == nullptr ? A{1} : A{0};
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   detail::epilogue_gradient_terms<A> const terms{mean, inv_std, params.gamma, params.beta, sum_dy, sum_dy_xmu, count};
-  auto const map = [&]<bool Constant>(std::bool_constant<Constant>) {
-    if (epilogue.has_residual())
-      detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, true, Constant>{epilogue.slope(), uncounted}, terms,
-                              {dy, x, epilogue.activated_residual(x)}, {dx, dresidual}, epilogue.counted(), how);
-    else
-      detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, false, Constant>{epilogue.slope(), uncounted},
-                              terms, {dy, x}, {dx}, epilogue.counted(), how);
-  };
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-  count.n == 0 ? map(std::true_type{}) : map(std::false_type{});
+  bool const constant = count.n == 0;
+  if (epilogue.has_residual())
+    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, true>{epilogue.slope(), uncounted, constant}, terms,
+                            {dy, x, epilogue.activated_residual(x)}, {dx, dresidual}, epilogue.counted(), how);
+  else
+    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, false>{epilogue.slope(), uncounted, constant}, terms,
+                            {dy, x}, {dx}, epilogue.counted(), how);
 }
 
 } // namespace syncnorm::host

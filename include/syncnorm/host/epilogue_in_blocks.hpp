@@ -120,10 +120,10 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                     detail::channels_of(sum_dy, first, length), detail::channels_of(sum_dy_xmu, first, length));
   };
   detail::channel_blocks const blocks{x.channels, block};
-  auto const run = [&]<bool Residual, bool Constant>(std::bool_constant<Residual>, std::bool_constant<Constant>,
-                                                     auto const& in, auto const& out) {
-    detail::epilogue_gradient_op<A, Residual, Constant> const op{epilogue.slope(),
-                                                                 epilogue.written() == nullptr ? A{1} : A{0}};
+  bool const constant = count.n == 0;
+  auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in, auto const& out) {
+    detail::epilogue_gradient_op<A, Residual> const op{epilogue.slope(), epilogue.written() == nullptr ? A{1} : A{0},
+                                                       constant};
     auto const map =
         detail::map_of_channels<T>(op, in, out, epilogue.counted(), how, [&](std::int64_t first, std::int64_t length) {
           auto const of_block = params.from(first);
@@ -137,7 +137,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
               count};
         });
     detail::activated_gradient_terms<A, Residual> const terms{{mean, inv_std, params}, epilogue.slope()};
-    if constexpr (Constant) {
+    if (constant) {
       if (epilogue.written() == nullptr && epilogue.counted() == nullptr &&
           detail::sum_and_map<T>(exec, terms, in, out, sum_dy, sum_dy_xmu, map))
         return;
@@ -159,14 +159,11 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
   };
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-  auto const with = [&](auto constant) {
-    if (residual)
-      run(std::true_type{}, constant, std::array<tensor_view<T const>, 3>{dy, x, epilogue.activated_residual(x)},
-          std::array<tensor_view<T>, 2>{dx, dresidual});
-    else
-      run(std::false_type{}, constant, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});
-  };
-  count.n == 0 ? with(std::true_type{}) : with(std::false_type{});
+  if (residual)
+    run(std::true_type{}, std::array<tensor_view<T const>, 3>{dy, x, epilogue.activated_residual(x)},
+        std::array<tensor_view<T>, 2>{dx, dresidual});
+  else
+    run(std::false_type{}, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});
 }
 
 } // namespace syncnorm::host

@@ -34,20 +34,22 @@ struct recover_terms {
   }
 };
 
-/// x = (f⁻¹(y) − residual − shift)/scale + center, of `epilogue_op`.
-template <class A, bool Residual>
+/// x = (f⁻¹(y) − residual − shift)/scale + center, of `epilogue_op`. Inputs are y and the residual, which may be anything where
+/// there is none.
+template <class A>
 struct recover_op {
-  static constexpr std::size_t inputs = Residual ? 2 : 1, outputs = 1, coefficients = 3;
+  static constexpr std::size_t inputs = 2, outputs = 1, coefficients = 3;
   static constexpr bool takes_mask = false;
 
   A inverse_slope;
+  bool has_residual;
 
   template <class V, class Lanes>
   std::array<V, outputs> apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k,
                                Lanes const&) const {
     V const zero{};
     V v = in[0] < zero ? in[0] * (inverse_slope - zero) : in[0];
-    if constexpr (Residual) v -= in[1];
+    if (has_residual) v -= in[1];
     return {(v - k[0]) * k[1] + k[2]};
   }
 };
@@ -66,11 +68,9 @@ void recover(executor_ref exec, std::type_identity_t<tensor_view<T const>> y, te
   using A = accumulate_t<T>;
   A const inverse = A{1} / epilogue.slope();
   detail::recover_terms<A> const terms{mean, inv_std, params.gamma, params.beta};
-  if (epilogue.has_residual())
-    detail::map_elements<T>(exec, detail::recover_op<A, true>{inverse}, terms, {y, epilogue.residual()}, {x}, nullptr,
-                            stores::automatic);
-  else
-    detail::map_elements<T>(exec, detail::recover_op<A, false>{inverse}, terms, {y}, {x}, nullptr, stores::automatic);
+  bool const has_residual = epilogue.has_residual();
+  detail::map_elements<T>(exec, detail::recover_op<A>{inverse, has_residual}, terms,
+                          {y, has_residual ? epilogue.residual() : y}, {x}, nullptr, stores::automatic);
 }
 
 } // namespace syncnorm::host

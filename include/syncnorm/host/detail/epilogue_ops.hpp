@@ -77,15 +77,16 @@ struct epilogue_gradient_terms {
 };
 
 /// dv = dy·f′(v), where v is what the forward pass activated, and dx = dv·dy_scale + (x − center)·x_scale + shift, of
-/// which the positions that do not count have the first term alone, and all have where statistics are `Constant`, whatever x is.
+/// which the positions that do not count have the first term alone, and all have where statistics are constant, whatever x is.
 /// Outputs dx, and dv as the gradient of a residual.
-template <class A, bool Residual, bool Constant>
+template <class A, bool Residual>
 struct epilogue_gradient_op {
   static constexpr std::size_t inputs = Residual ? 3 : 2, outputs = Residual ? 2 : 1, coefficients = 6;
   static constexpr bool takes_mask = true;
 
   A slope;
   A uncounted; ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
+  bool constant;
 
   template <class V, class Lanes>
   [[gnu::always_inline]] std::array<V, outputs>
@@ -95,7 +96,7 @@ struct epilogue_gradient_op {
     V v = multiply_add(d, k[4], k[5]);
     if constexpr (Residual) v += in[2];
     V const dv = activation_gradient(v, in[0], slope, uncounted, counted);
-    V const of_x = Constant ? zero : where(counted, multiply_add<V>(d, k[2], k[3]), zero);
+    V const of_x = constant ? zero : where(counted, multiply_add<V>(d, k[2], k[3]), zero);
     V const dx = multiply_add<V>(dv, k[0], of_x);
     if constexpr (Residual) {
       return {dx, dv};

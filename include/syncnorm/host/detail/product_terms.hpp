@@ -76,19 +76,22 @@ struct activated_gradient_terms {
   [[nodiscard]] double excess(std::int64_t c) const { return lost_by_rounding<A>(of.mean, c); }
 };
 
-/// u and dy·f′(v), of dy, x, the residual and u.
-template <class A, bool Residual>
-struct second_order_terms : activated_gradient_terms<A, Residual> {
-  using base = activated_gradient_terms<A, Residual>;
-  static constexpr std::size_t inputs = base::inputs + 1;
+/// u and dy·f′(v), of dy, x, u and the residual, which may be anything where there is none.
+template <class A>
+struct second_order_terms {
+  static constexpr std::size_t inputs = 4, coefficients = 3;
+  activated_channels of;
+  A slope;
+  bool has_residual;
 
+  std::array<A, coefficients> operator()(std::int64_t c) const {
+    return activated_gradient_terms<A, false>{of, slope}(c);
+  }
   template <class V>
   [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
-                                                           std::array<V, base::coefficients> const& k) const {
-    std::array<V, base::inputs> of_gradient;
-#pragma GCC unroll 8
-    for (std::size_t j = 0; j < base::inputs; ++j) of_gradient[j] = in[j];
-    return {in[base::inputs], base::apply(of_gradient, k)[0]};
+                                                           std::array<V, coefficients> const& k) const {
+    V const activated = multiply_add<V>(in[1] - k[0], k[1], k[2]);
+    return {in[2], activation_gradient(has_residual ? activated + in[3] : activated, in[0], slope)};
   }
   [[nodiscard]] static double excess(std::int64_t) { return 0; }
 };

@@ -45,14 +45,15 @@ struct second_order_op_terms {
 
 /// Outputs to_dy = f′(v)·(u·scale_a + v′·scale_b + (x − mean)·scale_x + shift) and
 /// to_x = g·scale_b + u·scale_a + (x − mean)·scale_x + shift, where g = dy·f′(v); where positions do not count, the latter is its first
-/// term alone. Inputs are dy, x, u, v′ and the residual, if there is one. What a scale of 0 meets may be anything.
-template <class A, bool Residual>
+/// term alone. Inputs are dy, x, u, v′ and the residual. What a scale of 0 meets may be anything, and so may a residual that there is
+/// not.
+template <class A>
 struct second_order_op {
-  static constexpr std::size_t inputs = Residual ? 5 : 4, outputs = 2,
-                               coefficients = second_order_op_terms<A>::coefficients;
+  static constexpr std::size_t inputs = 5, outputs = 2, coefficients = second_order_op_terms<A>::coefficients;
   static constexpr bool takes_mask = true;
 
   A slope;
+  bool has_residual;
   A uncounted; ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
 
   template <class V, class Lanes>
@@ -60,7 +61,7 @@ struct second_order_op {
   apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k, Lanes const& counted) const {
     V const zero{}, d = in[1] - k[0];
     V v = multiply_add(d, k[1], k[2]);
-    if constexpr (Residual) v += in[4];
+    if (has_residual) v += in[4];
     auto const back = [&](V const& gradient) { return activation_gradient(v, gradient, slope, uncounted, counted); };
     auto const add = [&](V const& to, V const& tensor, V const& scale) {
       return scale == zero ? to : multiply_add(tensor, scale, to);
