@@ -308,9 +308,11 @@ TEST_CASE_TEMPLATE("of contiguous channels and short rows, what does not count c
   };
   std::vector<arranged> cases;
   for (std::int64_t const channels : {1, 3, 24, 33, 64, 100, 728, 1025})
-    for (std::int64_t const s : {40, 1}) cases.push_back({test::arrangement::nhwc, {120 / s, channels, s}});
+    for (std::int64_t const s : {40, 1})
+      if (!test::sanitized || channels % 2 == (s == 1 ? 0 : 1))
+        cases.push_back({test::arrangement::nhwc, {120 / s, channels, s}});
   for (auto const& e : {test::extents{6, 3, 17}, {3, 40, 40}, {5, 300, 40}, {4, 1025, 20}, {4, 7, 100}, {20, 50, 127}})
-    cases.push_back({test::arrangement::nchw, e});
+    if (!test::sanitized || e.n * e.c * e.s < 20000) cases.push_back({test::arrangement::nchw, e});
   for (auto const& shape : cases) {
     auto const order = shape.order;
     std::int64_t const n = shape.of.n, channels = shape.of.c, s = shape.of.s;

@@ -248,9 +248,13 @@ TEST_CASE_TEMPLATE("large outputs, which are written past the cache, have the sa
     }
   };
   // Groups of whole lines or not, where channels are contiguous.
-  check([&](auto* data) { return nhwc(data, n, channels * positions, 1); }, channels * positions, {0, 5, 16});
-  check([&](auto* data) { return nc(data, n, channels * positions); }, channels * positions, {0, 16});
-  check([&](auto* data) { return nchw(data, n, channels, positions); }, channels, {0, 4});
+  check([&](auto* data) { return nhwc(data, n, channels * positions, 1); }, channels * positions, {5});
+  if (!test::sanitized) {
+    check([&](auto* data) { return nhwc(data, n, channels * positions, 1); }, channels * positions, {0, 16});
+    check([&](auto* data) { return nc(data, n, channels * positions); }, channels * positions, {0, 16});
+  }
+  check([&](auto* data) { return nchw(data, n, channels, positions); }, channels, {4});
+  if (!test::sanitized) check([&](auto* data) { return nchw(data, n, channels, positions); }, channels, {0});
 }
 
 TEST_CASE("without parameters y is u by its root") {
