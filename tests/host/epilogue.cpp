@@ -44,19 +44,22 @@ struct choice {
   double slope;
   bool residual;
   counted mask;
-  bool zeroes;
+  bool zeroes, exponential = false;
 };
 
 /// Between them: all that an epilogue can be asked for, each with the others.
 constexpr choice choices[] = {
-    {0, false, counted::all, false},     {0.125, true, counted::all, false}, {-0.5, false, counted::padded, true},
-    {1, true, counted::most, true},      {0, true, counted::padded, false},  {1, false, counted::padded, false},
-    {1, false, counted::padded, true},   {1, false, counted::few, true},     {2, false, counted::few, false},
-    {0.125, true, counted::none, false}, {0, true, counted::none, true},     {1, true, counted::all, false},
+    {0, false, counted::all, false},      {0.125, true, counted::all, false},
+    {-0.5, false, counted::padded, true}, {1, true, counted::most, true},
+    {0, true, counted::padded, false},    {1, false, counted::padded, false},
+    {1, false, counted::padded, true},    {1, false, counted::few, true},
+    {2, false, counted::few, false},      {0.125, true, counted::none, false},
+    {0, true, counted::none, true},       {1, true, counted::all, false},
+    {1, true, counted::all, false, true}, {0.75, false, counted::most, true, true},
 };
 
 std::string name_of(choice const& c) {
-  return "slope " + std::to_string(c.slope) + (c.residual ? ", residual" : "") + ", mask " +
+  return (c.exponential ? "ELU " : "slope ") + std::to_string(c.slope) + (c.residual ? ", residual" : "") + ", mask " +
          std::to_string(static_cast<int>(c.mask)) + (c.zeroes ? ", zeroes" : "");
 }
 
@@ -90,6 +93,7 @@ struct epilogue_problem {
     dy = test::deviates<T>(n, c, s, 2, 0.1);
     if (chose.residual) residual = test::deviates<T>(n, c, s, 3, 0.2);
     oracle = {n, c, s, wide(x), wide(gamma), wide(beta), wide(residual), mask, chose.zeroes, chose.slope};
+    oracle.exponential = chose.exponential;
     oracle.forward();
     // Which side of the kink of an activation a value very near to it is on, rounding may tell: no gradient goes there.
     oracle.for_each_near_kink(1e-5L, [&](std::size_t i) { dy[i] = static_cast<T>(A{0}); });
@@ -104,7 +108,7 @@ struct epilogue_problem {
 
   /// With the mask's rows every `step` bytes apart.
   [[nodiscard]] batch_norm_epilogue<T> epilogue(tensor_view<T const> const& of_residual) const {
-    return {{chosen.slope},
+    return {{chosen.slope, chosen.exponential},
             chosen.residual ? of_residual : tensor_view<T const>{},
             mask.empty() ? mask_view{} : mask_of(mask.data(), n, s),
             chosen.zeroes ? masked_outputs::zero : masked_outputs::normalized};
@@ -534,8 +538,11 @@ TEST_CASE_TEMPLATE("an epilogue in blocks gives the bits of whole passes", T, fl
                    bfloat16 AND_UNSANITIZED(float16)) {
   int turn = 0;
   for (auto const& shape : {test::extents{24, 9, 1100}, {500, 600, 1}, {2000, 40, 4}, {24, 24, 196}})
-    for (auto const& chose : {choices[0], choices[1], choices[3], choices[4], choices[6]}) {
-      if (test::sanitized && turn++ != (sizeof(T) == 4 ? 3 : 8)) continue; // rows, and contiguous channels
+    for (auto const& chose : {choices[0], choices[1], choices[3], choices[4], choices[6], choices[13]}) {
+      int const which = turn++;
+      bool const of_float = sizeof(T) == 4;
+      if (test::sanitized && which != (of_float ? 3 : 9) && which != (of_float ? 5 : 11))
+        continue; // rows, and contiguous channels
       epilogue_problem<T> const p{shape, chose};
       for (auto const order : {test::arrangement::nchw, test::arrangement::nhwc}) {
         CAPTURE(test::name_of(shape));

@@ -329,6 +329,18 @@ TEST_CASE("what is wrong with a double backward pass on one rank is an error on 
                         std::string::npos,
                     text);
       CHECK(data.state() == after);
+      // An activation that is not of straight lines.
+      text.clear();
+      try {
+        auto const activation = comm.rank() == 1 ? syncnorm::activation::elu() : syncnorm::activation::relu();
+        data.layer.double_backward({.dx = data.dx()}, data.x(), data.dy(), {}, out, {.activation = activation});
+      } catch (syncnorm::invalid_argument_error const& e) {
+        text = e.what();
+      }
+      CHECK_MESSAGE(text.find("rank 1: the activation is exponential, which double backward does not take") !=
+                        std::string::npos,
+                    text);
+      CHECK(data.state() == after);
       // Memory in common.
       std::vector<float> dy(data.inputs.begin(), data.inputs.end());
       auto const of = [&](std::vector<float>& values) {

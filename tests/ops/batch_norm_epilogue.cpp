@@ -85,7 +85,7 @@ TEST_CASE("gradients through epilogues and masks agree with finite differences o
       return rank == 0 ? all.sample_range(0, cut) : all.sample_range(cut, samples - cut);
     };
     auto const epilogue_of = [&](int rank) {
-      batch_norm_epilogue<double> epilogue{.activation = {choice.slope}};
+      batch_norm_epilogue<double> epilogue{.activation = choice.activation()};
       if (choice.residual) epilogue.residual = share(residual, rank);
       epilogue.mask = rank == 0 ? syncnorm::mask_of(mask.data(), cut, spatial)
                                 : syncnorm::mask_of(mask.data() + cut * spatial, samples - cut, spatial);
@@ -275,7 +275,7 @@ TEST_CASE("micro-batches, passes in two phases and the reduce policy take epilog
       std::vector<batch_norm_epilogue<double>> epilogues(2);
       for (std::int64_t k = 0; k < 2; ++k) {
         auto& epilogue = epilogues[static_cast<std::size_t>(k)];
-        epilogue.activation = {choice.slope};
+        epilogue.activation = choice.activation();
         if (choice.residual) epilogue.residual = part(residual, k);
         if (!data.mask.empty())
           epilogue.mask = syncnorm::mask_of(data.mask.data() + (first + 2 * k) * spatial, 2 + 2 * k, spatial);

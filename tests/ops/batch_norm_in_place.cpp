@@ -70,7 +70,7 @@ TEST_CASE_TEMPLATE("a pass in place recovers x, or keeps it", T, float, syncnorm
         auto const x = make(data.x), over = make(data.x), y = make({}), dy = make(data.dy),
                    residual = make(data.residual);
         auto const dresidual = make({});
-        syncnorm::batch_norm_epilogue<T> epilogue{.activation = {choice.slope}};
+        syncnorm::batch_norm_epilogue<T> epilogue{.activation = choice.activation()};
         if (choice.residual) epilogue.residual = residual->view;
         if (!data.mask.empty())
           epilogue.mask = syncnorm::mask_of(data.mask.data() + first * g.spatial, samples, g.spatial);
@@ -94,7 +94,7 @@ TEST_CASE_TEMPLATE("a pass in place recovers x, or keeps it", T, float, syncnorm
         // Without an inverse of the activation all channels are kept, else those of which gamma and beta leave too little.
         std::vector<std::int64_t> kept;
         for (std::int64_t c = 0; c < g.channels; ++c)
-          if (choice.slope <= 0 || c % 4 == 1 || c % 4 == 2) kept.push_back(c);
+          if (choice.slope <= 0 || choice.exponential || c % 4 == 1 || c % 4 == 2) kept.push_back(c);
         CHECK(std::ranges::equal(layer.kept().channels(), kept));
         CHECK(layer.kept().bytes() == kept.size() * static_cast<std::size_t>(samples * g.spatial) * sizeof(T));
 
@@ -163,7 +163,7 @@ TEST_CASE_TEMPLATE("micro-batches in place are their concatenation, whatever is 
         std::vector<syncnorm::batch_norm_epilogue<T>> epilogues;
         auto sample = first;
         for (std::size_t k = 0; k < share.size(); ++k) {
-          auto& epilogue = epilogues.emplace_back(syncnorm::batch_norm_epilogue<T>{.activation = {choice.slope}});
+          auto& epilogue = epilogues.emplace_back(syncnorm::batch_norm_epilogue<T>{.activation = choice.activation()});
           if (choice.residual) epilogue.residual = residual[k]->view;
           if (!data.mask.empty())
             epilogue.mask = syncnorm::mask_of(data.mask.data() + sample * g.spatial, share[k], g.spatial);
@@ -186,7 +186,7 @@ TEST_CASE_TEMPLATE("micro-batches in place are their concatenation, whatever is 
         CHECK(std::ranges::equal(layer.running_mean(), apart.running_mean()));
         CHECK(std::ranges::equal(layer.running_var(), apart.running_var()));
         CHECK(layer.num_batches_tracked() == (data.oracle.count > 0 ? 1 : 0));
-        std::size_t const kept = choice.slope <= 0 ? 6 : 3; // channels 1, 2 and 5
+        std::size_t const kept = choice.slope <= 0 || choice.exponential ? 6 : 3; // channels 1, 2 and 5
         for (std::size_t k = 0; k < share.size(); ++k)
           CHECK(layer.kept(k).bytes() == kept * static_cast<std::size_t>(share[k] * g.spatial) * sizeof(T));
 

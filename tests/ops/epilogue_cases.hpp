@@ -23,11 +23,12 @@ struct epilogue_choice {
   double slope = 1;
   bool residual = false;
   enum counted { all, padded, scattered, on_odd_ranks, none } mask = all;
-  bool zeroes = false, unbiased = false;
+  bool zeroes = false, unbiased = false, exponential = false;
 
+  [[nodiscard]] syncnorm::activation activation() const { return {slope, exponential}; }
   [[nodiscard]] std::string name() const {
-    return "slope " + std::to_string(slope) + (residual ? ", residual" : "") + ", mask " + std::to_string(mask) +
-           (zeroes ? ", zeroes" : "");
+    return (exponential ? "ELU " : "slope ") + std::to_string(slope) + (residual ? ", residual" : "") + ", mask " +
+           std::to_string(mask) + (zeroes ? ", zeroes" : "");
   }
 };
 
@@ -41,6 +42,8 @@ inline constexpr std::array epilogue_choices{
     epilogue_choice{1, true, epilogue_choice::on_odd_ranks, false},
     epilogue_choice{0, false, epilogue_choice::on_odd_ranks, true},
     epilogue_choice{0, true, epilogue_choice::none, false},
+    epilogue_choice{1, false, epilogue_choice::padded, true, false, true},
+    epilogue_choice{0.75, true, epilogue_choice::all, false, true, true},
 };
 
 /// A case over the whole batch and what the oracle says of it.
@@ -75,8 +78,8 @@ struct epilogue_case {
                                                                         : rank % 2 == 1 || g.ranks == 1;
         mask.push_back(counts ? 1 : 0);
       }
-    oracle = {g.samples(),    g.channels, g.spatial,     wide(x),      wide(gamma), wide(beta),
-              wide(residual), mask,       chosen.zeroes, chosen.slope, eps,         chosen.unbiased};
+    oracle = {g.samples(), g.channels,    g.spatial,    wide(x), wide(gamma),     wide(beta),        wide(residual),
+              mask,        chosen.zeroes, chosen.slope, eps,     chosen.unbiased, chosen.exponential};
     oracle.forward();
     oracle.for_each_near_kink(1e-5L, [&](std::size_t i) { dy[i] = syncnorm::from_double<T>(0); });
   }
@@ -135,7 +138,7 @@ std::vector<std::string> run_epilogue_case(epilogue_case<T> const& data, C const
     dy.view(n, c, s) = data.dy[i];
     if (data.choice.residual) residual.view(n, c, s) = data.residual[i];
   });
-  syncnorm::batch_norm_epilogue<T> epilogue{.activation = {data.choice.slope}};
+  syncnorm::batch_norm_epilogue<T> epilogue{.activation = data.choice.activation()};
   if (data.choice.residual) epilogue.residual = residual.view;
   // A rank on which all positions count needs no mask.
   if (!data.mask.empty() && !(data.choice.mask == epilogue_choice::on_odd_ranks && rank % 2 == 1))

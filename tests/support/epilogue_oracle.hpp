@@ -17,7 +17,8 @@ struct epilogue_oracle {
   std::vector<unsigned char> mask;                   ///< `[N, S]`; none: empty
   bool zeroes = false;                               ///< outputs that do not count are 0
   long double slope = 1, eps = 1e-3L;
-  bool unbiased = false; ///< the variance that normalizes
+  bool unbiased = false;    ///< the variance that normalizes
+  bool exponential = false; ///< below 0, f(v) is slope·(eᵛ − 1)
 
   std::int64_t count = 0;
   bool constant = false;
@@ -70,7 +71,7 @@ struct epilogue_oracle {
     g.sum_dy.assign(c_count, 0), g.sum_dy_xmu = g.gamma = g.beta = g.sum_dy;
     g.dx.assign(x.size(), 0), g.dresidual = g.dx;
     each([&](std::size_t c, std::size_t i, bool counts) {
-      long double const dv = zeroes && !counts ? 0 : before(c, i) > 0 ? dy[i] : dy[i] * slope;
+      long double const dv = zeroes && !counts ? 0 : dy[i] * derivative(before(c, i));
       long double const product = zeroes && !counts ? 0 : dv * (x[i] - mean[c]);
       g.dresidual[i] = dv;
       g.sum_dy[c] += dv;
@@ -92,12 +93,15 @@ struct epilogue_oracle {
   }
 
 private:
+  [[nodiscard]] long double derivative(long double v) const {
+    return v > 0 ? 1 : slope * (exponential ? std::exp(v) : 1);
+  }
   [[nodiscard]] long double of_variance() const { return static_cast<long double>(unbiased ? count - 1 : count); }
   void write() {
     y.assign(x.size(), 0);
     each([&](std::size_t c, std::size_t i, bool counts) {
       long double const v = before(c, i);
-      y[i] = zeroes && !counts ? 0 : v < 0 ? v * slope : v;
+      y[i] = zeroes && !counts ? 0 : v > 0 ? v : slope * (exponential ? std::expm1(v) : v);
     });
   }
 

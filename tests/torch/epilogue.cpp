@@ -31,7 +31,7 @@ Tensor reference(Tensor const& x, Tensor const& weight, Tensor const& bias, norm
   auto const var = per_channel((x - mean).square() * counts) / count;
   auto y = (x - mean) / (var + 1e-2).sqrt() * weight.view({1, -1, 1, 1}) + bias.view({1, -1, 1, 1});
   if (with.residual.defined()) y = y + with.residual;
-  y = torch::where(y > 0, y, y * with.activation.negative_slope);
+  y = torch::where(y > 0, y, (with.activation.exponential ? y.expm1() : y) * with.activation.negative_slope);
   return with.masked == masked_outputs::zero ? y * counts : y;
 }
 
@@ -124,31 +124,33 @@ TEST_CASE("activation, residual and mask and their gradients are those of libtor
   torch::manual_seed(22);
   auto const mask = torch::rand({5, 2, 2}) < 0.6;
   struct choice {
-    double slope;
+    syncnorm::activation activation;
     bool residual, mask;
     masked_outputs masked;
   };
-  for (auto const& chosen : {choice{0, true, false, masked_outputs::normalized},
-                             {0.25, false, true, masked_outputs::zero},
-                             {1, true, true, masked_outputs::normalized},
-                             {0, true, true, masked_outputs::zero}})
+  for (auto const& chosen : {choice{{0}, true, false, masked_outputs::normalized},
+                             {{0.25}, false, true, masked_outputs::zero},
+                             {{1}, true, true, masked_outputs::normalized},
+                             {{0}, true, true, masked_outputs::zero},
+                             {syncnorm::activation::elu(), true, true, masked_outputs::zero},
+                             {syncnorm::activation::elu(0.5), false, false, masked_outputs::normalized}})
     for (auto const format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast}) {
       auto const x = random({5, 3, 2, 2}), dy = random({5, 3, 2, 2}), residual = random({5, 3, 2, 2});
       auto const options = BatchNormOptions{3}.eps(1e-2);
       auto twin = make_norm(options);
       auto const whole = x.clone().requires_grad_(), whole_residual = residual.clone().requires_grad_();
-      norm_epilogue of_whole{.activation = {chosen.slope}, .masked = chosen.masked};
+      norm_epilogue of_whole{.activation = chosen.activation, .masked = chosen.masked};
       if (chosen.residual) of_whole.residual = whole_residual;
       if (chosen.mask) of_whole.mask = mask;
       auto const expected = reference(whole, twin->weight, twin->bias, of_whole);
       expected.backward(dy);
       Tensor weight_grads[2], bias_grads[2];
       run_ranks(2, [&](thread_communicator const& comm) {
-        INFO("slope ", chosen.slope, ", rank ", comm.rank());
+        INFO("slope ", chosen.activation.negative_slope, ", rank ", comm.rank());
         auto norm = make_norm(options, comm);
         auto const own = rows_of(x, comm.rank()).contiguous(format).detach().clone().requires_grad_();
         auto const own_residual = rows_of(residual, comm.rank()).clone().requires_grad_();
-        norm_epilogue with{.activation = {chosen.slope}, .masked = chosen.masked};
+        norm_epilogue with{.activation = chosen.activation, .masked = chosen.masked};
         if (chosen.residual) with.residual = own_residual;
         if (chosen.mask) with.mask = rows_of(mask, comm.rank());
         auto const y = norm->forward_with(own, with);

@@ -8,13 +8,18 @@
 namespace syncnorm {
 
 /// f(v) = v where v > 0, and v·negative_slope elsewhere: the identity by a slope of 1, ReLU by 0, leaky ReLU by another,
-/// of any sign. At 0 the gradient is the slope; what is no number stays so.
+/// of any sign; or there, if it is exponential, (eᵛ − 1)·negative_slope: ELU (Clevert et al. 2016). At 0 the gradient is the slope;
+/// what is no number stays so.
 struct activation {
   double negative_slope = 1;
+  bool exponential = false;
 
   [[nodiscard]] static constexpr activation identity() { return {1}; }
   [[nodiscard]] static constexpr activation relu() { return {0}; }
   [[nodiscard]] static constexpr activation leaky_relu(double slope = 0.01) { return {slope}; }
+  [[nodiscard]] static constexpr activation elu(double alpha = 1) { return {alpha, true}; }
+
+  [[nodiscard]] constexpr bool is_identity() const { return negative_slope == 1 && !exponential; }
 
   friend bool operator==(activation const&, activation const&) = default;
 };
@@ -37,9 +42,7 @@ struct batch_norm_epilogue {
 
   [[nodiscard]] constexpr bool has_residual() const { return residual.is_given(); }
   /// Whether outputs are anything but normalized inputs, and their gradients.
-  [[nodiscard]] constexpr bool does_something() const {
-    return activation.negative_slope != 1 || has_residual() || mask;
-  }
+  [[nodiscard]] constexpr bool does_something() const { return !activation.is_identity() || has_residual() || mask; }
 };
 
 } // namespace syncnorm

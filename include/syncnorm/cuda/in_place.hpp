@@ -53,7 +53,7 @@ void kernels_of<T, Kernels>::recover(out y, epilogue const& done, affine_values 
   check.optional(done.residual, "the residual", y);
   check.saved(saved, y.channels);
   check.kept(kept);
-  if (done.activation.negative_slope > 0) // else all channels are kept
+  if (recoverable_slope(done.activation) > 0) // else all channels are kept
     detail::with_epilogue(done, [&](auto has_epilogue) {
       auto const op = detail::make_recover<detail::device_element_t<T>, has_epilogue()>(
           detail::device_view(y), detail::device_epilogue(done), affine, saved, kept);

@@ -82,8 +82,9 @@ void reduce_block(executor_ref exec, second_order_operands<T> const& of, double_
     for (auto const& each : {sums.u, sums.u_xmu, sums.u_g}) std::ranges::fill(each, 0.0);
     return;
   }
-  reduce_products<T>(exec, second_order_terms<A>{activated_by(of), by.slope(), by.activates_residual()},
-                     {of.dy, of.x, of.u, by.activated_residual(of.x)}, by.written(), sums.u, sums.u_g);
+  reduce_products<T>(
+      exec, second_order_terms<A>{activated_by(of), linear_activation<A>{by.activation()}, by.activates_residual()},
+      {of.dy, of.x, of.u, by.activated_residual(of.x)}, by.written(), sums.u, sums.u_g);
   reduce_products<T>(exec, gradient_terms<A>{of.mean}, {of.u, of.x}, by.counted(), sums.u, sums.u_xmu);
 }
 
@@ -100,8 +101,8 @@ void map_block(executor_ref exec, second_order_operands<T> const& of, std::span<
   auto const &u = has_u ? of.u : of.dy, &v = has_v ? of.v : of.dy;
   auto const or_nowhere = [&](tensor_view<T> const& out) { return out.data == nullptr ? nowhere<T>(of.x) : out; };
   std::array const out{or_nowhere(of.to_dy), or_nowhere(of.to_x)};
-  map_elements<T>(exec, second_order_op<A>{by.slope(), by.activates_residual(), uncounted}, terms,
-                  {of.dy, of.x, u, v, by.activated_residual(of.x)}, out, by.counted(), how);
+  map_elements<T>(exec, second_order_op<A>{linear_activation<A>{by.activation()}, by.activates_residual(), uncounted},
+                  terms, {of.dy, of.x, u, v, by.activated_residual(of.x)}, out, by.counted(), how);
 }
 
 /// Calls f(executor, operands, first, length) for blocks of channels of which everything fits the cache, or for all.
@@ -112,9 +113,7 @@ void for_blocks(executor_ref exec, second_order_operands<T> const& given, F cons
       2 + (of.u.data != nullptr ? 1 : 0) + (of.v.data != nullptr ? 1 : 0) + (of.epilogue.activates_residual() ? 1 : 0);
   std::int64_t const block = std::min(channel_block(of.x, tensors), channel_block(of.dy, tensors));
   if (!worth_blocking(exec, of.x, block)) return f(exec, of, std::int64_t{0}, of.x.channels);
-  channel_blocks const blocks{of.x.channels, block};
-  exec.for_each(blocks.count, [&](std::int64_t i) {
-    std::int64_t const first = blocks.first(i), length = blocks.size(i);
+  for_each_block(exec, {of.x.channels, block}, [&](std::int64_t first, std::int64_t length) {
     f(serial_executor{}, of.channel_range(first, length), first, length);
   });
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <type_traits>
@@ -9,6 +10,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/backward_elemt.hpp>
 #include <syncnorm/host/channel_values.hpp>
+#include <syncnorm/host/detail/activation.hpp>
 #include <syncnorm/host/detail/epilogue_ops.hpp>
 #include <syncnorm/host/detail/map_elements.hpp>
 #include <syncnorm/host/detail/product_reduce.hpp>
@@ -33,6 +35,19 @@ template <class T>
 template <class T>
 [[nodiscard]] bool writes_no_gradient(tensor_view<T> const& dx, tensor_view<T> const& dresidual, bool has_residual) {
   return dx.data == nullptr && (dresidual.data == nullptr || !has_residual);
+}
+
+/// Calls f(activation, whether a residual is among the tensors), the latter as a `std::bool_constant`.
+template <class T, class F>
+void with_activation(prepared_epilogue<T> const& epilogue, F const& f) {
+  using A = accumulate_t<T>;
+  auto const& of = epilogue.activation();
+  if (of.exponential)
+    f(exponential_activation<A>{of, epilogue.has_residual()}, std::true_type{});
+  else if (epilogue.has_residual())
+    f(linear_activation<A>{of}, std::true_type{});
+  else
+    f(linear_activation<A>{of}, std::false_type{});
 }
 
 } // namespace detail
@@ -65,12 +80,12 @@ void normalize(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, 
                      epilogue.of_transposed(), how);
   using A = accumulate_t<T>;
   detail::normalize_terms<A> const terms{mean, inv_std, params.gamma, params.beta};
-  if (epilogue.has_residual())
-    detail::map_elements<T>(exec, detail::epilogue_op<A, true>{epilogue.slope()}, terms, {x, epilogue.residual()}, {y},
-                            epilogue.written(), how);
-  else
-    detail::map_elements<T>(exec, detail::epilogue_op<A, false>{epilogue.slope()}, terms, {x}, {y}, epilogue.written(),
-                            how);
+  detail::with_activation(epilogue, [&]<class F, bool Residual>(F const& f, std::bool_constant<Residual>) {
+    detail::epilogue_op<F, Residual> const op{f};
+    std::array<tensor_view<T const>, op.inputs> in{x};
+    if constexpr (Residual) in[1] = epilogue.residual_or(x);
+    detail::map_elements<T>(exec, op, terms, in, {y}, epilogue.written(), how);
+  });
 }
 
 /// The sums of the backward pass, over the N·S elements of each channel:
@@ -92,15 +107,15 @@ void backward_reduce(executor_ref exec, tensor_view<X> dy, std::type_identity_t<
   if (epilogue.is_transposed())
     return backward_reduce(exec, detail::transposed(dy), detail::transposed(x), mean, inv_std, params,
                            epilogue.of_transposed(), sum_dy, sum_dy_xmu);
-  detail::activated_channels const of{mean, inv_std, params};
-  if (epilogue.slope() == 1)
-    detail::reduce_products<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, epilogue.written(), sum_dy, sum_dy_xmu);
-  else if (epilogue.has_residual())
-    detail::reduce_products<T>(exec, detail::activated_gradient_terms<A, true>{of, epilogue.slope()},
-                               {dy, x, epilogue.residual()}, epilogue.written(), sum_dy, sum_dy_xmu);
-  else
-    detail::reduce_products<T>(exec, detail::activated_gradient_terms<A, false>{of, epilogue.slope()}, {dy, x},
-                               epilogue.written(), sum_dy, sum_dy_xmu);
+  if (epilogue.activation().is_identity())
+    return detail::reduce_products<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, epilogue.written(), sum_dy,
+                                      sum_dy_xmu);
+  detail::with_activation(epilogue, [&]<class F, bool Residual>(F const& f, std::bool_constant<Residual>) {
+    detail::activated_gradient_terms<F, Residual> const terms{{mean, inv_std, params}, f};
+    std::array<tensor_view<T const>, terms.inputs> in{dy, x};
+    if constexpr (Residual) in[2] = epilogue.residual_or(x);
+    detail::reduce_products<T>(exec, terms, in, epilogue.written(), sum_dy, sum_dy_xmu);
+  });
 }
 
 /// The gradients of the input and of the residual,
@@ -136,13 +151,13 @@ void backward_elemt(executor_ref exec, tensor_view<X> dy, std::type_identity_t<t
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   detail::epilogue_gradient_terms<A> const terms{mean, inv_std, params.gamma, params.beta, sum_dy, sum_dy_xmu, count};
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-  bool const constant = count.n == 0;
-  if (epilogue.has_residual())
-    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, true>{epilogue.slope(), uncounted, constant}, terms,
-                            {dy, x, epilogue.activated_residual(x)}, {dx, dresidual}, epilogue.counted(), how);
-  else
-    detail::map_elements<T>(exec, detail::epilogue_gradient_op<A, false>{epilogue.slope(), uncounted, constant}, terms,
-                            {dy, x}, {dx}, epilogue.counted(), how);
+  detail::with_activation(epilogue, [&]<class F, bool Residual>(F const& f, std::bool_constant<Residual>) {
+    detail::epilogue_gradient_op<F, Residual> const op{f, uncounted, count.n == 0};
+    std::array<tensor_view<T const>, op.inputs> in{dy, x};
+    std::array<tensor_view<T>, op.outputs> out{dx};
+    if constexpr (Residual) in[2] = epilogue.activated_residual(x), out[1] = dresidual;
+    detail::map_elements<T>(exec, op, terms, in, out, epilogue.counted(), how);
+  });
 }
 
 } // namespace syncnorm::host

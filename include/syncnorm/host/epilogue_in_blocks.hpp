@@ -56,11 +56,20 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
     finish(first, length);
   };
   detail::channel_blocks const blocks{x.channels, block};
+  using A = accumulate_t<T>;
+  using activation_type = detail::linear_activation<A>;
+  if (epilogue.activation().exponential)
+    return detail::for_each_block(exec, blocks, [&](std::int64_t first, std::int64_t length) {
+      reduce(first, length);
+      normalize(serial_executor{}, x.channel_range(first, length), y.channel_range(first, length),
+                detail::channels_of(std::span<double const>{mean}, first, length),
+                detail::channels_of(inv_std, first, length), params.from(first), epilogue.channel_range(first, length),
+                how);
+    });
   auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in) {
-    using A = accumulate_t<T>;
     auto const map = detail::map_of_channels<T>(
-        detail::epilogue_op<A, Residual>{epilogue.slope()}, in, {y}, epilogue.written(), how,
-        [&](std::int64_t first, std::int64_t length) {
+        detail::epilogue_op<activation_type, Residual>{activation_type{epilogue.activation()}}, in, {y},
+        epilogue.written(), how, [&](std::int64_t first, std::int64_t length) {
           auto const of_block = params.from(first);
           return detail::normalize_terms<A>{detail::channels_of(std::span<double const>{mean}, first, length),
                                             detail::channels_of(inv_std, first, length), of_block.gamma, of_block.beta};
@@ -109,10 +118,12 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
     backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);
   };
+  bool const constant = count.n == 0, exponential = epilogue.activation().exponential;
   if (!epilogue.does_something() || detail::writes_no_gradient(dx, dresidual, residual) ||
-      (!worth_blocking && count.n != 0))
+      (!worth_blocking && (!constant || exponential)))
     return in_two_calls();
   using A = accumulate_t<T>;
+  using activation_type = detail::linear_activation<A>;
   auto const reduce = [&](std::int64_t first, std::int64_t length) {
     backward_reduce(serial_executor{}, dy.channel_range(first, length), x.channel_range(first, length),
                     detail::channels_of(mean, first, length), detail::channels_of(inv_std, first, length),
@@ -120,10 +131,22 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                     detail::channels_of(sum_dy, first, length), detail::channels_of(sum_dy_xmu, first, length));
   };
   detail::channel_blocks const blocks{x.channels, block};
-  bool const constant = count.n == 0;
+  if (dx.data == nullptr) dx = detail::nowhere<T>(x);
+  if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
+  if (exponential)
+    return detail::for_each_block(exec, blocks, [&](std::int64_t first, std::int64_t length) {
+      reduce(first, length);
+      backward_elemt(serial_executor{}, dy.channel_range(first, length), x.channel_range(first, length),
+                     dx.channel_range(first, length), dresidual.channel_range(first, length),
+                     detail::channels_of(mean, first, length), detail::channels_of(inv_std, first, length),
+                     params.from(first), detail::channels_of(std::span<double const>{sum_dy}, first, length),
+                     detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length), count,
+                     epilogue.channel_range(first, length), how);
+    });
   auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in, auto const& out) {
-    detail::epilogue_gradient_op<A, Residual> const op{epilogue.slope(), epilogue.written() == nullptr ? A{1} : A{0},
-                                                       constant};
+    activation_type const f{epilogue.activation()};
+    detail::epilogue_gradient_op<activation_type, Residual> const op{f, epilogue.written() == nullptr ? A{1} : A{0},
+                                                                     constant};
     auto const map =
         detail::map_of_channels<T>(op, in, out, epilogue.counted(), how, [&](std::int64_t first, std::int64_t length) {
           auto const of_block = params.from(first);
@@ -136,14 +159,14 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
               detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
               count};
         });
-    detail::activated_gradient_terms<A, Residual> const terms{{mean, inv_std, params}, epilogue.slope()};
+    detail::activated_gradient_terms<activation_type, Residual> const terms{{mean, inv_std, params}, f};
     if (constant) {
       if (epilogue.written() == nullptr && epilogue.counted() == nullptr &&
           detail::sum_and_map<T>(exec, terms, in, out, sum_dy, sum_dy_xmu, map))
         return;
       if (!worth_blocking) return in_two_calls();
     } else {
-      using sums_of = detail::terms_of_lanes<detail::activated_gradient_terms<A, Residual>>;
+      using sums_of = detail::terms_of_lanes<detail::activated_gradient_terms<activation_type, Residual>>;
       using rows_type = detail::product_rows<T, sums_of>;
       if (detail::suits_row_pipeline<rows_type>(blocks, in, out)) {
         auto const rows = [&](std::int64_t first, std::int64_t length) {
@@ -157,8 +180,6 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
     }
     detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
   };
-  if (dx.data == nullptr) dx = detail::nowhere<T>(x);
-  if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
   if (residual)
     run(std::true_type{}, std::array<tensor_view<T const>, 3>{dy, x, epilogue.activated_residual(x)},
         std::array<tensor_view<T>, 2>{dx, dresidual});

@@ -26,7 +26,7 @@ public:
   }
   /// For tensors of any order.
   prepared_epilogue(batch_norm_epilogue<T> const& epilogue)
-      : slope_{static_cast<accumulate_t<T>>(epilogue.activation.negative_slope)}, residual_{epilogue.residual},
+      : activation_{epilogue.activation}, residual_{epilogue.residual},
         has_residual_{epilogue.has_residual()}, zeroes_{epilogue.masked == masked_outputs::zero} {
     if (!epilogue.mask) return;
     using allocator = syncnorm::detail::kept_allocator<detail::prepared_mask>;
@@ -36,7 +36,7 @@ public:
   }
 
   /// Whether outputs are anything but normalized inputs of positions that all count.
-  [[nodiscard]] bool does_something() const { return slope_ != 1 || has_residual_ || mask_ != nullptr; }
+  [[nodiscard]] bool does_something() const { return !activation_.is_identity() || has_residual_ || mask_ != nullptr; }
   /// How many positions of `x` count.
   template <class X>
   [[nodiscard]] std::int64_t count(tensor_view<X> const& x) const {
@@ -59,13 +59,17 @@ public:
   }
 
   /// Whether the gradient of what was activated depends on the residual.
-  [[nodiscard]] bool activates_residual() const { return slope_ != 1 && has_residual_; }
+  [[nodiscard]] bool activates_residual() const { return !activation_.is_identity() && has_residual_; }
+  /// The residual, or `x` where there is none.
+  [[nodiscard]] tensor_view<T const> const& residual_or(tensor_view<T const> const& x) const {
+    return has_residual_ ? residual_ : x;
+  }
   /// The residual where it matters to a gradient, else `x`, which is read in any case.
   [[nodiscard]] tensor_view<T const> const& activated_residual(tensor_view<T const> const& x) const {
     return activates_residual() ? residual_ : x;
   }
 
-  [[nodiscard]] accumulate_t<T> slope() const { return slope_; }
+  [[nodiscard]] syncnorm::activation const& activation() const { return activation_; }
   [[nodiscard]] bool has_residual() const { return has_residual_; }
   [[nodiscard]] tensor_view<T const> const& residual() const { return residual_; }
   /// Null where all positions count.
@@ -80,7 +84,7 @@ private:
     return epilogue;
   }
 
-  accumulate_t<T> slope_ = 1;
+  syncnorm::activation activation_;
   tensor_view<T const> residual_{};
   bool has_residual_ = false, zeroes_ = false, transposed_ = false;
   std::shared_ptr<detail::prepared_mask const> mask_;

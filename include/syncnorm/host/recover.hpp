@@ -8,6 +8,7 @@
 
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/element.hpp>
+#include <syncnorm/core/recoverable.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/map_elements.hpp>
@@ -66,11 +67,11 @@ void recover(executor_ref exec, std::type_identity_t<tensor_view<T const>> y, te
              std::span<double const> mean, std::span<double const> inv_std, affine_values const& params,
              std::type_identity_t<prepared_epilogue<T>> const& epilogue) {
   using A = accumulate_t<T>;
-  A const inverse = A{1} / epilogue.slope();
+  A const inverse = A{1} / static_cast<A>(recoverable_slope(epilogue.activation()));
   detail::recover_terms<A> const terms{mean, inv_std, params.gamma, params.beta};
   bool const has_residual = epilogue.has_residual();
-  detail::map_elements<T>(exec, detail::recover_op<A>{inverse, has_residual}, terms,
-                          {y, has_residual ? epilogue.residual() : y}, {x}, nullptr, stores::automatic);
+  detail::map_elements<T>(exec, detail::recover_op<A>{inverse, has_residual}, terms, {y, epilogue.residual_or(y)}, {x},
+                          nullptr, stores::automatic);
 }
 
 } // namespace syncnorm::host

@@ -49,7 +49,7 @@ public:
       auto const i = static_cast<std::size_t>(c);
       gamma_.push_back(gamma[i]);
       beta_.push_back(beta[i]);
-      if (!is_recoverable(gamma[i], beta[i], epilogue.activation.negative_slope, recoverable_ratio<T>))
+      if (!is_recoverable(gamma[i], beta[i], recoverable_slope(epilogue.activation), recoverable_ratio<T>))
         channels_.push_back(c);
     }
     elements_.reserve(channels_.size() * static_cast<std::size_t>(x.count()));

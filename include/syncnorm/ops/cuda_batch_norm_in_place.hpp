@@ -25,7 +25,7 @@ namespace syncnorm::cuda {
 /// Whether channels of x are recovered through an activation at all, whatever gamma and beta are.
 template <class T>
 [[nodiscard]] bool has_inverse(activation const& of) {
-  return is_recoverable(1, 0, of.negative_slope, recoverable_ratio<T>);
+  return is_recoverable(1, 0, recoverable_slope(of), recoverable_ratio<T>);
 }
 
 /// Waits for a stream, for ever.
@@ -70,7 +70,8 @@ public:
     auto const gamma = on_host(affine.gamma, 1), beta = on_host(affine.beta, 0);
     std::int64_t needed = 0;
     for (std::size_t c = 0; c < gamma.size(); ++c)
-      if (!is_recoverable(as_double(gamma[c]), as_double(beta[c]), of.negative_slope, recoverable_ratio<T>)) ++needed;
+      if (!is_recoverable(as_double(gamma[c]), as_double(beta[c]), recoverable_slope(of), recoverable_ratio<T>))
+        ++needed;
     room_ = count_ = 0;
     if (table_ == nullptr) table_ = (own_table_ = detail::device_memory{table_bytes(channels_)}).data();
     auto const room = std::clamp<std::int64_t>(needed + spare, 0, channels_);

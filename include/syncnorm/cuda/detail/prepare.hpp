@@ -167,7 +167,7 @@ template <class Op, class T>
 void set_epilogue(Op& op, batch_norm_epilogue<T> const& epilogue) {
   // No gradient depends on what was added, unless it was activated.
   bool const of_gradient = requires { op.dy; };
-  if (!of_gradient || epilogue.activation.negative_slope != 1) op.residual = epilogue.residual;
+  if (!of_gradient || !epilogue.activation.is_identity()) op.residual = epilogue.residual;
   op.slope = static_cast<accumulate_t<T>>(epilogue.activation.negative_slope);
   if constexpr (requires { op.zeroes; }) {
     op.mask = epilogue.mask;
@@ -271,13 +271,13 @@ template <class T, bool Epilogue>
   forward_statistics statistics;
   statistics.saved = saved, statistics.affine = affine, statistics.of = map_of::y;
   if (kept.once) statistics.kept_state = kept.state;
-  return make_normalize<T, Epilogue>(y, y, {{1 / made.activation.negative_slope}, made.residual}, statistics);
+  return make_normalize<T, Epilogue>(y, y, {{1 / recoverable_slope(made.activation)}, made.residual}, statistics);
 }
 
 template <class T>
 [[nodiscard]] choose_arguments make_choose(std::int64_t channels, affine_values const& affine, activation const& of,
                                            kept_channels const& kept) {
-  return {affine, channels, of.negative_slope, recoverable_ratio<T>, kept};
+  return {affine, channels, recoverable_slope(of), recoverable_ratio<T>, kept};
 }
 
 /// What elements are copied as.

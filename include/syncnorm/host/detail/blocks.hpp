@@ -50,6 +50,12 @@ void for_each_run(executor_ref exec, channel_blocks const& blocks, std::int64_t 
   exec.for_each(runs, [&](std::int64_t run) { f(run * blocks.count / runs, (run + 1) * blocks.count / runs); });
 }
 
+/// Calls f(first, length) for each block of channels.
+template <class F>
+void for_each_block(executor_ref exec, channel_blocks const& blocks, F const& f) {
+  exec.for_each(blocks.count, [&](std::int64_t i) { f(blocks.first(i), blocks.size(i)); });
+}
+
 /// For each block of channels: `reduce(first, length)`, and `make_map(first, length, table)` while the block is in the cache,
 /// which makes an `elementwise_map` with `x` among its inputs; `inputs` tensors are read. Each thread takes several blocks in a row,
 /// and reads the next while it writes one, if both have room: reading and writing memory at the same time is faster than one

@@ -7,50 +7,26 @@
 
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/host/channel_values.hpp>
+#include <syncnorm/host/detail/activation.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
-/// f(v) of an activation of negative slope `slope`. 0 takes all that is negative to 0, infinity, too.
-template <class V, class A>
-[[nodiscard, gnu::always_inline]] inline V activate(V const& v, A slope) {
-  V const zero{};
-  if (slope == 0) return v < zero ? zero : v;
-  return v < zero ? v * (slope - zero) : v;
-}
-
-/// dy·f′(v), where f′(0) is the slope. 0 takes every dy to 0, as it does v.
-template <class V, class A>
-[[nodiscard, gnu::always_inline]] inline V activation_gradient(V const& v, V const& dy, A slope) {
-  V const zero{};
-  if (slope == 0) return v > zero ? dy : zero;
-  return v > zero ? dy : dy * (slope - zero);
-}
-
-/// The same where positions count; elsewhere, too, if `uncounted` is 1, and 0 there if that is 0.
-template <class V, class A, class Lanes>
-[[nodiscard, gnu::always_inline]] inline V activation_gradient(V const& v, V const& dy, A slope, A uncounted,
-                                                               Lanes const& counted) {
-  V const zero{}, through = activation_gradient(v, dy, slope);
-  V const left_out = (uncounted - zero) > zero ? through : zero;
-  return where(counted, through, left_out);
-}
-
 /// y = f((x − center)·scale + shift + residual), or 0 where positions do not count. The coefficients are `normalize_terms`.
-template <class A, bool Residual>
+template <class F, bool Residual>
 struct epilogue_op {
   static constexpr std::size_t inputs = Residual ? 2 : 1, outputs = 1, coefficients = 3;
   static constexpr bool takes_mask = true;
 
-  A slope;
+  F f;
 
   template <class V, class Lanes>
   [[gnu::always_inline]] std::array<V, outputs>
   apply(std::array<V, inputs> const& in, std::array<V, coefficients> const& k, Lanes const& counted) const {
     V v = multiply_add<V>(in[0] - k[1], k[0], k[2]);
-    if constexpr (Residual) v += in[1];
-    return {where(counted, activate(v, slope), V{})};
+    if constexpr (Residual) v = f.add(v, in[1]);
+    return {where(counted, f.value(v), V{})};
   }
 };
 
@@ -79,13 +55,13 @@ struct epilogue_gradient_terms {
 /// dv = dy·f′(v), where v is what the forward pass activated, and dx = dv·dy_scale + (x − center)·x_scale + shift, of
 /// which the positions that do not count have the first term alone, and all have where statistics are constant, whatever x is.
 /// Outputs dx, and dv as the gradient of a residual.
-template <class A, bool Residual>
+template <class F, bool Residual>
 struct epilogue_gradient_op {
   static constexpr std::size_t inputs = Residual ? 3 : 2, outputs = Residual ? 2 : 1, coefficients = 6;
   static constexpr bool takes_mask = true;
 
-  A slope;
-  A uncounted; ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
+  F f;
+  typename F::arithmetic uncounted; ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
   bool constant;
 
   template <class V, class Lanes>
@@ -94,8 +70,8 @@ struct epilogue_gradient_op {
     V const zero{};
     V const d = in[1] - k[1];
     V v = multiply_add(d, k[4], k[5]);
-    if constexpr (Residual) v += in[2];
-    V const dv = activation_gradient(v, in[0], slope, uncounted, counted);
+    if constexpr (Residual) v = f.add(v, in[2]);
+    V const dv = gradient_of_counted(f, v, in[0], uncounted, counted);
     V const of_x = constant ? zero : where(counted, multiply_add<V>(d, k[2], k[3]), zero);
     V const dx = multiply_add<V>(dv, k[0], of_x);
     if constexpr (Residual) {

@@ -7,7 +7,7 @@
 
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/host/channel_values.hpp>
-#include <syncnorm/host/detail/epilogue_ops.hpp>
+#include <syncnorm/host/detail/activation.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 // What Σ a and Σ a·b over the elements of a channel are of. A type of terms has
@@ -55,11 +55,12 @@ struct activated_channels {
 };
 
 /// dy·f′(v) and x − mean, of dy, x and the residual.
-template <class A, bool Residual>
+template <class F, bool Residual>
 struct activated_gradient_terms {
+  using A = typename F::arithmetic;
   static constexpr std::size_t inputs = Residual ? 3 : 2, coefficients = 3;
   activated_channels of;
-  A slope;
+  F f;
 
   std::array<A, coefficients> operator()(std::int64_t c) const {
     auto const k = of.coefficients<A>(c);
@@ -70,8 +71,8 @@ struct activated_gradient_terms {
                                                            std::array<V, coefficients> const& k) const {
     V const d = in[1] - k[0];
     V v = multiply_add(d, k[1], k[2]);
-    if constexpr (Residual) v += in[2];
-    return {activation_gradient(v, in[0], slope), d};
+    if constexpr (Residual) v = f.add(v, in[2]);
+    return {f.gradient(v, in[0]), d};
   }
   [[nodiscard]] double excess(std::int64_t c) const { return lost_by_rounding<A>(of.mean, c); }
 };
@@ -81,17 +82,17 @@ template <class A>
 struct second_order_terms {
   static constexpr std::size_t inputs = 4, coefficients = 3;
   activated_channels of;
-  A slope;
+  linear_activation<A> f;
   bool has_residual;
 
   std::array<A, coefficients> operator()(std::int64_t c) const {
-    return activated_gradient_terms<A, false>{of, slope}(c);
+    return activated_gradient_terms<linear_activation<A>, false>{of, f}(c);
   }
   template <class V>
   [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
                                                            std::array<V, coefficients> const& k) const {
     V const activated = multiply_add<V>(in[1] - k[0], k[1], k[2]);
-    return {in[2], activation_gradient(has_residual ? activated + in[3] : activated, in[0], slope)};
+    return {in[2], f.gradient(has_residual ? activated + in[3] : activated, in[0])};
   }
   [[nodiscard]] static double excess(std::int64_t) { return 0; }
 };

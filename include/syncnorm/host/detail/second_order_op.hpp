@@ -6,7 +6,7 @@
 #include <span>
 
 #include <syncnorm/core/combination.hpp>
-#include <syncnorm/host/detail/epilogue_ops.hpp>
+#include <syncnorm/host/detail/activation.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/simd.hpp>
@@ -52,7 +52,7 @@ struct second_order_op {
   static constexpr std::size_t inputs = 5, outputs = 2, coefficients = second_order_op_terms<A>::coefficients;
   static constexpr bool takes_mask = true;
 
-  A slope;
+  linear_activation<A> f;
   bool has_residual;
   A uncounted; ///< 1: outputs that do not count have a gradient; 0: they are 0, and so is theirs
 
@@ -62,7 +62,7 @@ struct second_order_op {
     V const zero{}, d = in[1] - k[0];
     V v = multiply_add(d, k[1], k[2]);
     if (has_residual) v += in[4];
-    auto const back = [&](V const& gradient) { return activation_gradient(v, gradient, slope, uncounted, counted); };
+    auto const back = [&](V const& gradient) { return gradient_of_counted(f, v, gradient, uncounted, counted); };
     auto const add = [&](V const& to, V const& tensor, V const& scale) {
       return scale == zero ? to : multiply_add(tensor, scale, to);
     };

@@ -93,6 +93,11 @@ public:
     mask(given.mask, mask_name, x);
   }
 
+  /// Of a pass that takes activations of straight lines alone.
+  void not_exponential(activation const& given, std::string_view pass) {
+    require(!given.exponential, [&] { return text("the activation is exponential, which ", pass, " does not take"); });
+  }
+
   template <class T, class Name>
   void mask(mask_view const& given, Name name, tensor_view<T> const& x) {
     if (!given) return;

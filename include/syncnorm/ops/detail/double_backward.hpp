@@ -64,6 +64,7 @@ public:
       for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
       check_.own_count(check_.count_of(in_.x), saved.own_count);
       epilogues_.emplace(check_, in_.epilogues, in_.x);
+      for (auto const& epilogue : in_.epilogues) check_.not_exponential(epilogue.activation, "double backward");
       check_outputs_apart(check_, in_);
       for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
         check_.require(!in_.v[k].is_given() || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,

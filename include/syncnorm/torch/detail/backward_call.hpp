@@ -43,7 +43,7 @@ struct forward_tensors {
     bool const in_place = pass.pass()->in_place;
     bool activated = false;
     for (std::size_t k = 0; k < residuals.size(); ++k) {
-      bool const activates = pass.pass()->epilogues[k].activation.negative_slope != 1;
+      bool const activates = !pass.pass()->epilogues[k].activation.is_identity();
       activated |= activates;
       if (!in_place && !activates) residuals[k].reset();
     }
