@@ -45,10 +45,10 @@ void check_in_place(C const& comm, layer_case const& of, bool captured, dx_over 
   for (std::int64_t i = 0; i < c; ++i) {
     oracle.gamma.push_back(i % 4 == 1 ? 0x1p-10L : i % 4 == 3 ? -1.5L : 0.75L);
     oracle.beta.push_back(i % 4 == 2 ? 50 : 0.5L);
-    kept += of.slope <= 0 || i % 4 == 1 || i % 4 == 2 ? 1 : 0;
+    kept += of.slope <= 0 || of.exponential || i % 4 == 1 || i % 4 == 2 ? 1 : 0;
   }
   if (of.residual) oracle.residual = batch(2, 0);
-  oracle.slope = of.slope;
+  oracle.slope = of.slope, oracle.exponential = of.exponential;
   oracle.eps = 1e-5L;
   oracle.forward();
   if (eval) {
@@ -64,7 +64,7 @@ void check_in_place(C const& comm, layer_case const& of, bool captured, dx_over 
       residual{of.order, own, c, s}, dresidual{of.order, own, c, s};
   x.put(oracle.x, first), dy.put(dy_all, first);
   if (of.residual) residual.put(oracle.residual, first);
-  syncnorm::batch_norm_epilogue<T> epilogue{{of.slope}};
+  syncnorm::batch_norm_epilogue<T> epilogue{of.activation()};
   if (of.residual) epilogue.residual = residual.view;
 
   Layer layer{comm, c};
@@ -102,10 +102,13 @@ void check_in_place(C const& comm, layer_case const& of, bool captured, dx_over 
   if (own * s > 0) CHECK(get(std::span{layer.kept().memory().state, 1}) == std::vector<std::int64_t>{kept});
 }
 
-/// Identity, leaky ReLU over a residual, and ReLU, whose channels are all kept; C as of layers, and of no pack's length.
+/// Identity, leaky ReLU over a residual, and ReLU and ELU, whose channels are all kept; C as of layers, and of no pack's length.
 inline std::vector<layer_case> in_place_cases() {
   using test::layout;
-  return {{{3, 2, 4}, 6, 20},
+  layer_case elu{{3, 1, 2}, 5, 9, layout::nhwc, false, true, 1};
+  elu.exponential = true;
+  return {elu,
+          {{3, 2, 4}, 6, 20},
           {{2, 0, 3}, 9, 7, layout::nhwc, false, true, 0.25},
           {{9, 1, 8}, 4, 9, layout::nchw, false, true, 0.25}, // rows that are columns
           {{1, 2, 1}, 5, 33, layout::strided, false, false, -0.5},

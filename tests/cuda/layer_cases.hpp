@@ -75,7 +75,9 @@ struct layer_case {
   std::optional<double> momentum = 0.1;
   syncnorm::exchange_policy policy = syncnorm::exchange_policy::automatic;
   syncnorm::batch_variance normalize_by = syncnorm::batch_variance::biased;
+  bool exponential = false;
 
+  [[nodiscard]] syncnorm::activation activation() const { return {slope, exponential}; }
   [[nodiscard]] syncnorm::batch_norm_options norm() const {
     return {.momentum = momentum, .exchange = policy, .normalize_by = normalize_by};
   }
@@ -137,7 +139,7 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
     for (std::int64_t i = 0; i < all * s; ++i)
       oracle.mask.push_back(test::noise(3, static_cast<std::uint64_t>(i)) > -0.5);
   oracle.zeroes = of.outputs == syncnorm::masked_outputs::zero;
-  oracle.slope = of.slope;
+  oracle.slope = of.slope, oracle.exponential = of.exponential;
   oracle.eps = 1e-5L;
   oracle.unbiased = of.normalize_by == syncnorm::batch_variance::unbiased;
   oracle.forward();
@@ -156,7 +158,7 @@ void check_steps(C const& comm, layer_case const& of, bool captured, double accu
   }();
   test::device_buffer<std::uint8_t> const mask{bytes};
   syncnorm::batch_norm_epilogue<T> epilogue;
-  epilogue.activation.negative_slope = of.slope;
+  epilogue.activation = of.activation();
   epilogue.masked = of.outputs;
   if (of.residual) epilogue.residual = residual.view;
   if (of.masked) epilogue.mask = syncnorm::mask_of(mask.data(), own, s);
@@ -249,7 +251,10 @@ inline std::vector<layer_case> cases() {
   using test::layout;
   layer_case unbiased{{3, 1, 2}, 6, 5, layout::nhwc};
   unbiased.normalize_by = syncnorm::batch_variance::unbiased;
+  layer_case elu{{3, 1, 2}, 5, 9, layout::nchw, true, true, 0.75};
+  elu.exponential = true;
   return {unbiased,
+          elu,
           {{3, 2, 4}},
           {{2, 0, 3}, 5, 7, layout::nhwc},
           {{0, 4, 0}, 37, 1, layout::nc, false, false, 1, syncnorm::masked_outputs::normalized, {}},

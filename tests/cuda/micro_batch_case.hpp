@@ -42,7 +42,7 @@ void check_micro_batches(C const& comm, micro_batch_share const& shares, layer_c
   if (of.residual) oracle.residual = batch(2, 0);
   for (std::int64_t i = 0; i < all * s && of.masked; ++i)
     oracle.mask.push_back(test::noise(3, static_cast<std::uint64_t>(i)) > -0.5);
-  oracle.slope = of.slope;
+  oracle.slope = of.slope, oracle.exponential = of.exponential;
   oracle.eps = 1e-5L;
   oracle.unbiased = of.normalize_by == syncnorm::batch_variance::unbiased;
   oracle.forward();
@@ -71,7 +71,7 @@ void check_micro_batches(C const& comm, micro_batch_share const& shares, layer_c
     x.push_back(k.x.view), dy.push_back(k.dy.view), y.push_back(k.y.view), dx.push_back(k.dx.view);
     dresidual.push_back(of.residual ? k.dresidual.view : syncnorm::tensor_view<float>{});
     auto& epilogue = epilogues.emplace_back();
-    epilogue.activation.negative_slope = of.slope;
+    epilogue.activation = of.activation();
     if (of.residual) epilogue.residual = k.residual.view;
     if (of.masked) epilogue.mask = syncnorm::mask_of(k.mask.data(), n, s);
     from += n;

@@ -17,6 +17,7 @@ namespace {
 
 using namespace syncnorm;
 using namespace test;
+using enum gpu::detail::epilogue_kind;
 using syncnorm::detail::packet_header;
 
 constexpr gpu::device_limits limits{2, 1 << 16};
@@ -72,14 +73,14 @@ struct group {
                                                            each.running(), each.report(), layout.pass_ticket);
       run_map(each.machine,
               gpu::detail::make_map(
-                  gpu::detail::make_normalize<float, false>(each.x.view(), each.y.view(), {}, statistics), limits, 64),
+                  gpu::detail::make_normalize<float, none>(each.x.view(), each.y.view(), {}, statistics), limits, 64),
               {});
     }
   }
   void backward() {
     for (auto& each : ranks)
       run_reduction(each.machine,
-                    gpu::detail::make_reduction(gpu::detail::make_backward_sums<float, false>(
+                    gpu::detail::make_reduction(gpu::detail::make_backward_sums<float, none>(
                                                     each.dy.view(), each.x.view(), each.affine(), {}, each.saved()),
                                                 each.header, each.packet_data(), each.workspace(), limits, 64),
                     {});
@@ -88,8 +89,8 @@ struct group {
       gpu::detail::backward_statistics const statistics{gathered(),    each.packet_data(), each.saved(),
                                                         each.affine(), each.gradients(),   each.report()};
       run_map(each.machine,
-              gpu::detail::make_map(gpu::detail::make_gradient<float, false>(each.dy.view(), each.x.view(),
-                                                                             each.y.view(), {}, {}, statistics),
+              gpu::detail::make_map(gpu::detail::make_gradient<float, none>(each.dy.view(), each.x.view(),
+                                                                            each.y.view(), {}, {}, statistics),
                                     limits, 64),
               {});
     }
@@ -204,7 +205,7 @@ TEST_CASE("On the chip, one value per channel, and a forward pass that failed, a
     auto& rank = of.ranks[0];
     gpu::gathered_packets const packets{rank.packet_data(), 1};
     gpu::detail::workspace_layout const layout{rank.workspace(), 3};
-    auto const forward = gpu::detail::make_normalize<float, false>(
+    auto const forward = gpu::detail::make_normalize<float, none>(
         rank.x.view(), rank.y.view(), {},
         gpu::detail::make_statistics(rank.affine(), {1e-3, 0.1}, packets, rank.saved(), rank.running(), rank.report(),
                                      layout.pass_ticket));
@@ -217,11 +218,11 @@ TEST_CASE("On the chip, one value per channel, and a forward pass that failed, a
     CHECK(of.untouched());
     rank.fault = gpu::pass_fault::none;
     auto const sums =
-        gpu::detail::make_backward_sums<float, false>(rank.dy.view(), rank.x.view(), rank.affine(), {}, rank.saved());
+        gpu::detail::make_backward_sums<float, none>(rank.dy.view(), rank.x.view(), rank.affine(), {}, rank.saved());
     gpu::detail::backward_statistics const statistics{packets,       rank.packet_data(), rank.saved(),
                                                       rank.affine(), rank.gradients(),   rank.report()};
     auto const backward =
-        gpu::detail::make_gradient<float, false>(rank.dy.view(), rank.x.view(), rank.y.view(), {}, {}, statistics);
+        gpu::detail::make_gradient<float, none>(rank.dy.view(), rank.x.view(), rank.y.view(), {}, {}, statistics);
     run_fused(rank.machine, gpu::detail::make_fused(sums, backward, rank.header, rank.packet_data(), of_device, 64),
               {});
     CHECK(of.untouched());
@@ -238,7 +239,7 @@ TEST_CASE("The running statistics normalize in evaluation, and their gradient is
         gpu::detail::make_statistics(rank.affine(), {0.25, 0.1, kind}, {}, rank.saved(), running, {}, nullptr);
     run_map(rank.machine,
             gpu::detail::make_map(
-                gpu::detail::make_normalize<float, false>(rank.x.view(), rank.y.view(), {}, statistics), limits, 64),
+                gpu::detail::make_normalize<float, none>(rank.x.view(), rank.y.view(), {}, statistics), limits, 64),
             {});
     double const inv_std = kind == running_variance::unbiased ? 1 / 1.5 : 0.5;
     std::vector<double> expected;

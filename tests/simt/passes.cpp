@@ -14,6 +14,8 @@ namespace {
 
 using namespace syncnorm;
 using namespace test;
+using gpu::detail::epilogue_kind;
+using enum epilogue_kind;
 
 struct pass_case {
   std::vector<std::int64_t> samples; ///< of each rank
@@ -47,7 +49,7 @@ std::string name_of(pass_case const& of) {
 
 /// Runs a forward and a backward pass on ranks in the interpreter, by packets that they exchange, against the oracle over
 /// all samples.
-template <class T, bool Epilogue, class P = accumulate_t<T>>
+template <class T, epilogue_kind Kind, class P = accumulate_t<T>>
 void check_passes(pass_case const& of) {
   INFO(name_of(of));
   std::int64_t const channels = of.channels, spatial = of.spatial;
@@ -88,7 +90,7 @@ void check_passes(pass_case const& of) {
     batch_norm_epilogue<T> epilogue;
     if (of.masked) epilogue.mask = mask_of(bytes, n, spatial);
     if (of.residual) epilogue.residual = residuals[r].view();
-    epilogue.activation.negative_slope = of.slope;
+    epilogue.activation = {of.slope, Kind == exponential};
     epilogue.masked = of.outputs;
     epilogues.push_back(epilogue);
     if (of.on_chip) break;
@@ -108,8 +110,8 @@ void check_passes(pass_case const& of) {
     gpu::detail::workspace_layout const layout{rank.workspace(), channels};
     auto const statistics = gpu::detail::make_statistics(rank.affine(), of.options, gathered, rank.saved(),
                                                          rank.running(), rank.report(), layout.pass_ticket);
-    auto const op = gpu::detail::make_normalize<T, Epilogue>(xs[r].view(), of.in_place ? xs[r].view() : ys[r].view(),
-                                                             epilogues[r], statistics);
+    auto const op = gpu::detail::make_normalize<T, Kind>(xs[r].view(), of.in_place ? xs[r].view() : ys[r].view(),
+                                                         epilogues[r], statistics);
     if (of.on_chip)
       run_fused(rank.machine,
                 gpu::detail::make_fused(gpu::detail::moments_op<T>{xs[r].view(), epilogues[r].mask}, op,
@@ -129,7 +131,7 @@ void check_passes(pass_case const& of) {
                          of.residual ? as_long(residual) : std::vector<long double>{},
                          of.masked ? mask : std::vector<std::uint8_t>{}};
   oracle.zeroes = of.outputs == masked_outputs::zero;
-  oracle.slope = of.slope;
+  oracle.slope = of.slope, oracle.exponential = Kind == exponential;
   oracle.unbiased = of.options.normalize_by == batch_variance::unbiased;
   oracle.forward();
   first = 0;
@@ -183,8 +185,8 @@ void check_passes(pass_case const& of) {
     add_tensor<T const>(memory, "residual", residuals[r].view());
     if (of.masked) memory.add("mask", epilogues[r].mask.data, static_cast<std::size_t>(of.samples[r] * spatial));
     if (of.on_chip) break;
-    auto const op = gpu::detail::make_backward_sums<T, Epilogue>(dys[r].view(), xs[r].view(), rank.affine(),
-                                                                 epilogues[r], rank.saved());
+    auto const op = gpu::detail::make_backward_sums<T, Kind>(dys[r].view(), xs[r].view(), rank.affine(), epilogues[r],
+                                                             rank.saved());
     run_reduction(rank.machine,
                   gpu::detail::make_reduction(op, header_of(channels, of.samples[r] * spatial), rank.packet_data(),
                                               rank.workspace(), {2, 1 << 16}, 64),
@@ -204,10 +206,10 @@ void check_passes(pass_case const& of) {
     if (!of.dx) dx = {};
     auto const dresidual = of.residual && of.dresidual ? dresiduals[r].view() : tensor_view<T>{};
     auto const op =
-        gpu::detail::make_gradient<T, Epilogue>(dys[r].view(), xs[r].view(), dx, dresidual, epilogues[r], statistics);
+        gpu::detail::make_gradient<T, Kind>(dys[r].view(), xs[r].view(), dx, dresidual, epilogues[r], statistics);
     if (of.on_chip)
       run_fused(rank.machine,
-                gpu::detail::make_fused(gpu::detail::make_backward_sums<T, Epilogue>(
+                gpu::detail::make_fused(gpu::detail::make_backward_sums<T, Kind>(
                                             dys[r].view(), xs[r].view(), rank.affine(), epilogues[r], rank.saved()),
                                         op, header_of(channels, all * spatial), rank.packet_data(), of.how.limits,
                                         of.how.threads),
@@ -258,7 +260,7 @@ TEST_CASE("Kernels normalize by the statistics of all ranks, over any extents an
   for (auto const order : arrangements)
     for (auto const& e :
          {extents{3, 2, 49}, extents{2, 5, 1}, extents{5, 37, 9}, extents{2, 1, 131}, extents{40, 17, 1}})
-      check_passes<float, false>({{e.n}, e.c, e.s, order});
+      check_passes<float, none>({{e.n}, e.c, e.s, order});
 }
 
 TEST_CASE("Rows that begin and end within packs, by batches of these and one after the other") {
@@ -269,19 +271,19 @@ TEST_CASE("Rows that begin and end within packs, by batches of these and one aft
         of.how.known = most;
         for (of.offset = 0; of.offset < 4; of.offset += 3) {
           of.y_offset = of.offset;
-          check_passes<T, false>(of);
+          check_passes<T, none>(of);
           of.in_place = of.masked = of.residual = true;
           of.slope = 0.5;
-          check_passes<T, true>(of);
+          check_passes<T, linear>(of);
           of.in_place = of.masked = of.residual = false;
           of.slope = 1;
         }
         of.offset = of.y_offset = 1, of.on_chip = true, of.masked = true;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
         of.order = arrangement::nhwc, of.channels = 32, of.offset = of.y_offset = 0, of.on_chip = false;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
         of.on_chip = true;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
       }
   };
   check(float{}), check(double{}), check(bfloat16{});
@@ -291,18 +293,18 @@ TEST_CASE("Kernels take every element type, alignment and number of ranks") {
   auto const check = [&]<class T>(T) {
     for (std::int64_t const offset : {0, 1, 3})
       for (auto const order : {arrangement::nchw, arrangement::nhwc, arrangement::padded_channels})
-        check_passes<T, false>({{2, 0, 3}, 19, 21, order, offset, offset == 3 ? 2 : offset});
+        check_passes<T, none>({{2, 0, 3}, 19, 21, order, offset, offset == 3 ? 2 : offset});
     pass_case of{{1, 2}, 16, 24, arrangement::nhwc};
     of.masked = of.residual = of.in_place = true;
     of.slope = 0.1;
-    check_passes<T, true>(of);
+    check_passes<T, linear>(of);
     of.order = arrangement::nchw;
     of.in_place = false;
     of.slope = 0;
-    check_passes<T, true>(of);
+    check_passes<T, linear>(of);
     of.outputs = masked_outputs::normalized;
     of.spatial = 47;
-    check_passes<T, true>(of);
+    check_passes<T, linear>(of);
   };
   check(float{}), check(bfloat16{});
   check(double{}), check(float16{});
@@ -313,10 +315,10 @@ TEST_CASE("Blocks of as many threads as there is work for") {
     pass_case of{{3, 2}, 2, spatial};
     of.how.threads = 128;
     of.how.blocks = 2;
-    check_passes<float, false>(of);
+    check_passes<float, none>(of);
     of.samples = {4};
     of.on_chip = true;
-    check_passes<float, false>(of);
+    check_passes<float, none>(of);
   }
 }
 
@@ -325,7 +327,7 @@ TEST_CASE("Maps of as many channels at a time as a block has threads") {
     for (int const threads : {64, 128, 256}) {
       pass_case of{{3, 2}, channels, 5, arrangement::nhwc};
       of.how.map_threads = threads;
-      check_passes<T, false>(of);
+      check_passes<T, none>(of);
     }
   };
   check(float{}, 253), check(float{}, 70), check(bfloat16{}, 256), check(double{}, 61);
@@ -335,18 +337,18 @@ TEST_CASE("A channel of more pieces than a warp has lanes") {
   pass_case of{{1}, 1, 24000};
   of.how.blocks = 90;
   of.how.order = 2;
-  check_passes<float, false>(of);
+  check_passes<float, none>(of);
 }
 
 TEST_CASE("Backward without exchange, and without what is not needed") {
   pass_case of{{2, 3, 1}, 5, 30};
   of.exchange = false;
-  check_passes<float, false>(of);
+  check_passes<float, none>(of);
   of.residual = true;
   of.dx = false;
-  check_passes<float, true>(of);
+  check_passes<float, linear>(of);
   of.dx = true, of.dresidual = false;
-  check_passes<float, true>(of);
+  check_passes<float, linear>(of);
 }
 
 TEST_CASE("Rows of 16-bit elements that are multiples of 8 bytes") {
@@ -356,29 +358,29 @@ TEST_CASE("Rows of 16-bit elements that are multiples of 8 bytes") {
         pass_case of{{7, 0, 3}, 5, spatial};
         of.how.limits.shared_per_block = 2 * (2048 + room);
         of.how.order = 3;
-        check_passes<T, false>(of);
+        check_passes<T, none>(of);
         of.slope = 0.25;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
         of.residual = of.in_place = true;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
         of.samples = {9}, of.how.early = true;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
         of.masked = true;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
       }
   };
   check(float16{}), check(bfloat16{});
 }
 
 TEST_CASE("Short rows by columns") {
-  auto const check = [&]<class T, bool Epilogue>(T, std::bool_constant<Epilogue>, pass_case of) {
+  auto const check = [&]<class T, epilogue_kind Kind>(T, std::integral_constant<epilogue_kind, Kind>, pass_case of) {
     for (auto const& how : {launching{}, launching{.blocks = 40, .order = 1}, launching{.least = 0}}) {
       of.how = how;
-      check_passes<T, Epilogue>(of);
+      check_passes<T, Kind>(of);
     }
   };
-  std::false_type const plain{};
-  std::true_type const with_epilogue{};
+  std::integral_constant<epilogue_kind, none> const plain{};
+  std::integral_constant<epilogue_kind, linear> const with_epilogue{};
   check(bfloat16{}, plain, {.samples = {40, 8, 61}, .channels = 16, .spatial = 7});
   check(bfloat16{}, with_epilogue,
         {.samples = {40, 0, 31}, .channels = 24, .spatial = 9, .residual = true, .slope = 0.25});
@@ -395,16 +397,16 @@ TEST_CASE("The second kernel of one rank begins before the first has ended") {
     for (auto const order : {arrangement::nchw, arrangement::nhwc, arrangement::padded_channels}) {
       pass_case of{{6}, 19, 37, order};
       of.how.early = true;
-      check_passes<T, false>(of);
+      check_passes<T, none>(of);
       of.channels = 32;
-      check_passes<T, false>(of);
+      check_passes<T, none>(of);
       of.slope = 0.1, of.residual = of.in_place = true;
-      check_passes<T, true>(of);
+      check_passes<T, linear>(of);
       of.how.limits.shared_per_block = 16 << 10; // which have no room for packs on their way
       of.masked = true;
-      check_passes<T, true>(of);
+      check_passes<T, linear>(of);
       of.masked = of.in_place = false;
-      check_passes<T, true>(of);
+      check_passes<T, linear>(of);
     }
   };
   check(float{}), check(double{}), check(bfloat16{});
@@ -417,10 +419,10 @@ TEST_CASE("The cumulative average, one rank to seven, several orders of blocks, 
     of.options.momentum = {};
     of.how.order = order;
     of.how.blocks = 60;
-    check_passes<float, false, float>(of);
-    check_passes<float, false, float>(of.unbiased());
-    check_passes<bfloat16, false, bfloat16>(of);
-    check_passes<float16, false, double>(of);
+    check_passes<float, none, float>(of);
+    check_passes<float, none, float>(of.unbiased());
+    check_passes<bfloat16, none, bfloat16>(of);
+    check_passes<float16, none, double>(of);
   }
 }
 
@@ -430,19 +432,23 @@ TEST_CASE("One rank's channels on the chip") {
     of.on_chip = true;
     for (std::int64_t const offset : {0, 1}) {
       of.offset = of.y_offset = offset;
-      check_passes<T, false>(of);
+      check_passes<T, none>(of);
     }
     of.spatial = 52, of.offset = of.y_offset = 0, of.in_place = true;
-    check_passes<T, false>(of);
+    check_passes<T, none>(of);
     of.order = arrangement::every_other, of.in_place = false;
     of.masked = of.residual = true;
     of.slope = 0.1;
-    check_passes<T, true>(of);
+    check_passes<T, linear>(of);
     of.order = arrangement::nchw, of.outputs = masked_outputs::normalized;
     of.options.momentum = {};
     of.how.order = 3;
-    check_passes<T, true>(of);
-    check_passes<T, true>(of.unbiased());
+    check_passes<T, linear>(of);
+    check_passes<T, linear>(of.unbiased());
+    of.slope = 0.75;
+    check_passes<T, exponential>(of);
+    of.order = arrangement::nhwc, of.residual = false;
+    check_passes<T, exponential>(of);
   };
   check(float{}), check(double{}), check(bfloat16{});
 }
@@ -457,12 +463,12 @@ TEST_CASE("One rank's channels on the chip, each on several multiprocessors") {
         of.how.limits.shared_per_block =
             2 * (2048 + static_cast<int>(9 * spatial * static_cast<int>(sizeof(T))) / blocks);
         of.offset = of.y_offset = spatial == 49 ? 1 : 0;
-        check_passes<T, false>(of);
+        check_passes<T, none>(of);
         of.masked = of.residual = of.in_place = true;
         of.slope = 0.1;
         of.options.momentum = {};
         of.how.order = 3;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
       }
   };
   check(float{}), check(double{}), check(bfloat16{});
@@ -478,14 +484,14 @@ TEST_CASE("One rank's channels on the chip, of rows that are accessed by units o
         of.on_chip = true;
         of.how.limits.cluster_blocks = blocks;
         if (blocks > 1) of.how.limits.shared_per_block = 3 * 2048 + (blocks == 8 ? 0 : static_cast<int>(20 * bytes));
-        check_passes<T, false>(of);
+        check_passes<T, none>(of);
         of.slope = 0.25;
         of.residual = blocks != 4, of.dx = bytes != 24, of.dresidual = bytes != 14;
         of.how.order = 3;
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
         if (blocks != 1) continue;
         of.y_offset = 1; // whose rows begin elsewhere than those of x
-        check_passes<T, true>(of);
+        check_passes<T, linear>(of);
       }
     }
   };
@@ -512,7 +518,7 @@ TEST_CASE("What threads add up in float, and what rounding the mean lost, is mad
         rank.mean[static_cast<std::size_t>(c)] = 0x1p20 + above / static_cast<double>(spatial);
       }
       auto const op =
-          gpu::detail::make_backward_sums<float, false>(dys.view(), xs.view(), rank.affine(), {}, rank.saved());
+          gpu::detail::make_backward_sums<float, none>(dys.view(), xs.view(), rank.affine(), {}, rank.saved());
       launching how;
       how.blocks = 1;
       run_reduction(rank.machine,

@@ -14,6 +14,7 @@ namespace {
 
 using namespace syncnorm;
 namespace gpu = syncnorm::cuda::detail;
+using enum gpu::epilogue_kind;
 using gpu::axis;
 
 constexpr cuda::device_limits limits{132, 227 * 1024};
@@ -58,7 +59,7 @@ TEST_CASE("Cuts cover every element of any extents, and the workspace has room f
       check_cut(moments, gpu::cut_for_reduction(moments, 1, 256, limits), moments.parts);
       gpu::double_backward_sums_op<float, false> const sums{{}, {}, x, x, x};
       check_cut(sums, gpu::cut_for_reduction(sums, 1, 128, limits), sums.parts);
-      gpu::normalize_op<float, false> map;
+      gpu::normalize_op<float, none> map;
       map.x = x;
       check_cut(map, gpu::cut_for_map(map, 1, 256, limits), 0);
 
@@ -117,7 +118,7 @@ TEST_CASE("Along channels, tensors become ones of one sample where their samples
   int flat = 0, kept = 0;
   auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y, mask_view const& mask,
                          bool expected) {
-    gpu::normalize_op<float, true> op;
+    gpu::normalize_op<float, linear> op;
     op.x = x, op.y = y, op.mask = mask;
     gpu::flatten(op);
     bool const is_flat = op.x.samples == 1 && op.x.spatial == x.samples * x.spatial && op.x.stride_n == 0;
@@ -163,7 +164,7 @@ TEST_CASE("Along channels, tensors become ones of one sample where their samples
 TEST_CASE("Packs are whole throughout where each of them is, along channels those of one sample without a mask") {
   int whole = 0, broken = 0;
   auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y, mask_view const& mask) {
-    gpu::normalize_op<float, true> op;
+    gpu::normalize_op<float, linear> op;
     op.x = x, op.y = y, op.mask = mask;
     bool const rows = gpu::axis_of(x) == axis::positions, is_one = rows || (x.samples == 1 && mask.data == nullptr);
     std::int64_t const along = rows ? x.spatial : x.channels, across = rows ? x.channels : x.spatial;
@@ -206,7 +207,7 @@ TEST_CASE(
     "Packs are aligned throughout where each is one access of 16 bytes of its tensor, but for the first and the last") {
   int aligned = 0, unaligned = 0;
   auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y) {
-    gpu::normalize_op<float, false> op;
+    gpu::normalize_op<float, none> op;
     op.x = x, op.y = y;
     auto const cut = gpu::cut_for_map(op, 1, 256, limits);
     bool each = true;
@@ -256,7 +257,7 @@ TEST_CASE("Units are as long as all rows of all tensors begin and end at a multi
   auto const unit = [](std::int64_t n, std::int64_t c, std::int64_t s, std::int64_t x_off = 0, std::int64_t y_off = 0,
                        bool masked = false) {
     gpu::moments_op<float> sums;
-    gpu::normalize_op<float, false> map;
+    gpu::normalize_op<float, none> map;
     map.x = sums.x = nchw(far + x_off, n, c, s);
     map.y = nchw(const_cast<float*>(far) + (1 << 20) + y_off, n, c, s);
     if (masked) sums.mask = mask_of(reinterpret_cast<std::uint8_t const*>(far), n, s);
@@ -321,7 +322,7 @@ TEST_CASE("Rows can be columns where their samples are contiguous and packs are 
   int columns = 0, rows = 0;
   auto const check = [&](tensor_view<float const> const& x, tensor_view<float> const& y, mask_view const& mask,
                          bool expected) {
-    gpu::normalize_op<float, true> op;
+    gpu::normalize_op<float, linear> op;
     op.x = x, op.y = y, op.mask = mask;
     CHECK(gpu::columns_of(op) == (expected ? x.spatial : 1));
     ++(expected ? columns : rows);
@@ -366,7 +367,7 @@ TEST_CASE("Rows can be columns where their samples are contiguous and packs are 
   CHECK((columns > 20 && rows > 100));
   CHECK(gpu::columns_of(gpu::moments_op<float>{nchw(far, 8, std::int64_t{1} << 29, 3)}) == 1); // not narrow
   auto const mapped = [&](std::int64_t n, std::int64_t s) {
-    gpu::normalize_op<float, false> op;
+    gpu::normalize_op<float, none> op;
     op.x = nchw(far, n, 4, s), op.y = nchw(to, n, 4, s);
     return gpu::mapped_columns_of(op);
   };
@@ -405,7 +406,7 @@ TEST_CASE("Reductions take columns of whole channels, where threads have enough 
 
 TEST_CASE("Maps are as wide along channels as lines of the cache fill, and blocks have threads for") {
   auto const lanes = [](std::int64_t channels, int threads) {
-    gpu::normalize_op<float, false> map;
+    gpu::normalize_op<float, none> map;
     map.x = nhwc(far, 64, channels, 100);
     return gpu::cut_for_map(map, 1, threads, limits).lanes;
   };
@@ -433,7 +434,7 @@ TEST_CASE("Channels stay on the chip where they fit, of clusters two blocks to a
     cuda::device_limits of{132, 227 * 1024, cluster_blocks};
     auto const* const data = reinterpret_cast<T const*>(far);
     gpu::moments_op<T> moments;
-    gpu::backward_sums_op<T, true> sums; // whose residual is missing, and takes no room
+    gpu::backward_sums_op<T, linear> sums; // whose residual is missing, and takes no room
     moments.x = sums.x = sums.dy = nchw(data, n, c, s);
     return backward ? gpu::fits_on_chip(sums, 256, 1024, of) : gpu::fits_on_chip(moments, 256, 1024, of);
   };

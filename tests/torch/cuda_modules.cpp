@@ -120,7 +120,8 @@ TEST_CASE("CUDA tensors: activation, residual and mask agree with the CPU's") {
   std::vector<norm_epilogue> const epilogues{{activation::relu()},
                                              {activation::leaky_relu(0.2), residual},
                                              {activation{}, {}, mask},
-                                             {activation::relu(), residual, mask, syncnorm::masked_outputs::zero}};
+                                             {activation::relu(), residual, mask, syncnorm::masked_outputs::zero},
+                                             {activation::elu(), residual, mask}};
   for (auto const& epilogue : epilogues)
     for (bool const channels_last : {false, true}) {
       auto const norm = make_norm(BatchNormOptions{3}, {}, torch::kFloat);

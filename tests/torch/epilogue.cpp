@@ -190,6 +190,15 @@ TEST_CASE("a residual without an activation is let go, and may be written to bef
   }
 }
 
+TEST_CASE("double backward through ELU is an error that says so") {
+  auto const x = random({3, 4, 5}).set_requires_grad(true);
+  auto norm = make_norm(BatchNormOptions{4});
+  auto const y = norm->forward_with(x, {syncnorm::activation::elu()});
+  auto const dx = torch::autograd::grad({y.square().sum()}, {x}, {}, c10::nullopt, /*create_graph=*/true)[0];
+  auto const message = message_of<syncnorm::invalid_argument_error>([&] { torch::autograd::grad({dx.sum()}, {x}); });
+  CHECK_MESSAGE(contains(message, "the activation is exponential, which double backward does not take"), message);
+}
+
 TEST_CASE("what is wrong with a residual or a mask on one rank is thrown on both") {
   struct fault {
     norm_epilogue epilogue;

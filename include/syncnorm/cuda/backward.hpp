@@ -23,10 +23,10 @@ void launch_gradient(char const* call, tensor_view<T const> dy, tensor_view<T co
                      tensor_view<T> dresidual, batch_norm_epilogue<T> const& epilogue,
                      backward_statistics const& statistics, device_limits const& limits, cudaStream_t stream,
                      bool early = false) {
-  with_epilogue(epilogue, [&](auto has_epilogue) {
-    auto const op = make_gradient<device_element_t<T>, has_epilogue()>(device_view(dy), device_view(x), device_view(dx),
-                                                                       device_view(dresidual),
-                                                                       device_epilogue(epilogue), statistics);
+  with_kind(epilogue, [&](auto kind) {
+    auto const op =
+        make_gradient<device_element_t<T>, kind()>(device_view(dy), device_view(x), device_view(dx),
+                                                   device_view(dresidual), device_epilogue(epilogue), statistics);
     launch_map<Kernels>(call, op, limits, stream, early);
   });
 }
@@ -46,8 +46,8 @@ void kernels_of<T, Kernels>::backward_reduce(in dy, in x, affine_values const& a
   check.saved(saved, x.channels);
   check.packet(packet);
   check.work(work, workspace_bytes(x.channels, limits));
-  detail::with_epilogue(done, [&](auto has_epilogue) {
-    auto const op = detail::make_backward_sums<detail::device_element_t<T>, has_epilogue()>(
+  detail::with_kind(done, [&](auto kind) {
+    auto const op = detail::make_backward_sums<detail::device_element_t<T>, kind()>(
         detail::device_view(dy), detail::device_view(x), affine, detail::device_epilogue(done), saved);
     detail::launch_reduction<Kernels>(call, op, own, packet, work, limits, stream);
   });
@@ -78,17 +78,21 @@ void kernels_of<T, Kernels>::backward_alone(in dy, in x, out dx, out dresidual, 
   detail::require_backward_operands(call, dy, x, dx, dresidual, done, saved);
   detail::operand_check{call}.packet(packet);
   detail::backward_statistics const statistics{own_packet(packet), packet, saved, affine, gradients, report};
-  bool const launched = detail::with_epilogue(done, [&](auto has_epilogue) {
-    using D = detail::device_element_t<T>;
-    using map_type = detail::gradient_op<D, has_epilogue()>;
-    auto const dy_view = detail::device_view(dy), x_view = detail::device_view(x);
-    auto const epilogue_view = detail::device_epilogue(done);
-    auto const sums = detail::make_backward_sums<D, has_epilogue()>(dy_view, x_view, affine, epilogue_view, saved);
-    if (!detail::is_one_launch<Kernels, map_type>(sums, own, limits)) return false;
-    auto const op = detail::make_gradient<D, has_epilogue()>(dy_view, x_view, detail::device_view(dx),
-                                                             detail::device_view(dresidual), epilogue_view, statistics);
-    detail::launch_fused<Kernels>(call, sums, op, own, packet, limits, stream);
-    return true;
+  bool const launched = detail::with_kind(done, [&](auto kind) {
+    if constexpr (kind() != detail::epilogue_kind::exponential) { // as forward_alone
+      using D = detail::device_element_t<T>;
+      using map_type = detail::gradient_op<D, kind()>;
+      auto const dy_view = detail::device_view(dy), x_view = detail::device_view(x);
+      auto const epilogue_view = detail::device_epilogue(done);
+      auto const sums = detail::make_backward_sums<D, kind()>(dy_view, x_view, affine, epilogue_view, saved);
+      if (!detail::is_one_launch<Kernels, map_type>(sums, own, limits)) return false;
+      auto const op = detail::make_gradient<D, kind()>(dy_view, x_view, detail::device_view(dx),
+                                                       detail::device_view(dresidual), epilogue_view, statistics);
+      detail::launch_fused<Kernels>(call, sums, op, own, packet, limits, stream);
+      return true;
+    } else {
+      return false;
+    }
   });
   if (launched) return;
   backward_reduce(dy, x, affine, done, saved, own, packet, work, limits, stream);

@@ -24,10 +24,10 @@ template <class Kernels, class T>
 void launch_normalize(char const* call, tensor_view<T const> x, tensor_view<T> y,
                       batch_norm_epilogue<T> const& epilogue, forward_statistics const& statistics,
                       device_limits const& limits, cudaStream_t stream, bool early = false) {
-  with_epilogue(epilogue, [&](auto has_epilogue) {
+  with_kind(epilogue, [&](auto kind) {
     launch_map<Kernels>(call,
-                        make_normalize<device_element_t<T>, has_epilogue()>(device_view(x), device_view(y),
-                                                                            device_epilogue(epilogue), statistics),
+                        make_normalize<device_element_t<T>, kind()>(device_view(x), device_view(y),
+                                                                    device_epilogue(epilogue), statistics),
                         limits, stream, early);
   });
 }
@@ -103,15 +103,20 @@ void kernels_of<T, Kernels>::forward_alone(in x, out y, affine_values const& aff
   detail::workspace_layout const layout{work, x.channels};
   auto const statistics = detail::make_statistics(affine, options, own_packet(packet), saved, running, report,
                                                   layout.pass_ticket, packet.kept_state);
-  auto const launched = detail::with_epilogue(done, [&](auto has_epilogue) {
-    using D = detail::device_element_t<T>;
-    using map_type = detail::normalize_op<D, has_epilogue()>;
-    detail::moments_op<D> const sums{detail::device_view(x), done.mask};
-    if (!detail::is_one_launch<Kernels, map_type>(sums, own, limits)) return false;
-    auto const op = detail::make_normalize<D, has_epilogue()>(detail::device_view(x), detail::device_view(y),
-                                                              detail::device_epilogue(done), statistics);
-    detail::launch_fused<Kernels>(call, sums, op, own, packet, limits, stream);
-    return true;
+  auto const launched = detail::with_kind(done, [&](auto kind) {
+    // Not worth kernels of its own for an exponential.
+    if constexpr (kind() != detail::epilogue_kind::exponential) {
+      using D = detail::device_element_t<T>;
+      using map_type = detail::normalize_op<D, kind()>;
+      detail::moments_op<D> const sums{detail::device_view(x), done.mask};
+      if (!detail::is_one_launch<Kernels, map_type>(sums, own, limits)) return false;
+      auto const op = detail::make_normalize<D, kind()>(detail::device_view(x), detail::device_view(y),
+                                                        detail::device_epilogue(done), statistics);
+      detail::launch_fused<Kernels>(call, sums, op, own, packet, limits, stream);
+      return true;
+    } else {
+      return false;
+    }
   });
   if (launched) return;
   local_moments(x, done.mask, own, packet, work, limits, stream);

@@ -55,7 +55,9 @@ void kernels_of<T, Kernels>::recover(out y, epilogue const& done, affine_values 
   check.kept(kept);
   if (recoverable_slope(done.activation) > 0) // else all channels are kept
     detail::with_epilogue(done, [&](auto has_epilogue) {
-      auto const op = detail::make_recover<detail::device_element_t<T>, has_epilogue()>(
+      using enum detail::epilogue_kind;
+      constexpr auto kind = has_epilogue() ? linear : none;
+      auto const op = detail::make_recover<detail::device_element_t<T>, kind>(
           detail::device_view(y), detail::device_epilogue(done), affine, saved, kept);
       detail::launch_map<Kernels>(call, op, limits, stream);
     });

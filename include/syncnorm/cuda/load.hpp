@@ -33,12 +33,15 @@ void load_pass() {
 template <class T, class Kernels>
 void kernels_of<T, Kernels>::load_kernels() {
   using namespace detail;
+  using enum epilogue_kind;
   using D = device_element_t<T>;
   load<Kernels, accept_entry, group_entry, choose_entry, copy_entry<copied_word<T>>>();
-  load_pass<Kernels, moments_op<D>, normalize_op<D, false>>();
-  load_pass<Kernels, moments_op<D>, normalize_op<D, true>>();
-  load_pass<Kernels, backward_sums_op<D, false>, gradient_op<D, false>>();
-  load_pass<Kernels, backward_sums_op<D, true>, gradient_op<D, true>>();
+  load_pass<Kernels, moments_op<D>, normalize_op<D, none>>();
+  load_pass<Kernels, moments_op<D>, normalize_op<D, linear>>();
+  load_two_launches<Kernels, moments_op<D>, normalize_op<D, exponential>>();
+  load_pass<Kernels, backward_sums_op<D, none>, gradient_op<D, none>>();
+  load_pass<Kernels, backward_sums_op<D, linear>, gradient_op<D, linear>>();
+  load_two_launches<Kernels, backward_sums_op<D, exponential>, gradient_op<D, exponential>>();
 }
 
 template <class T, class Kernels>

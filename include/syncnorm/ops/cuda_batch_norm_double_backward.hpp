@@ -126,6 +126,7 @@ private:
     if (to_dy.is_given()) check_.written(to_dy, batch_name{"the gradient to dy", k, batches}, x);
     if (to_x.is_given()) check_.written(to_x, batch_name{"the gradient to x", k, batches}, x);
     check_.epilogue_of(epilogue, x, k, batches);
+    check_.not_exponential(epilogue.activation, "double backward");
   }
 
   /// Without room for its packet, not even a fault can be told the other ranks.

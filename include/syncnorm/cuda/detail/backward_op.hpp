@@ -70,14 +70,15 @@ struct backward_statistics {
 
 /// dx = dv·dy_scale + (x − center)·x_scale + shift, of which positions that do not count have the first term alone; dv is dy,
 /// with an epilogue the gradient of what was activated, and that of a residual.
-template <class T, bool Epilogue>
+template <class T, epilogue_kind Kind>
 struct gradient_op {
+  static constexpr bool has_epilogue = Kind != epilogue_kind::none;
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 3 : 2, needed_inputs = 2, outputs = Epilogue ? 2 : 1,
-                       coefficients = Epilogue ? 6 : 4;
-  static constexpr int unroll = Epilogue && sizeof(T) == 2 ? 1 : 2, unroll_aligned = unroll, threads = 256;
-  static constexpr int resident[2] = {Epilogue ? 2 : 3, 2};
+  static constexpr int inputs = has_epilogue ? 3 : 2, needed_inputs = 2, outputs = has_epilogue ? 2 : 1,
+                       coefficients = has_epilogue ? 6 : 4;
+  static constexpr int unroll = has_epilogue && sizeof(T) == 2 ? 1 : 2, unroll_aligned = unroll, threads = 256;
+  static constexpr int resident[2] = {has_epilogue ? 2 : 3, 2};
 
   tensor_view<T const> dy, x, residual{}; ///< residual without data: none
   tensor_view<T> dx, dresidual{};         ///< without data: not needed
@@ -106,7 +107,7 @@ struct gradient_op {
         make_backward_coefficients<A>(s.mean, s.inv_std, gamma, constant ? 0 : s.sum_dy, constant ? 0 : s.sum_dy_xmu,
                                       {s.count, statistics.saved.normalized_by});
     k[0] = made.dy_scale, k[1] = made.center, k[2] = made.x_scale, k[3] = made.shift;
-    if constexpr (Epilogue) {
+    if constexpr (has_epilogue) {
       auto const v = make_normalize_coefficients<A>(s.mean, s.inv_std, gamma, beta);
       k[4] = v.scale, k[5] = v.shift;
     }
@@ -115,7 +116,7 @@ struct gradient_op {
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = load_at<Axis, K>(hw, dy, at, use);
     in[1] = load_at<Axis, K>(hw, x, at, use);
-    if constexpr (Epilogue) {
+    if constexpr (has_epilogue) {
       in[2] = pack<T>{};
       if (residual.data != nullptr) in[2] = load_at<Axis, K>(hw, residual, at, use);
     }
@@ -125,10 +126,10 @@ struct gradient_op {
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
     A dv = to_accumulate(in[0]);
     A const d = to_accumulate(in[1]) - k[1];
-    if constexpr (Epilogue) {
+    if constexpr (has_epilogue) {
       A v = d * k[4] + k[5];
       if (residual.data != nullptr) v += to_accumulate(in[2]);
-      dv = activation_gradient(v, dv, slope);
+      dv = activation_gradient<Kind>(v, dv, slope);
       dv = counts || !zeroes ? dv : A{0};
       out[1] = from_accumulate<T>(dv);
       out[0] = from_accumulate<T>(dv * k[0] + (counts ? of_x(k, d) : A{0}));
@@ -141,7 +142,7 @@ struct gradient_op {
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void store(Hw const& hw, spot const& at, pack<T> const (&out)[outputs]) const {
     if (dx.data != nullptr) store_at<Axis, K>(hw, dx, at, out[0], use);
-    if constexpr (Epilogue)
+    if constexpr (has_epilogue)
       if (dresidual.data != nullptr) store_at<Axis, K>(hw, dresidual, at, out[1], use);
   }
 };

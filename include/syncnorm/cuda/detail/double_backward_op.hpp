@@ -138,8 +138,8 @@ struct double_gradient_op {
       if (residual.data != nullptr) activated += to_accumulate(in[3]);
       if (v.data != nullptr) to_g += to_accumulate(in[4]);
       bool const written = counts || !zeroes;
-      g = written ? activation_gradient(activated, g, slope) : A{0};
-      to_g = written ? activation_gradient(activated, to_g, slope) : A{0};
+      g = written ? activation_gradient<epilogue_kind::linear>(activated, g, slope) : A{0};
+      to_g = written ? activation_gradient<epilogue_kind::linear>(activated, to_g, slope) : A{0};
       through = counts ? through : A{0};
     }
     out[0] = from_accumulate<T>(to_g);

@@ -132,14 +132,15 @@ struct forward_statistics {
 
 /// y = f((x − center)·scale + shift + residual), or 0 where positions do not count; or the other way round, where `slope` is that
 /// of the inverse, x = (f⁻¹(y) − residual − shift)/scale + center; or dx = dy·scale.
-template <class T, bool Epilogue>
+template <class T, epilogue_kind Kind>
 struct normalize_op {
+  static constexpr bool has_epilogue = Kind != epilogue_kind::none;
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 2 : 1, needed_inputs = 1, outputs = 1, coefficients = 3, threads = 256;
-  static constexpr int unroll = Epilogue ? 2 : 4,
-                       unroll_aligned = Epilogue ? (sizeof(T) == 8 ? 1 : 2) : (sizeof(T) == 4 ? 4 : 2);
-  static constexpr int resident[2] = {Epilogue && sizeof(T) == 2 ? 2 : 3, 2};
+  static constexpr int inputs = has_epilogue ? 2 : 1, needed_inputs = 1, outputs = 1, coefficients = 3, threads = 256;
+  static constexpr int unroll = has_epilogue ? 2 : 4,
+                       unroll_aligned = has_epilogue ? (sizeof(T) == 8 ? 1 : 2) : (sizeof(T) == 4 ? 4 : 2);
+  static constexpr int resident[2] = {has_epilogue && sizeof(T) == 2 ? 2 : 3, 2};
 
   tensor_view<T const> x, residual{}; ///< residual without data: none
   tensor_view<T> y;
@@ -173,7 +174,7 @@ struct normalize_op {
   /// What moments_op did not load.
   template <axis Axis, known K, class Hw>
   SYNCNORM_DEVICE void load_rest(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
-    if constexpr (Epilogue) {
+    if constexpr (has_epilogue) {
       in[1] = pack<T>{};
       if (residual.data != nullptr) in[1] = load_at<Axis, K>(hw, residual, at, use);
     }
@@ -181,12 +182,12 @@ struct normalize_op {
   template <bool Forward = false>
   SYNCNORM_DEVICE void apply(A const (&k)[coefficients], T const (&in)[inputs], bool counts, T (&out)[outputs]) const {
     A v = to_accumulate(in[0]);
-    if constexpr (Epilogue) {
+    if constexpr (has_epilogue) {
       bool const inverts = !Forward && statistics.of == map_of::y;
       A const r = residual.data != nullptr ? to_accumulate(in[1]) : A{0};
-      if (inverts) v = activate(v, slope) - r;
+      if (inverts) v = activate<Kind>(v, slope) - r;
       v = (v - k[0]) * k[1] + k[2];
-      if (!inverts) v = counts ? activate(v + r, slope) : A{0};
+      if (!inverts) v = counts ? activate<Kind>(v + r, slope) : A{0};
     } else {
       v = (v - k[0]) * k[1] + k[2];
     }

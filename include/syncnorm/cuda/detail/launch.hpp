@@ -11,6 +11,7 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/detail/entries.hpp>
+#include <syncnorm/cuda/detail/epilogue_math.hpp>
 #include <syncnorm/cuda/detail/prepare.hpp>
 #include <syncnorm/cuda/operands.hpp>
 
@@ -111,7 +112,16 @@ void launch_fused(char const* call, Sums const& sums, Map const& map, packet_hea
   });
 }
 
-/// f(whether the epilogue does something), as the constant for which kernels are compiled.
+/// f(the epilogue's kind), as the constant for which kernels are compiled.
+template <class T, class F>
+auto with_kind(batch_norm_epilogue<T> const& epilogue, F const& f) {
+  using enum epilogue_kind;
+  if (!epilogue.does_something()) return f(std::integral_constant<epilogue_kind, none>{});
+  if (epilogue.activation.exponential) return f(std::integral_constant<epilogue_kind, exponential>{});
+  return f(std::integral_constant<epilogue_kind, linear>{});
+}
+
+/// f(whether the epilogue does something), as a constant, where its activation is not exponential.
 template <class T, class F>
 auto with_epilogue(batch_norm_epilogue<T> const& epilogue, F const& f) {
   return epilogue.does_something() ? f(std::true_type{}) : f(std::false_type{});

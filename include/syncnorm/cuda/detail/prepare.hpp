@@ -184,15 +184,15 @@ void set_statistics(Op& op, Statistics const& statistics) {
   if (stride == 0) stride = packet_bytes(op.x.channels, Statistics::values);
 }
 
-template <class T, bool Epilogue>
-[[nodiscard]] normalize_op<T, Epilogue> make_normalize(tensor_view<T const> x, tensor_view<T> y,
-                                                       batch_norm_epilogue<T> const& epilogue,
-                                                       forward_statistics const& statistics) {
-  normalize_op<T, Epilogue> op;
+template <class T, epilogue_kind Kind>
+[[nodiscard]] normalize_op<T, Kind> make_normalize(tensor_view<T const> x, tensor_view<T> y,
+                                                   batch_norm_epilogue<T> const& epilogue,
+                                                   forward_statistics const& statistics) {
+  normalize_op<T, Kind> op;
   op.x = x, op.y = y;
   set_statistics(op, statistics);
   op.use = use_of(x);
-  if constexpr (Epilogue) set_epilogue(op, epilogue);
+  if constexpr (Kind != epilogue_kind::none) set_epilogue(op, epilogue);
   return op;
 }
 
@@ -208,27 +208,27 @@ template <class T, bool Epilogue>
   return made;
 }
 
-template <class T, bool Epilogue>
-[[nodiscard]] backward_sums_op<T, Epilogue>
+template <class T, epilogue_kind Kind>
+[[nodiscard]] backward_sums_op<T, Kind>
 make_backward_sums(tensor_view<T const> dy, tensor_view<T const> x, affine_values const& affine,
                    batch_norm_epilogue<T> const& epilogue, saved_statistics const& saved) {
-  backward_sums_op<T, Epilogue> op;
+  backward_sums_op<T, Kind> op;
   op.dy = dy, op.x = x;
   op.saved = saved;
   op.affine = affine;
-  if constexpr (Epilogue) set_epilogue(op, epilogue);
+  if constexpr (Kind != epilogue_kind::none) set_epilogue(op, epilogue);
   return op;
 }
 
-template <class T, bool Epilogue>
-[[nodiscard]] gradient_op<T, Epilogue> make_gradient(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx,
-                                                     tensor_view<T> dresidual, batch_norm_epilogue<T> const& epilogue,
-                                                     backward_statistics const& statistics) {
-  gradient_op<T, Epilogue> op;
+template <class T, epilogue_kind Kind>
+[[nodiscard]] gradient_op<T, Kind> make_gradient(tensor_view<T const> dy, tensor_view<T const> x, tensor_view<T> dx,
+                                                 tensor_view<T> dresidual, batch_norm_epilogue<T> const& epilogue,
+                                                 backward_statistics const& statistics) {
+  gradient_op<T, Kind> op;
   op.dy = dy, op.x = x, op.dx = dx, op.dresidual = dresidual;
   set_statistics(op, statistics);
   op.use = use_of(x);
-  if constexpr (Epilogue) set_epilogue(op, epilogue);
+  if constexpr (Kind != epilogue_kind::none) set_epilogue(op, epilogue);
   return op;
 }
 
@@ -264,14 +264,14 @@ make_double_gradient(tensor_view<T const> u, tensor_view<T const> v, tensor_view
 }
 
 /// x of the y that `made` says it was made by, in the same memory.
-template <class T, bool Epilogue>
-[[nodiscard]] normalize_op<T, Epilogue> make_recover(tensor_view<T> y, batch_norm_epilogue<T> const& made,
-                                                     affine_values const& affine, saved_statistics const& saved,
-                                                     kept_channels const& kept) {
+template <class T, epilogue_kind Kind>
+[[nodiscard]] normalize_op<T, Kind> make_recover(tensor_view<T> y, batch_norm_epilogue<T> const& made,
+                                                 affine_values const& affine, saved_statistics const& saved,
+                                                 kept_channels const& kept) {
   forward_statistics statistics;
   statistics.saved = saved, statistics.affine = affine, statistics.of = map_of::y;
   if (kept.once) statistics.kept_state = kept.state;
-  return make_normalize<T, Epilogue>(y, y, {{1 / recoverable_slope(made.activation)}, made.residual}, statistics);
+  return make_normalize<T, Kind>(y, y, {{1 / recoverable_slope(made.activation)}, made.residual}, statistics);
 }
 
 template <class T>

@@ -188,15 +188,16 @@ struct moments_op {
 };
 
 /// sum_dy and sum_dy_xmu; with an epilogue, of what was activated.
-template <class T, bool Epilogue>
+template <class T, epilogue_kind Kind>
 struct backward_sums_op : added_parts<2> {
+  static constexpr bool has_epilogue = Kind != epilogue_kind::none;
   using element_type = T;
   using A = accumulate_t<T>;
-  static constexpr int inputs = Epilogue ? 3 : 2, needed_inputs = 2, threads = 256;
-  static constexpr int unroll[2] = {(Epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0),
-                                    Epilogue ? (sizeof(T) == 2 ? 1 : 2) : 4},
-                       unroll_aligned = Epilogue || sizeof(T) == 2 ? 1 : 2;
-  static constexpr int resident[2] = {sizeof(T) == 8 ? 2 : Epilogue ? 3 : 4, 2};
+  static constexpr int inputs = has_epilogue ? 3 : 2, needed_inputs = 2, threads = 256;
+  static constexpr int unroll[2] = {(has_epilogue ? 2 : 4) - (sizeof(T) == 2 ? 1 : 0),
+                                    has_epilogue ? (sizeof(T) == 2 ? 1 : 2) : 4},
+                       unroll_aligned = has_epilogue || sizeof(T) == 2 ? 1 : 2;
+  static constexpr int resident[2] = {sizeof(T) == 8 ? 2 : has_epilogue ? 3 : 4, 2};
   static constexpr bool pivoted = false;
 
   tensor_view<T const> dy, x, residual{}; ///< residual without data: none
@@ -225,7 +226,7 @@ struct backward_sums_op : added_parts<2> {
   template <class Hw>
   [[nodiscard]] SYNCNORM_DEVICE constants constants_of(Hw const& hw, std::int64_t c) const {
     double const mean = hw.load(saved.mean + c);
-    if constexpr (!Epilogue) return {static_cast<A>(mean), 0, 0};
+    if constexpr (!has_epilogue) return {static_cast<A>(mean), 0, 0};
     auto const k = make_normalize_coefficients<A>(mean, hw.load(saved.inv_std + c), load_value(hw, affine.gamma, c, 1),
                                                   load_value(hw, affine.beta, c, 0));
     return {k.center, k.scale, k.shift};
@@ -234,7 +235,7 @@ struct backward_sums_op : added_parts<2> {
   SYNCNORM_DEVICE void load(Hw const& hw, spot const& at, pack<T> (&in)[inputs]) const {
     in[0] = load_at<Axis, K>(hw, dy, at, cached::normally);
     in[1] = load_at<Axis, K>(hw, x, at, cached::normally);
-    if constexpr (Epilogue) {
+    if constexpr (has_epilogue) {
       in[2] = pack<T>{};
       if (residual.data != nullptr) in[2] = load_at<Axis, K>(hw, residual, at, cached::normally);
     }
@@ -243,10 +244,10 @@ struct backward_sums_op : added_parts<2> {
   SYNCNORM_DEVICE void add(fine& to, constants const& k, T const (&in)[inputs], bool counts_too) const {
     A g = to_accumulate(in[0]);
     A const d = to_accumulate(in[1]) - k.center;
-    if constexpr (Epilogue) {
+    if constexpr (has_epilogue) {
       A v = d * k.scale + k.shift;
       if (residual.data != nullptr) v += to_accumulate(in[2]);
-      g = activation_gradient(v, g, slope);
+      g = activation_gradient<Kind>(v, g, slope);
     }
     to.first += counts_too ? g : A{0};
     to.second += counts_too ? g * d : A{0};
@@ -332,7 +333,7 @@ struct double_backward_sums_op : added_parts<5> {
     if constexpr (Epilogue) {
       A v = d * k.scale + k.shift;
       if (residual.data != nullptr) v += to_accumulate(in[3]);
-      g = activation_gradient(v, g, slope);
+      g = activation_gradient<epilogue_kind::linear>(v, g, slope);
     }
     // Nothing of what does not count, and not 0 times it: it may be infinite.
     bool const counted = !Epilogue || counts_too, written = counted || !zeroes;
