@@ -49,7 +49,36 @@ int count_wrong() {
   return wrong;
 }
 
+/// Whether vectors of `Lanes` are rounded to 8-bit integers as single numbers are, and become numbers as these do.
+template <int Lanes>
+int count_wrong_integers() {
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  std::vector<float> numbers{infinity, -infinity, std::numeric_limits<float>::quiet_NaN(), 1e30F, -1e30F, 3e9F, -3e9F};
+  for (int eighths = -1100; eighths <= 1100; ++eighths) numbers.push_back(static_cast<float>(eighths) / 8);
+  numbers.resize((numbers.size() + Lanes - 1) / Lanes * Lanes);
+  int wrong = 0;
+  for (std::size_t first = 0; first < numbers.size(); first += Lanes) {
+    vectors::vector_t<float, Lanes> v;
+    std::memcpy(&v, numbers.data() + first, sizeof v);
+    std::array<std::int8_t, Lanes> integers{};
+    vectors::store<Lanes>(integers.data(), v);
+    auto const wide = vectors::load<Lanes>(integers.data());
+    std::array<float, Lanes> back;
+    std::memcpy(back.data(), &wide, sizeof wide);
+    for (std::size_t i = 0; i < Lanes; ++i)
+      wrong += integers[i] != from_accumulate<std::int8_t>(numbers[first + i]) || back[i] != to_accumulate(integers[i]);
+  }
+  return wrong;
+}
+
 } // namespace
+
+TEST_CASE("vectors of every width become 8-bit integers as single numbers do") {
+  CHECK(count_wrong_integers<1>() == 0);
+  CHECK(count_wrong_integers<2>() == 0);
+  CHECK(count_wrong_integers<vectors::native_lanes<double>>() == 0);
+  CHECK(count_wrong_integers<vectors::native_lanes<float>>() == 0);
+}
 
 TEST_CASE_TEMPLATE("vectors of every width convert as single elements do", T, float16, bfloat16) {
   CHECK(count_wrong<T, 1>() == 0);

@@ -1,9 +1,13 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
@@ -71,6 +75,79 @@ TEST_CASE_TEMPLATE("16-bit elements agree with the oracle on the same elements, 
         for (auto const& failure : test::run_case(data, comm)) FAIL_CHECK(failure);
       });
     });
+  }
+}
+
+TEST_CASE("inference of 8-bit integers is rounded once, and stays within them") {
+  syncnorm::host::serial_executor const exec;
+  for (auto const order : {test::layout::nchw, test::layout::nhwc, test::layout::strided})
+    for (bool const activates : {false, true})
+      for (std::int64_t const spatial : {1, 7, 50, 300}) {
+        std::int64_t const samples = 3, channels = 21;
+        CAPTURE(static_cast<int>(order));
+        CAPTURE(spatial);
+        test::owned_tensor<std::int8_t> x{order, samples, channels, spatial},
+            residual{order, samples, channels, spatial}, y{order, samples, channels, spatial};
+        std::vector<float> gamma, beta, mean, var;
+        for (std::int64_t c = 0; c < channels; ++c) {
+          gamma.push_back(c % 5 == 4 ? -300.0F : 40.0F + static_cast<float>(c));
+          beta.push_back(static_cast<float>(c) - 10);
+          mean.push_back(static_cast<float>(3 * c) - 30.25F);
+          var.push_back(900.0F + static_cast<float>(100 * c));
+        }
+        auto const each = [&](auto const& f) {
+          for (std::int64_t n = 0; n < samples; ++n)
+            for (std::int64_t c = 0; c < channels; ++c)
+              for (std::int64_t s = 0; s < spatial; ++s) f(n, c, s);
+        };
+        std::uint64_t at = 0;
+        each([&](auto n, auto c, auto s) {
+          x.view(n, c, s) = static_cast<std::int8_t>(127.5 * test::noise(1, at));
+          residual.view(n, c, s) = static_cast<std::int8_t>(127.5 * test::noise(2, at++));
+        });
+        syncnorm::batch_norm_epilogue<std::int8_t> epilogue;
+        if (activates) epilogue = {.activation = syncnorm::activation::relu(), .residual = residual.view};
+        syncnorm::batch_norm_saved saved;
+        syncnorm::batch_norm_inference<std::int8_t, float>(exec, x.view, y.view, {gamma, beta}, mean, var, 1e-3, saved,
+                                                           syncnorm::running_variance::unbiased, epilogue);
+        std::int64_t wrong = 0, ends = 0;
+        each([&](auto n, auto c, auto s) {
+          auto const i = static_cast<std::size_t>(c);
+          long double v =
+              gamma[i] * (x.view(n, c, s) - static_cast<long double>(mean[i])) / std::sqrt(var[i] + 1e-3L) + beta[i];
+          if (activates) v = std::max(v + residual.view(n, c, s), 0.0L);
+          long double const within = std::clamp(v, -128.0L, 127.0L);
+          ends += within != v ? 1 : 0;
+          // What float computes is off by less than a thousandth, which may tell a tie.
+          if (std::abs(y.view(n, c, s) - within) > 0.5L + 1e-3L) ++wrong;
+        });
+        CHECK(wrong == 0);
+        CHECK(ends > 0);
+      }
+}
+
+TEST_CASE("a number becomes the nearest 8-bit integer, by a tie the even one") {
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  for (auto const& [number, integer] :
+       std::vector<std::pair<float, int>>{{0.5F, 0},
+                                          {1.5F, 2},
+                                          {-0.5F, 0},
+                                          {-2.5F, -2},
+                                          {2.500001F, 3},
+                                          {126.5F, 126},
+                                          {127.4F, 127},
+                                          {1e30F, 127},
+                                          {infinity, 127},
+                                          {-127.5F, -128},
+                                          {-129.0F, -128},
+                                          {-infinity, -128},
+                                          {std::numeric_limits<float>::quiet_NaN(), -128}}) {
+    CAPTURE(number);
+    CHECK(int{syncnorm::from_accumulate<std::int8_t>(number)} == integer);
+  }
+  for (int integer = -128; integer < 128; ++integer) {
+    auto const element = static_cast<std::int8_t>(integer);
+    CHECK(syncnorm::from_accumulate<std::int8_t>(syncnorm::to_accumulate(element)) == element);
   }
 }
 

@@ -43,6 +43,26 @@ struct element_traits<double> {
   static constexpr std::string_view name = "double";
 };
 
+/// Integers of 8 bits, for inference. What is computed is rounded to the next one, a tie to the even one, and beyond them to the first or
+/// the last; what is no number becomes the first.
+template <>
+struct element_traits<std::int8_t> {
+  using accumulate_type = float;
+  static constexpr std::string_view name = "int8";
+
+  [[nodiscard]] SYNCNORM_HOST_DEVICE static constexpr float to_accumulate(std::int8_t value) {
+    return static_cast<float>(value);
+  }
+  [[nodiscard]] SYNCNORM_HOST_DEVICE static constexpr std::int8_t from_accumulate(float sum) {
+    float held = sum > -128.0F ? sum : -128.0F;
+    held = held < 127.0F ? held : 127.0F;
+    // A float that great holds integers, in its last bits.
+    constexpr float shift = 0x1.8p23F;
+    return static_cast<std::int8_t>(__builtin_bit_cast(std::int32_t, held + shift) -
+                                    __builtin_bit_cast(std::int32_t, shift));
+  }
+};
+
 /// The type in which sums of a few `T` are kept, and the default type of parameters and statistics.
 template <class T>
 using accumulate_t = typename element_traits<std::remove_cv_t<T>>::accumulate_type;

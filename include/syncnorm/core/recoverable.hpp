@@ -19,8 +19,8 @@ inline constexpr double recoverable_ratio = sizeof(T) == 2 ? 1 : 16;
 }
 
 /// Whether a channel of x is recovered from y, where `ratio` is `recoverable_ratio`: gamma neither takes what x had away, nor does
-/// beta outweigh it, and the `recoverable_slope` is none too small. What no y tells is not recovered: elements whose y was too great for its type, as
-/// of float16 beyond 65504.
+/// beta outweigh it, and the `recoverable_slope` is none too small. What no y tells is not recovered: elements whose y was too great for
+/// its type, as of float16 beyond 65504.
 [[nodiscard]] SYNCNORM_HOST_DEVICE inline bool is_recoverable(double gamma, double beta, double slope, double ratio) {
   constexpr double least = 1.0 / 256;
   return std::abs(gamma) >= least && std::abs(beta) <= ratio * std::abs(gamma) && slope >= least;

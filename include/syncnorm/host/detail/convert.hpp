@@ -9,7 +9,7 @@
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 
-// Vectors of 16-bit elements to and from vectors of float, with the results of core/half.hpp bit by bit.
+// Vectors of 16-bit elements to and from vectors of float, with the results of core/half.hpp bit by bit; and of 8-bit integers.
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 template <int Lanes>
@@ -317,6 +317,40 @@ template <element_format Format, int Lanes>
   } else {
     return narrow_bfloat16<Lanes>(v);
   }
+}
+
+template <int Lanes>
+[[nodiscard, gnu::always_inline]] inline vector_t<float, Lanes>
+widen_int8(vector_t<std::int8_t, Lanes> const& integers) {
+#if defined(__AVX512F__)
+  if constexpr (Lanes == 16)
+    return reinterpret<vector_t<float, 16>>(
+        _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, reinterpret<__m128i>(integers))));
+#endif
+  // Step by step, which is a few instructions each.
+  auto const wider = __builtin_convertvector(integers, vector_t<std::int16_t, Lanes>);
+  return __builtin_convertvector(__builtin_convertvector(wider, vector_t<std::int32_t, Lanes>), vector_t<float, Lanes>);
+}
+
+/// As `element_traits<std::int8_t>`.
+template <int Lanes>
+[[nodiscard, gnu::always_inline]] inline vector_t<std::int8_t, Lanes> narrow_int8(vector_t<float, Lanes> const& v) {
+#if defined(__AVX512F__)
+  // What is no number, and what is less than an integer holds, becomes the least one.
+  if constexpr (Lanes == 16) {
+    auto const held = _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(127.0F), reinterpret<__m512>(v));
+    return reinterpret<vector_t<std::int8_t, 16>>(
+        _mm512_maskz_cvtsepi32_epi8(0xffff, _mm512_maskz_cvtps_epi32(0xffff, held)));
+  }
+#endif
+  using real = vector_t<float, Lanes>;
+  using integers = vector_t<std::int32_t, Lanes>;
+  real const zero{}, first = zero - 128.0F, last = zero + 127.0F, shift = zero + 0x1.8p23F;
+  real held = v > first ? v : first;
+  held = held < last ? held : last;
+  auto const wide = reinterpret<integers>(held + shift) - reinterpret<integers>(shift);
+  return __builtin_convertvector(__builtin_convertvector(wide, vector_t<std::int16_t, Lanes>),
+                                 vector_t<std::int8_t, Lanes>);
 }
 
 } // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -34,6 +34,10 @@ template <int Lanes, class T>
     v = widen<format_of<T>, Lanes>(bits);
   } else if constexpr (Lanes == 1) {
     v = to_accumulate(*from);
+  } else if constexpr (std::is_same_v<T, std::int8_t>) {
+    vector_t<std::int8_t, Lanes> integers;
+    std::memcpy(&integers, from, sizeof integers);
+    v = widen_int8<Lanes>(integers);
   } else if constexpr (std::is_same_v<A, T>) {
     std::memcpy(&v, from, sizeof v);
   } else {
@@ -67,6 +71,9 @@ template <int Lanes, class T>
     std::memcpy(static_cast<void*>(to), &packed, sizeof packed);
   } else if constexpr (Lanes == 1) {
     *to = from_accumulate<T>(v);
+  } else if constexpr (std::is_same_v<T, std::int8_t>) {
+    auto const integers = narrow_int8<Lanes>(v);
+    std::memcpy(to, &integers, sizeof integers);
   } else {
     for (int i = 0; i < Lanes; ++i) to[i] = from_accumulate<T>(v[i]);
   }
