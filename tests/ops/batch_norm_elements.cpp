@@ -7,7 +7,6 @@
 #include <limits>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
@@ -128,22 +127,25 @@ TEST_CASE("inference of 8-bit integers is rounded once, and stays within them") 
 
 TEST_CASE("a number becomes the nearest 8-bit integer, by a tie the even one") {
   constexpr float infinity = std::numeric_limits<float>::infinity();
-  for (auto const& [number, integer] :
-       std::vector<std::pair<float, int>>{{0.5F, 0},
-                                          {1.5F, 2},
-                                          {-0.5F, 0},
-                                          {-2.5F, -2},
-                                          {2.500001F, 3},
-                                          {126.5F, 126},
-                                          {127.4F, 127},
-                                          {1e30F, 127},
-                                          {infinity, 127},
-                                          {-127.5F, -128},
-                                          {-129.0F, -128},
-                                          {-infinity, -128},
-                                          {std::numeric_limits<float>::quiet_NaN(), -128}}) {
-    CAPTURE(number);
-    CHECK(int{syncnorm::from_accumulate<std::int8_t>(number)} == integer);
+  struct rounding {
+    float number;
+    int integer;
+  };
+  for (auto const& of : {rounding{0.5F, 0},
+                         {1.5F, 2},
+                         {-0.5F, 0},
+                         {-2.5F, -2},
+                         {2.500001F, 3},
+                         {126.5F, 126},
+                         {127.4F, 127},
+                         {1e30F, 127},
+                         {infinity, 127},
+                         {-127.5F, -128},
+                         {-129.0F, -128},
+                         {-infinity, -128},
+                         {std::numeric_limits<float>::quiet_NaN(), -128}}) {
+    CAPTURE(of.number);
+    CHECK(int{syncnorm::from_accumulate<std::int8_t>(of.number)} == of.integer);
   }
   for (int integer = -128; integer < 128; ++integer) {
     auto const element = static_cast<std::int8_t>(integer);
