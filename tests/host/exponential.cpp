@@ -19,7 +19,8 @@ void check_bits(Vector const& of_vector, Single const& of_number, Exact const& e
   constexpr int lanes = vectors::native_lanes<A>;
   double worst = 0;
   bool same = true;
-  for (double at = 0; at > std::log(std::numeric_limits<A>::min()); at = at * 1.001 - 1e-6) {
+  double at = 0;
+  while (at > std::log(std::numeric_limits<A>::min())) {
     vectors::vector_t<A, lanes> v{};
     if constexpr (lanes == 1) {
       v = static_cast<A>(at);
@@ -34,6 +35,7 @@ void check_bits(Vector const& of_vector, Single const& of_number, Exact const& e
       if (expected != 0) worst = std::max(worst, static_cast<double>(std::abs(result - expected) / std::abs(expected)));
       same = same && result == of_number(value);
     }
+    at = at * 1.001 - 1e-6;
   }
   CHECK(worst <= static_cast<double>(std::numeric_limits<A>::epsilon()));
   CHECK(same);

@@ -15,12 +15,14 @@
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 template <class V>
-struct lane_of {
+struct lane_traits {
   using type = std::remove_cvref_t<decltype(std::declval<V const&>()[0])>;
+  static constexpr int count = static_cast<int>(sizeof(V) / sizeof(type));
 };
 template <std::floating_point A>
-struct lane_of<A> {
+struct lane_traits<A> {
   using type = A;
+  static constexpr int count = 1;
 };
 
 /// eᵛ = scale + scale·rest, where scale is a power of two and |v − log scale| hardly more than log 2/2.
@@ -32,10 +34,10 @@ struct exponential_parts {
 /// Of v from the logarithm of the least normal number to 0, to which others are taken.
 template <class V>
 [[nodiscard, gnu::always_inline]] inline exponential_parts<V> parts_of_exponential(V const& v) {
-  using A = typename lane_of<V>::type;
+  using A = typename lane_traits<V>::type;
   using integer = std::conditional_t<sizeof(A) == 4, std::int32_t, std::int64_t>;
   using limits = std::numeric_limits<A>;
-  constexpr int lanes = static_cast<int>(sizeof(V) / sizeof(A));
+  constexpr int lanes = lane_traits<V>::count;
   using integers = vector_t<integer, lanes>;
   constexpr long double log_2 = 0.693147180559945309417L;
 
@@ -80,7 +82,7 @@ template <class V>
 [[nodiscard, gnu::always_inline]] inline V exponential_minus_1(V const& v) {
   auto const [scale, rest] = parts_of_exponential(v);
   V const zero{};
-  return multiply_add<V>(scale, rest, scale - (zero + typename lane_of<V>::type{1}));
+  return multiply_add<V>(scale, rest, scale - (zero + typename lane_traits<V>::type{1}));
 }
 
 /// eᵛ of v <= 0.
