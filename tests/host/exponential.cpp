@@ -12,8 +12,8 @@ namespace {
 
 namespace vectors = syncnorm::host::detail;
 
-/// The greatest error of `f` against `exact` over what a lane may hold, in units of the last bit, and whether a vector gives the bits of
-/// numbers.
+/// Checks that results are off from what is exact by no more than their last bit, over all that a lane may hold, and that vectors give
+/// the bits of numbers.
 template <class A, class Vector, class Single, class Exact>
 void check_bits(Vector const& of_vector, Single const& of_number, Exact const& exact) {
   constexpr int lanes = vectors::native_lanes<A>;

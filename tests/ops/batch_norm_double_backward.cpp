@@ -15,6 +15,7 @@
 
 #include <ops/double_backward_cases.hpp>
 #include <ops/pending_cases.hpp>
+#include <support/message_of.hpp>
 #include <support/sanitized.hpp>
 
 using syncnorm::exchange_policy;
@@ -317,26 +318,21 @@ TEST_CASE("what is wrong with a double backward pass on one rank is an error on 
       }
       // The gradient of a residual that is not there.
       auto const after = data.state();
-      std::string text;
-      try {
+      using syncnorm::invalid_argument_error;
+      auto text = test_support::message_of<invalid_argument_error>([&] {
         syncnorm::batch_norm_second_order<float, float> const second{
             .dx = data.dx(), .dresidual = comm.rank() == 1 ? data.dx() : syncnorm::tensor_view<float const>{}};
         data.layer.double_backward(second, data.x(), data.dy(), {}, out);
-      } catch (syncnorm::invalid_argument_error const& e) {
-        text = e.what();
-      }
+      });
       CHECK_MESSAGE(text.find("rank 1: there is a gradient with respect to dresidual, but no residual") !=
                         std::string::npos,
                     text);
       CHECK(data.state() == after);
       // An activation that is not of straight lines.
-      text.clear();
-      try {
+      text = test_support::message_of<invalid_argument_error>([&] {
         auto const activation = comm.rank() == 1 ? syncnorm::activation::elu() : syncnorm::activation::relu();
         data.layer.double_backward({.dx = data.dx()}, data.x(), data.dy(), {}, out, {.activation = activation});
-      } catch (syncnorm::invalid_argument_error const& e) {
-        text = e.what();
-      }
+      });
       CHECK_MESSAGE(text.find("rank 1: the activation is exponential, which double backward does not take") !=
                         std::string::npos,
                     text);

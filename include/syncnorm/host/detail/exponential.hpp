@@ -14,6 +14,7 @@
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
+/// What the lanes of a vector are; a number is a vector of one.
 template <class V>
 struct lane_traits {
   using type = std::remove_cvref_t<decltype(std::declval<V const&>()[0])>;
