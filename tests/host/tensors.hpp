@@ -68,7 +68,7 @@ struct brief {
   explicit operator long double() const { return static_cast<long double>(static_cast<float>(*this)); }
 };
 
-enum class arrangement { nchw, nhwc, tbc, padded_rows, padded_channels, samples_inside, every_other };
+enum class arrangement { nchw, nhwc, tbc, padded_rows, padded_channels, padded_samples, samples_inside, every_other };
 
 inline constexpr arrangement arrangements[] = {
     arrangement::nchw,
@@ -76,6 +76,7 @@ inline constexpr arrangement arrangements[] = {
     arrangement::tbc,
     arrangement::padded_rows,
     arrangement::padded_channels,
+    arrangement::padded_samples,
     arrangement::samples_inside,
     arrangement::every_other,
 };
@@ -92,6 +93,8 @@ inline std::string name_of(arrangement order) {
     return "padded rows";
   case arrangement::padded_channels:
     return "padded channels";
+  case arrangement::padded_samples:
+    return "padded samples";
   case arrangement::samples_inside:
     return "samples inside";
   case arrangement::every_other:
@@ -124,6 +127,9 @@ public:
       break;
     case arrangement::padded_channels:
       v.stride_c = 1, v.stride_s = c + 3, v.stride_n = s * v.stride_s + 1;
+      break;
+    case arrangement::padded_samples:
+      v = syncnorm::nhwc<T>(nullptr, n, c, s), v.stride_n += 5;
       break;
     case arrangement::samples_inside:
       v.stride_n = 1, v.stride_s = n, v.stride_c = s * n;

@@ -154,11 +154,12 @@ public:
     for (auto& x : in_) x.stride_s = elements_to_next(x); // by which what follows is fetched
     in_order_ = mask == nullptr ? make_one_sample(in_) : mask->rows_follow() && join_samples_in_order(in_);
     std::int64_t const step = in_[0].stride_s;
-    constexpr std::int64_t widest = 1024 / sizeof(accumulate_t<T>), fewest_rows = 4;
+    constexpr std::int64_t widest = 1024 / sizeof(accumulate_t<T>), fewest_rows = 16;
     std::int64_t const fit = std::min(widest / std::max<std::int64_t>(1, step), parts.elements(0) / fewest_rows);
-    if (!in_order_ || step < channels_ || fit < 2 || !all([&](auto const& x) { return x.stride_s == step; })) return;
+    if (step < channels_ || fit < 2 || !all([&](auto const& x) { return x.stride_s == step; })) return;
     std::int64_t const in_lines = in_whole_lines<accumulate_t<T>>(fit, step);
     positions_ = in_lines * step % run::lanes == 0 ? in_lines : fit;
+    if (!in_order_) positions_ = part_of_piece(positions_);
   }
 
   /// Positions of a row.
@@ -182,17 +183,19 @@ public:
       for (std::int64_t s = begin; s < end; ++s)
         if (counts == nullptr || counts[s] != 0) add(single, n, s);
     };
+    auto const add_range = [&](std::int64_t n, std::int64_t begin, std::int64_t end) {
+      for (; positions_ > 1 && begin + positions_ <= end; begin += positions_)
+        all_count(n, begin) ? add(several, n, begin) : add_counted(n, begin, begin + positions_);
+      add_counted(n, begin, end);
+    };
     if (in_order_) {
-      std::int64_t at = parts_.first_element(g);
-      std::int64_t const end = at + parts_.elements(g);
-      for (; positions_ > 1 && at + positions_ <= end; at += positions_)
-        all_count(at) ? add(several, 0, at) : add_counted(0, at, at + positions_);
-      flush(several);
-      add_counted(0, at, end);
+      std::int64_t const begin = parts_.first_element(g);
+      add_range(0, begin, begin + parts_.elements(g));
     } else {
       parts_.for_each_piece(
-          g, [&](groups::piece const& piece) { add_counted(piece.sample, piece.begin, piece.begin + piece.length); });
+          g, [&](groups::piece const& piece) { add_range(piece.sample, piece.begin, piece.begin + piece.length); });
     }
+    flush(several);
     flush(single);
   }
 
@@ -217,9 +220,18 @@ private:
     return rows;
   }
 
-  /// Whether the positions of a row from `first` on all do.
-  [[nodiscard]] bool all_count(std::int64_t first) const {
-    return mask_ == nullptr || all_nonzero(mask_->row(0) + first, positions_);
+  /// Of so many positions at most as many as leave the fewest of a piece over, which are summed one by one, and more than half.
+  [[nodiscard]] std::int64_t part_of_piece(std::int64_t most) const {
+    std::int64_t const length = parts_.cut.length;
+    std::int64_t best = std::min(most, length);
+    for (std::int64_t some = best - 1; some > most / 2 && length % best != 0; --some)
+      if (length % some < length % best) best = some;
+    return best;
+  }
+
+  /// Whether the positions of a row of sample `n` from `first` on all do.
+  [[nodiscard]] bool all_count(std::int64_t n, std::int64_t first) const {
+    return mask_ == nullptr || all_nonzero(mask_->row(n) + first, positions_);
   }
 
   views in_;
