@@ -17,5 +17,6 @@
 #include <syncnorm/host/group_scaling.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
 #include <syncnorm/ops/batch_norm_group.hpp>
+#include <syncnorm/ops/complex_batch_norm.hpp>
 #include <syncnorm/ops/power_norm.hpp>
 #include <syncnorm/version.hpp>

@@ -12,6 +12,7 @@
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/host/compiled_primitives.hpp>
 
+#include <ops/complex_case.hpp>
 #include <ops/double_backward_cases.hpp>
 #include <ops/epilogue_cases.hpp>
 #include <ops/grid.hpp>
@@ -41,9 +42,12 @@ void check_batch_norm_over_processes(syncnorm::any_communicator const& world) {
     // Under either policy, with as many ranks as there are shares.
     for (auto const& shares : micro_batch_shares)
       for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
-        if (static_cast<int>(shares.size()) == ranks)
+        if (static_cast<int>(shares.size()) == ranks) {
           for (auto const& failure : check_micro_batches<float>(comm, shares, layout::nhwc, 150, policy))
             FAIL_CHECK(failure);
+          complex_case const of{shares, 70, 5, layout::nchw, {.eps = 1e-3, .momentum = 0.3, .exchange = policy}};
+          for (auto const& failure : run_complex_case<float>(of, comm)) FAIL_CHECK(failure);
+        }
     if (ranks > 3) continue;
     for (std::size_t k = 0; k < epilogue_choices.size(); ++k) {
       epilogue_case<float> const data{{ranks, 140, 5, 9, partitions[k % 3], k % 2 == 0 ? layout::nhwc : layout::nchw},

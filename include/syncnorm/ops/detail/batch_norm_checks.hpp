@@ -127,8 +127,9 @@ public:
     require(std::isfinite(value) && value >= 0, [&] { return text("eps is ", value, ", expected a number >= 0"); });
   }
 
-  template <class P>
-  void options(batch_norm_options const& options, running_statistics<P> const& running, std::int64_t channels) {
+  /// `running` as `running_statistics`, or those of complex channels.
+  template <class Running>
+  void options(batch_norm_options const& options, Running const& running, std::int64_t channels) {
     eps(options.eps);
     double const momentum = options.momentum.value_or(0);
     require(momentum >= 0 && momentum <= 1,

@@ -42,11 +42,11 @@ template <class T>
   return own;
 }
 
-/// That of a forward pass.
-template <class T, class P>
-[[nodiscard]] packet_header
-make_forward_header(std::int64_t channels, std::int64_t count, affine_parameters<P> const& affine,
-                    running_statistics<P> const& running, batch_norm_options const& options, call_check const& check) {
+/// That of a forward pass. `affine` and `running` as `affine_parameters` and `running_statistics`, or those of complex channels.
+template <class T, class Affine, class Running>
+[[nodiscard]] packet_header make_forward_header(std::int64_t channels, std::int64_t count, Affine const& affine,
+                                                Running const& running, batch_norm_options const& options,
+                                                call_check const& check) {
   auto own = make_header<T>("batch_norm forward", channels, count, options.exchange, check);
   own.eps = options.eps + 0.0; // −0 is 0, also where bytes are compared
   own.momentum = options.momentum.value_or(-1) + 0.0;

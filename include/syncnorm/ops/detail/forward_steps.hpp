@@ -54,6 +54,25 @@ void update_running_statistics(running_statistics<P> running, batch_norm_options
   if (running.num_batches_tracked != nullptr) ++*running.num_batches_tracked;
 }
 
+/// Throws if all ranks have one position.
+inline void require_several(std::string_view pass, std::int64_t count) {
+  if (count == 1) throw invalid_argument_error{std::string{pass} + ": " + one_value_fault(true)};
+}
+
+/// Makes `saved` that of one more forward pass, whose statistics, 0 at first, are to come. `own_count`: of this rank.
+inline void start_saved(batch_norm_saved& saved, std::int64_t channels, statistics_scope scope,
+                        batch_norm_options const& options, std::int64_t own_count, exchange_summary const& all) {
+  ++saved.passes;
+  saved.scope = scope;
+  saved.exchange = options.exchange;
+  saved.normalized_by = options.normalize_by;
+  saved.count = all.count;
+  saved.own_count = own_count;
+  saved.backward_needed = all.backward_needed;
+  saved.mean.assign(static_cast<std::size_t>(channels), 0.0);
+  saved.inv_std.assign(static_cast<std::size_t>(channels), 0.0);
+}
+
 /// What a forward pass reads and writes: K micro-batches that share one statistic, and the state of the layer.
 template <class T, class P>
 struct forward_operands {
@@ -120,18 +139,9 @@ public:
   }
 
   void accept(exchange_summary const& all) override {
-    require_several(all.count);
-    auto const length = static_cast<std::size_t>(channels_);
-    ++saved_->passes;
-    saved_->scope = in_.scope;
-    saved_->exchange = options_.exchange;
-    saved_->normalized_by = options_.normalize_by;
-    saved_->count = all.count;
-    saved_->own_count = check_.count_of(in_.x);
-    saved_->backward_needed = all.backward_needed;
-    saved_->mean.assign(length, 0.0);
-    saved_->inv_std.assign(length, 0.0);
-    buffers_->first.assign(length, 0.0);
+    require_several(name, all.count);
+    start_saved(*saved_, channels_, in_.scope, options_, check_.count_of(in_.x), all);
+    buffers_->first.assign(static_cast<std::size_t>(channels_), 0.0);
   }
 
   [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span part) override {
@@ -163,7 +173,7 @@ public:
 
   void require_valid() const override {
     throw_fault(name, check_);
-    require_several(count());
+    require_several(name, count());
   }
   void run_alone() override {
     accept({count(), backward_ == backward_pass::needed});
@@ -188,10 +198,6 @@ public:
   }
 
 private:
-  static void require_several(std::int64_t count) {
-    if (count == 1) throw invalid_argument_error{"batch_norm forward: " + one_value_fault(true)};
-  }
-
   /// Elements of a channel of micro-batch k that count.
   [[nodiscard]] std::int64_t counted(std::size_t k) const { return (*epilogues_)[k].count(in_.x[k]); }
 

@@ -1,0 +1,199 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/channel_moments.hpp>
+#include <syncnorm/core/complex.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/host/batches_in_blocks.hpp>
+#include <syncnorm/host/complex_components.hpp>
+#include <syncnorm/host/epilogue.hpp>
+#include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
+#include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/complex_operands.hpp>
+#include <syncnorm/ops/detail/forward_steps.hpp>
+#include <syncnorm/ops/detail/pass_buffers.hpp>
+#include <syncnorm/ops/detail/pass_steps.hpp>
+
+namespace syncnorm::detail {
+
+/// What a forward pass over complex numbers reads and writes: K micro-batches that share one statistic, and the state of the layer.
+template <complex_component T>
+struct complex_forward_operands {
+  complex_batches<T> x;
+  complex_outputs<T> y;
+  complex_affine_parameters<T> affine;
+  complex_running_statistics<T> running;
+  statistics_scope scope = statistics_scope::all_ranks; ///< or this_rank, which exchanges nothing
+  std::span<batch_norm_mask const> masks{};             ///< none, or K
+};
+
+/// Says in `check` what is wrong with x and y.
+template <complex_component T>
+void check_complex_tensors(call_check& check, complex_batches<T> x, complex_outputs<T> y, std::int64_t channels) {
+  auto const batches = x.size();
+  check.require(y.size() == batches, [&] {
+    return check.text("there are ", y.size(), " micro-batches of y, expected ", batches, " as of x");
+  });
+  for (std::size_t k = 0; k < batches && !check.failed(); ++k) {
+    check.tensor(x[k], batch_name{"x", k, batches}, channels);
+    check.output(y[k], batch_name{"y", k, batches}, x[k]);
+  }
+  check_output_apart<std::complex<T>>(check, batches, {"y", y}, {{"x", x}}, true);
+}
+
+/// Normalizes a range of complex channels whose components follow each other, or one of them.
+template <complex_component T>
+void normalize_complex(host::executor_ref exec, channel_span range, complex_forward_operands<T> const& in,
+                       batch_norm_saved const& saved, affine_of_components<T> const& affine,
+                       complex_masks<T> const& masks) {
+  auto const components = components_of(range);
+  auto const mean = part_of(std::span{saved.mean}, components), inv_std = part_of(std::span{saved.inv_std}, components);
+  for (auto k = in.x.size(); k-- > 0;) // backwards: what was read last is the likeliest to be in the cache
+    host::normalize(exec, host::components_of(part_of(in.x[k], range)), host::components_of(part_of(in.y[k], range)),
+                    mean, inv_std, affine.from(components.first), masks[k], host::stores_for(in.y[k]));
+}
+
+/// The steps of a forward pass over complex numbers in training.
+template <complex_component T>
+class complex_forward_steps final : public pass_steps {
+public:
+  static constexpr std::string_view name = "batch_norm forward";
+
+  /// Of so many complex channels. Everything is borrowed, and checked.
+  complex_forward_steps(host::executor_ref exec, std::int64_t channels, complex_forward_operands<T> const& operands,
+                        batch_norm_options const& options, batch_norm_saved& saved, pass_buffers& buffers)
+      : exec_{exec}, channels_{channels}, in_{operands}, options_{options}, saved_{&saved}, buffers_{&buffers} {
+    look_into(check_, [&] {
+      check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
+      check_complex_tensors<T>(check_, in_.x, in_.y, channels);
+      check_.channel_values(in_.affine.gamma, "gamma", channels);
+      check_.channel_values(in_.affine.beta, "beta", channels);
+      check_.options(options, in_.running, channels);
+      check_.batches_tracked(options, in_.running.num_batches_tracked);
+      masks_.emplace(check_, in_.masks, in_.x);
+      affine_.emplace(check_, in_.affine);
+      follow_ = all_follow(in_.x) && all_follow(in_.y);
+      if (!collective()) check_.require(count() != 1, [] { return one_value_fault(false); });
+    });
+  }
+
+  [[nodiscard]] call_check& check() noexcept { return check_; }
+
+  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
+  [[nodiscard]] std::int64_t channels() const override { return 2 * channels_; }
+  [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
+
+  [[nodiscard]] packet_header header() const override {
+    auto own = make_forward_header<T>(channels(), count(), in_.affine, in_.running, options_, check_);
+    name_complex<T>(own);
+    return own;
+  }
+
+  void local(channel_span part, std::span<double> mean, std::span<double> m2) override {
+    if (check_.failed()) return;
+    for_each_range(exec_, complex_channels_of(part), follow_, [&](host::executor_ref exec, channel_span range) {
+      auto const within = components_of(channel_span{range.first - part.first / 2, range.length});
+      local_by(exec, range, part_of(mean, within), part_of(m2, within));
+    });
+  }
+
+  void accept(exchange_summary const& all) override {
+    require_several(name, all.count);
+    start_saved(*saved_, channels(), in_.scope, options_, check_.count_of(in_.x), all);
+    buffers_->first.assign(saved_->mean.size(), 0.0);
+  }
+
+  [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span part) override {
+    return {part_of(std::span{saved_->mean}, part), part_of(std::span{buffers_->first}, part)};
+  }
+
+  void apply(channel_span part) override {
+    for_each_range(exec_, complex_channels_of(part), follow_,
+                   [&](host::executor_ref exec, channel_span range) { apply_by(exec, range); });
+  }
+
+  void commit(channel_span part, std::span<double const>, std::span<double const>) override {
+    if (part.first + part.length != channels()) return; // the counter counts a pass once, so the last span takes all
+    auto const numbers = static_cast<std::size_t>(channels_);
+    std::span const m2{buffers_->first};
+    for (std::size_t c = 0; c < numbers; ++c) m2[c] = m2[2 * c];
+    update_running_statistics<T>({components_of(in_.running.mean), in_.running.var, in_.running.num_batches_tracked},
+                                 options_, *saved_, m2.first(numbers));
+  }
+
+  [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
+  void fail() override { forget(*saved_, in_.scope, options_.exchange); }
+
+  void require_valid() const override {
+    throw_fault(name, check_);
+    require_several(name, count());
+  }
+  void run_alone() override {
+    accept({count()});
+    host::for_each_block(
+        exec_, channels_, in_.x, 1, [&](host::executor_ref of_block, std::int64_t first, std::int64_t length) {
+          for_each_range(of_block, {first, length}, follow_, [&](host::executor_ref exec, channel_span range) {
+            auto const [mean, m2] = totals(components_of(range));
+            local_by(exec, range, mean, m2);
+            apply_by(exec, range);
+          });
+        });
+    commit({0, channels()}, {}, {});
+  }
+
+private:
+  [[nodiscard]] std::int64_t count() const {
+    std::int64_t all = 0;
+    if (check_.failed()) return all;
+    for (std::size_t k = 0; k < in_.x.size(); ++k) all += (*masks_)[k].count(in_.x[k]);
+    return all;
+  }
+
+  void local_by(host::executor_ref exec, channel_span range, std::span<double> mean, std::span<double> m2) const {
+    std::ranges::fill(mean, 0.0);
+    std::ranges::fill(m2, 0.0);
+    batch_values more{mean.size()};
+    std::int64_t merged = 0;
+    for (std::size_t k = 0; k < in_.x.size(); ++k) {
+      host::local_moments(exec, host::components_of(part_of(in_.x[k], range)), (*masks_)[k], more.first(),
+                          more.second());
+      std::int64_t const counted = (*masks_)[k].count(in_.x[k]);
+      merge_channels(merged, mean, m2, counted, more.first(), more.second());
+      merged += counted;
+    }
+  }
+
+  void apply_by(host::executor_ref exec, channel_span range) {
+    auto const components = components_of(range);
+    auto const m2 = part_of(std::span{buffers_->first}, components),
+               inv_std = part_of(std::span{saved_->inv_std}, components);
+    pair_up(m2); // E|x − mean|² is the variance of both
+    finish_statistics(m2, saved_->normalized(), options_.eps, inv_std);
+    normalize_complex<T>(exec, range, in_, *saved_, *affine_, *masks_);
+  }
+
+  host::executor_ref exec_;
+  std::int64_t channels_; ///< complex ones
+  complex_forward_operands<T> in_;
+  batch_norm_options options_;
+  batch_norm_saved* saved_;
+  pass_buffers* buffers_;
+  call_check check_;
+  std::optional<complex_masks<T>> masks_;
+  std::optional<affine_of_components<T>> affine_;
+  bool follow_ = false; ///< the components of a position in memory
+};
+
+} // namespace syncnorm::detail

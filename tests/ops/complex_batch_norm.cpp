@@ -1,0 +1,434 @@
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <complex>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <syncnorm/comm/self.hpp>
+#include <syncnorm/comm/thread_group.hpp>
+#include <syncnorm/host/compiled_primitives.hpp>
+#include <syncnorm/ops/batch_norm.hpp>
+#include <syncnorm/ops/batch_norm_group.hpp>
+#include <syncnorm/ops/complex_batch_norm.hpp>
+
+#include <ops/complex_case.hpp>
+#include <ops/grid_case.hpp>
+#include <ops/micro_batches.hpp>
+#include <ops/quick_communicator.hpp>
+#include <support/failing_executor.hpp>
+#include <support/message_of.hpp>
+#include <support/noise.hpp>
+#include <support/sanitized.hpp>
+#include <support/throws.hpp>
+
+namespace {
+
+using number = std::complex<float>;
+using test::layout;
+using layer_type = syncnorm::complex_batch_norm<float, syncnorm::thread_communicator>;
+
+template <class T>
+void check_case(test::complex_case const& of) {
+  auto const ranks = of.shares.size();
+  std::vector<std::vector<std::string>> failures(ranks);
+  syncnorm::run_ranks(static_cast<int>(ranks), [&](syncnorm::thread_communicator const& comm) {
+    failures[static_cast<std::size_t>(comm.rank())] = test::run_complex_case<T>(of, comm);
+  });
+  for (auto const& of_rank : failures)
+    for (auto const& failure : of_rank) FAIL_CHECK(failure);
+}
+
+std::vector<test::micro_batch_share> const shares{
+    {{5}}, {{2, 3}}, {{4}, {4}}, {{1, 5, 2}, {3}, {0, 2}}, {{0, 0}, {2, 1, 1, 3}}, {{}, {2, 3}, {}}, {{0}, {7}, {1}}};
+
+/// What a step of one rank reads and writes, which a case spoils.
+struct step {
+  static constexpr std::int64_t samples = 3, spatial = 5;
+
+  std::vector<number> x, y, dy, dx;
+  syncnorm::tensor_view<number> x_view, y_view, dy_view, dx_view;
+  std::vector<std::uint8_t> counts = std::vector<std::uint8_t>(samples * spatial, 1);
+  syncnorm::batch_norm_mask mask{};
+
+  explicit step(std::int64_t channels)
+      : x(static_cast<std::size_t>(samples * channels * spatial)), y(x.size()), dy(x.size(), {1, -1}), dx(x.size()),
+        x_view{view(x, channels)}, y_view{view(y, channels)}, dy_view{view(dy, channels)}, dx_view{view(dx, channels)} {
+    for (std::size_t i = 0; i < x.size(); ++i)
+      x[i] = {static_cast<float>(test::noise(1, i)), static_cast<float>(test::noise(2, i))};
+  }
+  static syncnorm::tensor_view<number> view(std::vector<number>& of, std::int64_t channels) {
+    return syncnorm::nchw(of.data(), samples, channels, spatial);
+  }
+};
+
+/// A step that `spoil` spoils on rank 1, after a good one and as the first: an error on every rank, after which a good one is taken.
+void check_spoiled(bool in_backward, auto const& spoil, std::string const& part) {
+  for (std::int64_t const channels : {3, 100})
+    for (bool const good_before : {true, false})
+      syncnorm::run_ranks(3, [&](syncnorm::thread_communicator const& comm) {
+        layer_type layer{comm, channels};
+        step good{channels}, bad{channels};
+        auto const take = [&](step& in) {
+          layer.forward(in.x_view, in.y_view, in.mask);
+          layer.backward(in.x_view, in.dy_view, in.dx_view, in.mask);
+        };
+        if (good_before) take(good);
+        if (in_backward) layer.forward(bad.x_view, bad.y_view);
+        auto const state = [&] {
+          return std::pair{std::vector<number>(layer.running_mean().begin(), layer.running_mean().end()),
+                           std::vector<number>(layer.beta_grad().begin(), layer.beta_grad().end())};
+        };
+        auto const before = state();
+        if (comm.rank() == 1) spoil(bad);
+        test::check_throws<syncnorm::invalid_argument_error>(
+            [&] {
+              if (in_backward)
+                layer.backward(bad.x_view, bad.dy_view, bad.dx_view, bad.mask);
+              else
+                layer.forward(bad.x_view, bad.y_view, bad.mask);
+            },
+            {part, "rank 1", in_backward ? "batch_norm backward" : "batch_norm forward"});
+        CHECK(state() == before);
+        take(good);
+      });
+}
+
+/// Of two threads.
+struct two_threads {
+  [[nodiscard]] static int concurrency() { return 2; }
+  template <class F>
+  void for_each(std::int64_t n, F const& f) const {
+    std::atomic<std::int64_t> next = 0;
+    auto const work = [&] {
+      for (std::int64_t i = next++; i < n; i = next++) f(i);
+    };
+    std::jthread const other{work};
+    work();
+  }
+};
+
+} // namespace
+
+TEST_CASE_TEMPLATE("complex batch norm over threads agrees with the oracle on the whole batch", T,
+                   float AND_UNSANITIZED(double)) {
+  std::size_t turn = 0;
+  for (auto const& share : shares)
+    for (auto const order : test::layouts)
+      for (std::int64_t const channels : {1, 3, 70, 130}) {
+        if (test::sanitized && turn % 3 != 0 && channels > 3) continue;
+        std::int64_t const spatial = order == layout::nc ? 1 : channels == 3 ? 23 : 7;
+        test::complex_case of{share, channels, spatial, order};
+        constexpr std::array policies{syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce};
+        of.norm.exchange = policies[turn % 2];
+        if (turn % 3 == 1) of.masked = syncnorm::masked_outputs::normalized;
+        if (turn % 3 == 2) of.masked = syncnorm::masked_outputs::zero;
+        if (turn % 5 == 1) of.norm.normalize_by = syncnorm::batch_variance::unbiased;
+        if (turn % 5 == 2) of.norm.variance = syncnorm::running_variance::biased;
+        if (turn % 5 == 3) of.norm.variance = syncnorm::running_variance::standard_deviation;
+        if (turn % 5 == 4) of.norm.momentum = std::nullopt;
+        ++turn;
+        check_case<T>(of);
+      }
+}
+
+TEST_CASE("gradients of complex numbers are those of finite differences") {
+  for (auto const masked : {0, 1, 2}) {
+    test::complex_oracle oracle{
+        3, 2, 4, std::vector<std::uint8_t>(12, 1), masked == 2, 1e-3L, masked == 1 ? 1.0L : 0.0L};
+    if (masked != 0) oracle.counts[2] = oracle.counts[7] = oracle.counts[8] = 0;
+    std::vector<test::wide_complex> x(24), dy(24);
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      x[i] = {test::noise(1, i), 2 * test::noise(2, i)};
+      dy[i] = {test::noise(3, i), test::noise(4, i)};
+    }
+    std::vector<long double> gamma{1.5L, -0.5L};
+    std::vector<test::wide_complex> beta{{0.5L, 1}, {-1, 2}};
+    auto const loss = [&] {
+      oracle.learn(x);
+      auto const y = oracle.forward(x, gamma, beta);
+      long double sum = 0;
+      for (std::size_t i = 0; i < y.size(); ++i) sum += (std::conj(dy[i]) * y[i]).real();
+      return sum;
+    };
+    static_cast<void>(loss());
+    auto const gradients = oracle.backward(x, dy, gamma, 0, 3, false);
+    // The error of a central difference is of the order of h², that of its rounding of that of 2⁻⁶⁴/h.
+    constexpr long double h = 1e-6L, close = 1e-9L;
+    auto const derivative = [&](auto& value, auto const by) {
+      auto const middle = value;
+      value = middle + by;
+      long double const above = loss();
+      value = middle - by;
+      long double const below = loss();
+      value = middle;
+      return (above - below) / (2 * h);
+    };
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      CHECK(std::abs(derivative(x[i], test::wide_complex{h, 0}) - gradients.dx[i].real()) < close);
+      CHECK(std::abs(derivative(x[i], test::wide_complex{0, h}) - gradients.dx[i].imag()) < close);
+    }
+    for (std::size_t c = 0; c < 2; ++c) {
+      CHECK(std::abs(derivative(gamma[c], h) - gradients.gamma[c]) < close);
+      CHECK(std::abs(derivative(beta[c], test::wide_complex{h, 0}) - gradients.beta[c].real()) < close);
+      CHECK(std::abs(derivative(beta[c], test::wide_complex{0, h}) - gradients.beta[c].imag()) < close);
+    }
+  }
+}
+
+TEST_CASE("numbers without imaginary parts are normalized as real ones are") {
+  constexpr std::int64_t n = 6, channels = 4, spatial = 31;
+  constexpr std::size_t size = n * channels * spatial;
+  std::vector<double> x(size), y(size), dx(size);
+  std::vector<std::complex<double>> z(size), of_z(size), dz(size);
+  for (std::size_t i = 0; i < size; ++i) z[i] = x[i] = test::noise(1, i) + 3;
+  syncnorm::batch_norm<double> real{{}, channels};
+  syncnorm::complex_batch_norm<double> complex{{}, channels};
+  real.forward(syncnorm::nchw<double const>(x.data(), n, channels, spatial),
+               syncnorm::nchw(y.data(), n, channels, spatial));
+  real.backward(syncnorm::nchw<double const>(x.data(), n, channels, spatial),
+                syncnorm::nchw<double const>(y.data(), n, channels, spatial),
+                syncnorm::nchw(dx.data(), n, channels, spatial));
+  using view = syncnorm::tensor_view<std::complex<double> const>;
+  view const read = syncnorm::nchw(z.data(), n, channels, spatial),
+             read_y = syncnorm::nchw(of_z.data(), n, channels, spatial);
+  complex.forward(read, syncnorm::nchw(of_z.data(), n, channels, spatial));
+  complex.backward(read, read_y, syncnorm::nchw(dz.data(), n, channels, spatial));
+  for (std::size_t i = 0; i < size; ++i) {
+    CHECK(std::abs(of_z[i] - y[i]) < 1e-12);
+    CHECK(std::abs(dz[i] - dx[i]) < 1e-12);
+  }
+  for (std::size_t c = 0; c < channels; ++c) {
+    CHECK(std::abs(complex.running_var()[c] - real.running_var()[c]) < 1e-12);
+    CHECK(std::abs(complex.gamma_grad()[c] - real.gamma_grad()[c]) < 1e-10);
+  }
+}
+
+TEST_CASE("passes over complex numbers in two phases, and in a group with real ones, are those at once") {
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    syncnorm::run_ranks(3, [&](syncnorm::thread_communicator const& comm) {
+      constexpr std::int64_t channels = 70;
+      syncnorm::batch_norm_layer_options const options{.norm = {.exchange = policy}};
+      layer_type at_once{comm, channels, options}, begun{comm, channels, options}, grouped{comm, channels, options};
+      syncnorm::batch_norm<float, syncnorm::thread_communicator> real{comm, 2 * channels, options},
+          real_grouped{comm, 2 * channels, options};
+      step of{channels}, of_begun{channels}, of_group{channels};
+      std::vector<float> u(of.x.size() * 2, 0), v(u), du(u), v_grouped(u), du_grouped(u);
+      for (std::size_t i = 0; i < u.size(); ++i) u[i] = static_cast<float>(test::noise(9, i));
+      auto const real_view = [&](std::vector<float>& values) {
+        return syncnorm::nchw(values.data(), step::samples, 2 * channels, step::spatial);
+      };
+      syncnorm::batch_norm_group group{comm};
+      for (int turn = 0; turn < 2; ++turn) {
+        at_once.forward(of.x_view, of.y_view);
+        at_once.backward(of.x_view, of.dy_view, of.dx_view);
+        real.forward(real_view(u), real_view(v));
+        real.backward(real_view(u), real_view(u), real_view(du));
+        begun.begin_forward(of_begun.x_view, of_begun.y_view).finish();
+        begun.begin_backward(of_begun.x_view, of_begun.dy_view, of_begun.dx_view).finish();
+        group.run(syncnorm::passes(grouped.plan_forward(of_group.x_view, of_group.y_view),
+                                   real_grouped.plan_forward(real_view(u), real_view(v_grouped))));
+        group.run(syncnorm::passes(grouped.plan_backward(of_group.x_view, of_group.dy_view, of_group.dx_view),
+                                   real_grouped.plan_backward(real_view(u), real_view(u), real_view(du_grouped))));
+      }
+      for (auto const* const other : {&of_begun, &of_group}) {
+        CHECK(other->y == of.y);
+        CHECK(other->dx == of.dx);
+      }
+      for (auto const* const other : {&begun, &grouped}) {
+        CHECK(std::ranges::equal(other->running_mean(), at_once.running_mean()));
+        CHECK(std::ranges::equal(other->running_var(), at_once.running_var()));
+        CHECK(std::ranges::equal(other->gamma_grad(), at_once.gamma_grad()));
+        CHECK(std::ranges::equal(other->beta_grad(), at_once.beta_grad()));
+      }
+      CHECK(v_grouped == v);
+      CHECK(du_grouped == du);
+    });
+}
+
+TEST_CASE("large layers of complex numbers are exchanged in parts, and give the same by any executor") {
+  for (auto const order : {layout::nchw, layout::nhwc}) {
+    test::complex_case const of{{{2, 1}, {2}}, 37, 3000, order};
+    std::vector<std::vector<std::string>> failures(2);
+    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+      failures[static_cast<std::size_t>(comm.rank())] =
+          test::run_complex_case<float>(of, test::quick_communicator{comm, 0});
+    });
+    for (auto const& of_rank : failures)
+      for (auto const& failure : of_rank) FAIL_CHECK(failure);
+  }
+  auto const run = []<class E>(E const& exec, bool nhwc) {
+    constexpr std::int64_t n = 4, channels = 37, spatial = 2000;
+    std::vector<number> x(n * channels * spatial), y(x.size()), dx(x.size());
+    for (std::size_t i = 0; i < x.size(); ++i)
+      x[i] = {static_cast<float>(test::noise(1, i)), static_cast<float>(test::noise(2, i))};
+    auto const view = [&](auto& values) {
+      return nhwc ? syncnorm::nhwc(values.data(), n, channels, spatial)
+                  : syncnorm::nchw(values.data(), n, channels, spatial);
+    };
+    syncnorm::complex_batch_norm<float, syncnorm::self_communicator, E> layer{{}, channels, {}, exec};
+    layer.forward(view(x), view(y));
+    layer.backward(view(x), view(y), view(dx));
+    return std::pair{y, dx};
+  };
+  for (bool const nhwc : {false, true}) CHECK(run(two_threads{}, nhwc) == run(syncnorm::host::serial_executor{}, nhwc));
+}
+
+TEST_CASE("layers of complex numbers without parameters or running statistics, with gamma alone, and frozen") {
+  constexpr std::int64_t channels = 3;
+  syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+    step full{channels}, other{channels};
+    layer_type plain{comm, channels, {.affine = false, .track_running_stats = false}}, layer{comm, channels};
+    layer.forward(full.x_view, full.y_view);
+    plain.forward(other.x_view, other.y_view);
+    CHECK(other.y == full.y);
+    layer.backward(full.x_view, full.dy_view, full.dx_view);
+    plain.backward(other.x_view, other.dy_view, other.dx_view);
+    CHECK(other.dx == full.dx);
+    CHECK((plain.gamma().empty() && plain.beta_grad().empty() && plain.running_mean().empty()));
+    plain.eval(); // by its own batch, on this rank
+    plain.forward(other.x_view, other.y_view);
+    CHECK(plain.saved().scope == syncnorm::statistics_scope::this_rank);
+
+    layer_type gamma_alone{comm, channels, {.parts = syncnorm::affine_parts::gamma}};
+    gamma_alone.forward(other.x_view, other.y_view);
+    gamma_alone.backward(other.x_view, other.dy_view, other.dx_view);
+    CHECK(other.dx == full.dx);
+    CHECK(gamma_alone.beta().empty());
+    CHECK(std::ranges::equal(gamma_alone.gamma_grad(), layer.gamma_grad()));
+
+    // Frozen, training is evaluation, and the gradient of x alone reads no x.
+    layer.freeze_statistics();
+    layer.forward(full.x_view, full.y_view);
+    layer.backward(full.x_view, full.dy_view, full.dx_view);
+    layer.eval();
+    layer.forward(other.x_view, other.y_view);
+    layer.backward(other.x_view, other.dy_view, other.dx_view);
+    CHECK(other.y == full.y);
+    CHECK(other.dx == full.dx);
+    CHECK(layer.num_batches_tracked() == 1);
+    layer.reset_running_stats();
+    CHECK(layer.num_batches_tracked() == 0);
+    CHECK(layer.running_mean()[0] == number{0});
+    CHECK(layer.running_var()[0] == 1);
+  });
+}
+
+TEST_CASE("y over x, and dx over dy, of complex numbers") {
+  step apart{5}, within{5};
+  syncnorm::complex_batch_norm<float> one{{}, 5}, other{{}, 5};
+  one.forward(apart.x_view, apart.y_view);
+  one.backward(apart.x_view, apart.dy_view, apart.dx_view);
+  other.forward(within.x_view, within.y_view);
+  other.backward(within.x_view, within.dy_view, within.dy_view);
+  CHECK(within.dy == apart.dx);
+  other.forward(within.x_view, within.x_view);
+  CHECK(within.x == apart.y);
+}
+
+TEST_CASE("what is wrong with complex numbers on one rank is an error on every rank") {
+  check_spoiled(
+      false, [](step& in) { in.x_view.data = nullptr; }, "x is null");
+  check_spoiled(
+      false, [](step& in) { in.y_view.data = nullptr; }, "y is null");
+  check_spoiled(
+      false, [](step& in) { in.x_view.channels = 2; }, "x has 2 channels");
+  check_spoiled(
+      false, [](step& in) { in.y_view.spatial = 4; }, "expected [3, ");
+  check_spoiled(
+      false, [](step& in) { in.x_view.samples = -1; }, "negative extent");
+  check_spoiled(
+      false, [](step& in) { in.y_view.stride_n = 0; }, "y has the strides");
+  check_spoiled(
+      false, [](step& in) { in.y_view = in.x_view, ++in.y_view.data; }, "y and x overlap");
+  check_spoiled(
+      false, [](step& in) { in.mask = {syncnorm::mask_of(in.counts.data(), 1, 5)}; }, "the mask is [1, 5]");
+  check_spoiled(
+      true, [](step& in) { in.dy_view.data = nullptr; }, "dy is null");
+  check_spoiled(
+      true, [](step& in) { in.dx_view.spatial = 4; }, "dx is [3, ");
+  check_spoiled(
+      true, [](step& in) { in.x_view.samples = in.dy_view.samples = in.dx_view.samples = 2; }, "x has 10 values");
+  check_spoiled(
+      true, [](step& in) { in.dx_view = in.dy_view, --in.dx_view.data; }, "dx and dy overlap");
+}
+
+TEST_CASE("ranks that disagree on complex numbers hear of it") {
+  auto const run = [](auto const& on_rank_1) {
+    std::vector<std::string> messages(2);
+    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+      auto const forward = [&](auto&& layer, step& in) { layer.forward(in.x_view, in.y_view); };
+      messages[static_cast<std::size_t>(comm.rank())] = test_support::message_of<syncnorm::mismatch_error>([&] {
+        step in{4};
+        if (comm.rank() == 1)
+          on_rank_1(comm, in);
+        else
+          forward(layer_type{comm, 4}, in);
+      });
+    });
+    CHECK(messages[0] == messages[1]);
+    return messages[0];
+  };
+  auto const real = run([](auto const& comm, step& in) {
+    syncnorm::batch_norm<float, syncnorm::thread_communicator> layer{comm, 8};
+    auto* const x = reinterpret_cast<float*>(in.x.data());
+    auto* const y = reinterpret_cast<float*>(in.y.data());
+    layer.forward(syncnorm::nchw<float const>(x, 3, 8, 5), syncnorm::nchw(y, 3, 8, 5));
+  });
+  CHECK_MESSAGE(test_support::contains(real, "complex float"), real);
+  auto const eps = run([](auto const& comm, step& in) {
+    layer_type layer{comm, 4, {.norm = {.eps = 1}}};
+    layer.forward(in.x_view, in.y_view);
+  });
+  CHECK_MESSAGE(test_support::contains(eps, "eps"), eps);
+  auto const channels = run([](auto const& comm, step&) {
+    step in{3};
+    layer_type layer{comm, 3};
+    layer.forward(in.x_view, in.y_view);
+  });
+  CHECK_MESSAGE(test_support::contains(channels, "rank 1 has"), channels);
+}
+
+TEST_CASE("one complex number over all ranks is no batch, and none is none") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    layer_type layer{comm, 1};
+    std::vector<number> values(1, {1, 2}), y(1);
+    auto const view = [&](auto& of, std::int64_t n) { return syncnorm::nchw(of.data(), n, 1, 1); };
+    auto const message =
+        test_support::message_of([&] { layer.forward(view(values, comm.rank()), view(y, comm.rank())); });
+    CHECK_MESSAGE(test_support::contains(message, "more than 1 value"), message);
+    layer.forward(view(values, 0), view(y, 0));
+    layer.backward(view(values, 0), view(values, 0), view(y, 0));
+    CHECK(layer.num_batches_tracked() == 0);
+    CHECK(layer.running_var()[0] == 1);
+  });
+}
+
+TEST_CASE("a backward pass of complex numbers without its forward pass is an error, and so is an executor's") {
+  step in{3};
+  syncnorm::complex_batch_norm<float> layer{{}, 3};
+  auto const message = test_support::message_of([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); });
+  CHECK_MESSAGE(test_support::contains(message, "was there a forward pass?"), message);
+  CHECK(test_support::contains(test_support::message_of([&] {
+                                 syncnorm::complex_batch_norm<float> negative{{}, -1};
+                                 negative.forward(in.x_view, in.y_view);
+                               }),
+                               "negative"));
+  for (int failing = 1; failing <= 2; ++failing) {
+    int uses = 0;
+    syncnorm::complex_batch_norm<float, syncnorm::self_communicator, test::failing_executor> failed{
+        {}, 3, {}, {&uses, failing}};
+    auto const thrown = test_support::thrown([&] { failed.forward(in.x_view, in.y_view); });
+    if (thrown.empty()) continue;
+    CHECK(thrown == "no threads");
+    CHECK(failed.num_batches_tracked() == 0);
+    CHECK_FALSE(test_support::thrown([&] { failed.backward(in.x_view, in.dy_view, in.dx_view); }).empty());
+  }
+}
