@@ -1,6 +1,8 @@
-// batch_norm on one rank over micro-batches by one statistic, by constant statistics, and double backward, beside the floor of their bytes.
+// batch_norm on one rank over micro-batches by one statistic, by constant statistics, of complex numbers, and double backward, beside the
+// floor of their bytes.
 
 #include <array>
+#include <complex>
 #include <cstdint>
 #include <exception>
 #include <iostream>
@@ -11,6 +13,7 @@
 #include <omp.h>
 
 #include <syncnorm/host/openmp.hpp>
+#include <syncnorm/ops/complex_batch_norm.hpp>
 
 #include "support/harness.hpp"
 #include "support/passes.hpp"
@@ -69,6 +72,21 @@ void add_evaluation(std::vector<bench::row>& rows, std::string const& layout, st
   }
 }
 
+/// Passes over complex numbers.
+void add_complex(std::vector<bench::row>& rows, std::string const& layout, std::array<std::int64_t, 3> shape) {
+  using number = std::complex<float>;
+  using layer_type = syncnorm::complex_batch_norm<float, syncnorm::self_communicator, syncnorm::host::openmp_executor>;
+  for (std::string const op : {"forward", "backward"}) {
+    bench::row_key const key{op, layout, bench::type_name<number>(), shape, "self", 1, threads};
+    bench::add_row<number>(rows, key, [=](bench::rank_tensors<number> const& data) -> bench::contender::step {
+      auto const layer =
+          std::make_shared<layer_type>(syncnorm::self_communicator{}, key.shape[1],
+                                       syncnorm::batch_norm_layer_options{}, syncnorm::host::openmp_executor{threads});
+      return bench::layer_step<number>(key, data, layer);
+    });
+  }
+}
+
 /// Double backward, which reads x, dy and the gradient with respect to dx, and writes those to dy and to x.
 template <class T>
 void add_double_backward(std::vector<bench::row>& rows, std::string const& with, std::string const& layout,
@@ -119,6 +137,7 @@ int main(int argc, char** argv) {
       if (how.quick && std::string{layout} == "NHWC") continue;
       add_micro_batches<float>(rows, layout, images);
       add_evaluation<float>(rows, layout, images);
+      add_complex(rows, layout, {32, 128, 3136});
       add_double_backward<float>(rows, "", layout, images);
       add_double_backward<float>(rows, "+relu", layout, images);
     }

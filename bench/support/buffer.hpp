@@ -14,7 +14,7 @@ namespace bench {
 template <class T>
 class buffer {
 public:
-  /// Elements that look random, deterministic, with mean 0.25 and deviation 0.58; distinct for distinct seeds.
+  /// Elements, or both components of complex ones, that look random, deterministic, with mean 0.25 and deviation 0.58; distinct for distinct seeds.
   explicit buffer(std::int64_t size, std::uint32_t seed = 1) : size_{size} {
     auto const bytes = (static_cast<std::size_t>(size) * sizeof(T) + page - 1) / page * page;
     data_ = static_cast<T*>(std::aligned_alloc(page, bytes == 0 ? page : bytes));
@@ -32,10 +32,17 @@ private:
   static constexpr std::size_t page = 4096;
 
   static T value(std::uint32_t i) {
+    if constexpr (syncnorm::element<T>) {
+      return syncnorm::from_double<T>(number(i));
+    } else { // complex
+      using component = typename T::value_type;
+      return {static_cast<component>(number(i)), static_cast<component>(number(~i))};
+    }
+  }
+  static double number(std::uint32_t i) {
     i = (i ^ (i >> 16)) * 0x7feb352du;
     i = (i ^ (i >> 15)) * 0x846ca68bu;
-    return syncnorm::from_double<T>(static_cast<double>(static_cast<std::int32_t>(i ^ (i >> 16))) / 2147483648.0 +
-                                    0.25);
+    return static_cast<double>(static_cast<std::int32_t>(i ^ (i >> 16))) / 2147483648.0 + 0.25;
   }
 
   T* data_;

@@ -1,5 +1,6 @@
 #include <array>
 #include <barrier>
+#include <complex>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -208,6 +209,25 @@ int of_power_norm(int ranks, extents const& of, syncnorm::power_norm_options con
       /*filled=*/true, ranks == 1 ? 1 : 3); // of which two see passes that are still in flight
 }
 
+/// Of complex numbers, at once and in two phases.
+int of_complex_numbers(int ranks, extents const& of, bool masked) {
+  return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
+    using number = std::complex<float>;
+    using complex_type = syncnorm::complex_batch_norm<float, thread_communicator>;
+    syncnorm::batch_norm_mask const mask{masked ? t.counts() : syncnorm::mask_view{}};
+    return [of, mask, x = std::vector<number>(t.x.begin(), t.x.end()), y = std::vector<number>(t.x.size()),
+            a = complex_type{comm, of.channels}, b = complex_type{comm, of.channels}]() mutable {
+      auto const view = [&](auto& values) {
+        return syncnorm::nchw(values.data(), of.samples, of.channels, of.spatial);
+      };
+      a.forward(view(x), view(y), mask);
+      a.backward(view(x), view(x), view(y), mask);
+      b.begin_forward(view(x), view(y), mask).finish();
+      b.begin_backward(view(x), view(x), view(y), mask).finish();
+    };
+  });
+}
+
 } // namespace
 
 TEST_CASE("a step after the first allocates nothing") {
@@ -294,6 +314,14 @@ TEST_CASE("power norm allocates nothing after the first steps, in the warm-up an
         CHECK(of_power_norm(2, {16, 200, 9}, options) == 0);
         CHECK(of_power_norm(2, {1024, 1024, 1}, options) == 0);
       }
+}
+
+TEST_CASE("a step of complex numbers after the first allocates nothing") {
+  for (bool const masked : {false, true}) {
+    CHECK(of_complex_numbers(1, {4, 24, 49}, masked) == 0);
+    CHECK(of_complex_numbers(2, {4, 200, 9}, masked) == 0);
+    CHECK(of_complex_numbers(2, {8, 96, 784}, masked) == 0); // in parts
+  }
 }
 
 TEST_CASE("allocations are counted") {

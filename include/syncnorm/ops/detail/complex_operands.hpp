@@ -69,6 +69,7 @@ public:
   /// None where the operands are not valid.
   affine_of_components(call_check const& check, complex_affine_parameters<T> const& of) : beta_{of.beta} {
     if (check.failed()) return;
+    gamma_.reserve(2 * of.gamma.size());
     for (T const value : of.gamma) gamma_.insert(gamma_.end(), 2, static_cast<double>(value));
   }
 
@@ -122,6 +123,7 @@ public:
     for (std::size_t k = 0; k < masks.size() && !check.failed(); ++k)
       check.mask(masks[k].mask, batch_name{"the mask", k, batches}, x[k]);
     if (check.failed()) return;
+    prepared_.reserve(masks.size());
     for (std::size_t k = 0; k < masks.size(); ++k)
       prepared_.emplace_back(batch_norm_epilogue<T>{.mask = masks[k].mask, .masked = masks[k].masked},
                              host::components_of(x[k]));
