@@ -12,10 +12,12 @@
 namespace test {
 
 enum class partition { even, uneven, with_empty_ranks };
-enum class layout { nchw, nhwc, nc, tbc, strided };
+enum class layout { nchw, nhwc, nc, tbc, strided, csn, cns };
 
 inline constexpr std::array partitions{partition::even, partition::uneven, partition::with_empty_ranks};
 inline constexpr std::array layouts{layout::nchw, layout::nhwc, layout::nc, layout::tbc, layout::strided};
+/// Those with channels outermost, as a matrix by columns.
+inline constexpr std::array layouts_by_channels{layout::csn, layout::cns};
 
 /// One cell of the test grid: how a batch is spread over ranks, and how it lies in memory.
 struct grid_case {
@@ -44,7 +46,7 @@ struct grid_case {
 
   [[nodiscard]] std::string name() const {
     static constexpr std::array spreads{"even", "uneven", "empty ranks"};
-    static constexpr std::array orders{"nchw", "nhwc", "nc", "tbc", "strided"};
+    static constexpr std::array orders{"nchw", "nhwc", "nc", "tbc", "strided", "csn", "cns"};
     return std::to_string(ranks) + " ranks, C " + std::to_string(channels) + ", batch " + std::to_string(batch) +
            ", S " + std::to_string(spatial) + ", " + spreads[static_cast<std::size_t>(spread)] + ", " +
            orders[static_cast<std::size_t>(order)];
@@ -77,6 +79,12 @@ struct owned_tensor {
       break;
     case layout::strided:
       view = {data + 1, n, c, s, (c + 1) * (2 * s + 1), 2 * s + 1, 2};
+      break;
+    case layout::csn:
+      view = {data, n, c, s, 1, n * s, n};
+      break;
+    case layout::cns:
+      view = {data, n, c, s, s, n * s, 1};
       break;
     }
   }

@@ -8,7 +8,8 @@
 namespace syncnorm {
 
 /// A borrowed tensor `[N, C, S]`: N samples, C channels, S the product of the spatial extents. Strides count elements;
-/// any strides are legal, contiguous rows (`stride_s == 1`) and contiguous channels (`stride_c == 1`) are fast.
+/// any strides are legal, contiguous rows (`stride_s == 1`) and contiguous channels (`stride_c == 1`) are fast, and so are samples that lie
+/// next to each other (`stride_n == 1`), as in a matrix by columns, {data, N, C, 1, 1, N, 1}.
 template <class T>
 struct tensor_view {
   T* data = nullptr;

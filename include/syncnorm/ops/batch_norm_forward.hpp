@@ -20,6 +20,7 @@
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/turned_batches.hpp>
 
 namespace syncnorm {
 
@@ -102,7 +103,9 @@ void check_inference(call_check& check, inference_operands<T, P> const& in) {
 
 /// The pass, of valid operands.
 template <class T, class P>
-void infer(host::executor_ref exec, inference_operands<T, P> const& in, batch_norm_saved& saved) {
+void infer(host::executor_ref exec, inference_operands<T, P> in, batch_norm_saved& saved) {
+  turned_batches<tensor_view<T const>, tensor_view<T>, batch_norm_epilogue<T>> turned;
+  turned.turn(in.x, in.x, in.y, in.epilogues);
   ++saved.passes;
   saved.scope = statistics_scope::constant;
   saved.own_count = -1;

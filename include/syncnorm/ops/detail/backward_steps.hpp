@@ -24,6 +24,7 @@
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/turned_batches.hpp>
 
 namespace syncnorm::detail {
 
@@ -77,14 +78,14 @@ public:
         if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
       }
       check_.own_count(check_.count_of(in_.x), saved.own_count);
-      epilogues_.emplace(check_, in_.epilogues, in_.x);
+      pass_epilogues<T>::validate(check_, in_.epilogues, in_.x);
       check_.require(in_.dresidual.empty() || in_.dresidual.size() == batches, [&] {
         return check_.text("there are ", in_.dresidual.size(), " micro-batches of dresidual, expected ", batches,
                            " as of x");
       });
       for (std::size_t k = 0; k < in_.dresidual.size() && !check_.failed(); ++k) {
         if (!in_.dresidual[k].is_given()) continue;
-        check_.require((*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
+        check_.require((!in_.epilogues.empty() && in_.epilogues[k].has_residual()) || in_.x[k].size() == 0,
                        [&] { return "the gradient of a residual is asked for, but there is no residual"; });
         check_.output(in_.dresidual[k], batch_name("dresidual", k, batches), in_.x[k]);
       }
@@ -94,6 +95,8 @@ public:
       check_.channel_values(in_.affine.beta, "beta", channels);
       check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
       check_.channel_values(in_.gradients.beta, "the gradient of beta", channels);
+      if (!check_.failed()) turned_.turn(in_.x, in_.dy, in_.x, in_.dx, in_.dresidual, in_.epilogues);
+      epilogues_.emplace(check_, in_.epilogues, in_.x);
     });
   }
 
@@ -222,6 +225,8 @@ private:
   host::executor_ref exec_;
   std::int64_t channels_;
   backward_operands<T, P> in_;
+  turned_batches<tensor_view<T const>, tensor_view<T const>, tensor_view<T>, tensor_view<T>, batch_norm_epilogue<T>>
+      turned_;
   batch_norm_saved const* saved_;
   std::int64_t saved_passes_; ///< when the pass began
   pass_buffers* buffers_;

@@ -25,6 +25,7 @@
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/turned_batches.hpp>
 
 namespace syncnorm::detail {
 
@@ -63,17 +64,20 @@ public:
       as_many(in_.to_x.size(), "the gradient to x");
       for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
       check_.own_count(check_.count_of(in_.x), saved.own_count);
-      epilogues_.emplace(check_, in_.epilogues, in_.x);
+      pass_epilogues<T>::validate(check_, in_.epilogues, in_.x);
       for (auto const& epilogue : in_.epilogues) check_.not_exponential(epilogue.activation, "double backward");
       check_outputs_apart(check_, in_);
       for (std::size_t k = 0; k < in_.v.size() && !check_.failed(); ++k)
-        check_.require(!in_.v[k].is_given() || (*epilogues_)[k].has_residual() || in_.x[k].size() == 0,
+        check_.require(!in_.v[k].is_given() || (!in_.epilogues.empty() && in_.epilogues[k].has_residual()) ||
+                           in_.x[k].size() == 0,
                        [&] { return "there is a gradient with respect to dresidual, but no residual"; });
       check_.channel_values(in_.affine.gamma, "gamma", channels);
       check_.channel_values(in_.affine.beta, "beta", channels);
       check_.channel_values(in_.a, "the gradient with respect to that of gamma", channels);
       check_.channel_values(in_.b, "the gradient with respect to that of beta", channels);
       check_.channel_values(in_.gamma_gradient, "the gradient of gamma", channels);
+      if (!check_.failed()) turned_.turn(in_.x, in_.dy, in_.x, in_.u, in_.v, in_.to_dy, in_.to_x, in_.epilogues);
+      epilogues_.emplace(check_, in_.epilogues, in_.x);
     });
   }
 
@@ -223,6 +227,9 @@ private:
   std::int64_t channels_;
   std::size_t length_;
   double_backward_operands<T, P> in_;
+  turned_batches<tensor_view<T const>, tensor_view<T const>, tensor_view<T const>, tensor_view<T const>, tensor_view<T>,
+                 tensor_view<T>, batch_norm_epilogue<T>>
+      turned_;
   batch_norm_saved const* saved_;
   call_check check_;
   std::optional<pass_epilogues<T>> epilogues_;

@@ -28,6 +28,7 @@
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/turned_batches.hpp>
 
 namespace syncnorm::detail {
 
@@ -110,8 +111,10 @@ public:
       check_.channel_values(in_.affine.beta, "beta", channels);
       check_.options(options, in_.running, channels);
       check_.batches_tracked(options, in_.running.num_batches_tracked);
-      epilogues_.emplace(check_, in_.epilogues, in_.x);
       check_output_apart<T>(check_, in_.x.size(), {"y", in_.y}, {{"x", in_.x}, named_views<T>{in_.epilogues}}, true);
+      pass_epilogues<T>::validate(check_, in_.epilogues, in_.x);
+      if (!check_.failed()) turned_.turn(in_.x, in_.x, in_.y, in_.epilogues);
+      epilogues_.emplace(check_, in_.epilogues, in_.x);
       if (!collective()) check_.require(count() != 1, [] { return one_value_fault(false); });
     });
   }
@@ -241,6 +244,7 @@ private:
   host::executor_ref exec_;
   std::int64_t channels_;
   forward_operands<T, P> in_;
+  turned_batches<tensor_view<T const>, tensor_view<T>, batch_norm_epilogue<T>> turned_;
   batch_norm_options options_;
   batch_norm_saved* saved_;
   pass_buffers* buffers_;
