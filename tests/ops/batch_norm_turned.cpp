@@ -84,6 +84,10 @@ TEST_CASE("a pass takes samples for positions where that makes longer rows, and 
     CHECK(joined.x[0].samples == (inside ? 6 : 1));
     CHECK(joined.epilogue[0].mask.spatial == joined.x[0].spatial);
   }
+  // One of several contiguous channels.
+  syncnorm::tensor_view<float> const lone{memory.data(), 4, 1, 6, 18, 1, 3}, of_matrix{memory.data(), 4, 1, 1, 3, 1, 1};
+  CHECK(form(taken{lone, lone}.x[0]) == form_of{4, 1, 6, 18, 0, 3});
+  CHECK(form(taken{of_matrix, of_matrix}.y[0]) == form_of{1, 1, 4, 1, 0, 3});
   for (auto const& usual : {syncnorm::nchw(memory.data(), 4, 3, 6), syncnorm::nhwc(memory.data(), 4, 3, 6),
                             syncnorm::tbc(memory.data(), 6, 4, 3), syncnorm::nc(memory.data(), 4, 3),
                             syncnorm::nchw(memory.data(), 4, 1, 6), syncnorm::nchw(memory.data(), 1, 3, 6)})
@@ -106,6 +110,31 @@ TEST_CASE_TEMPLATE("batches with channels outermost agree with the oracle", T, f
             for (auto const& failure : test::run_epilogue_case(with_epilogue, comm)) FAIL_CHECK(failure);
           });
         }
+}
+
+TEST_CASE("one of several contiguous channels is normalized as by itself") {
+  for (std::int64_t const spatial : {1, 25}) {
+    constexpr std::int64_t samples = 7, stride = 5;
+    std::vector<float> wide(static_cast<std::size_t>(samples * spatial * stride), -77), y = wide, dx = wide;
+    std::vector<float> x(static_cast<std::size_t>(samples * spatial)), of_x(x), dx_of_x(x);
+    for (std::size_t i = 0; i < x.size(); ++i) wide[i * stride + 2] = x[i] = static_cast<float>(test::noise(1, i));
+    auto const slice = [&](std::vector<float>& of) -> syncnorm::tensor_view<float> {
+      return {of.data() + 2, samples, 1, spatial, spatial * stride, 1, stride};
+    };
+    auto const dense = [&](auto& of) { return syncnorm::nchw(of.data(), samples, 1, spatial); };
+    syncnorm::batch_norm<float> layer{{}, 1}, other{{}, 1};
+    layer.forward(slice(wide), slice(y));
+    layer.backward(slice(wide), slice(wide), slice(dx));
+    other.forward(dense(x), dense(of_x));
+    other.backward(dense(x), dense(x), dense(dx_of_x));
+    for (std::size_t i = 0; i < y.size(); ++i) {
+      bool const of_channel = i % stride == 2;
+      CHECK(y[i] ==
+            (of_channel ? doctest::Approx(of_x[i / stride]).epsilon(test::tolerance<float>) : doctest::Approx(-77)));
+      CHECK(dx[i] ==
+            (of_channel ? doctest::Approx(dx_of_x[i / stride]).epsilon(test::tolerance<float>) : doctest::Approx(-77)));
+    }
+  }
 }
 
 TEST_CASE("micro-batches and double backward passes of batches with channels outermost agree with the oracle") {

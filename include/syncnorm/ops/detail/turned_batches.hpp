@@ -17,11 +17,18 @@
 // To a pass, samples and positions are the same: it may take one for the other in all its operands, or all samples for one.
 namespace syncnorm::detail {
 
+/// Whether one channel passes for contiguous channels whose positions are apart, which would be taken one by one.
+template <class T>
+[[nodiscard]] bool is_lone_channel(tensor_view<T> const& x) {
+  return x.channels == 1 && x.stride_c == 1 && !host::detail::has_rows(x);
+}
+
 /// Whether samples taken for positions come in the order of memory, and channels are not contiguous; as in a matrix by columns.
 template <class T>
 [[nodiscard]] bool samples_inside(tensor_view<T> const& x) {
-  std::int64_t const outer = x.spatial > 1 ? x.stride_s : x.stride_c;
-  return x.samples > 1 && x.stride_c != 1 && std::abs(x.stride_n) < std::abs(outer);
+  if (x.samples <= 1 || x.stride_c == 1) return false;
+  if (x.spatial > 1) return std::abs(x.stride_n) < std::abs(x.stride_s);
+  return x.channels == 1 || std::abs(x.stride_n) < std::abs(x.stride_c);
 }
 
 /// Whether samples come one after the other as if they were one; of what is not there, too.
@@ -35,6 +42,18 @@ template <class T>
 template <class T>
 [[nodiscard]] bool samples_join(batch_norm_epilogue<T> const& epilogue) {
   return samples_join(epilogue.residual) && samples_join(epilogue.mask);
+}
+
+/// `of` of one channel, with a stride that has no meaning.
+template <class T>
+[[nodiscard]] tensor_view<T> alone(tensor_view<T> of) {
+  of.stride_c = 0;
+  return of;
+}
+template <class T>
+[[nodiscard]] batch_norm_epilogue<T> alone(batch_norm_epilogue<T> of) {
+  of.residual.stride_c = 0;
+  return of;
 }
 
 template <class T>
@@ -71,23 +90,25 @@ public:
     auto const may_join = [](tensor_view<T const> const& each) {
       return each.samples > 1 && each.spatial > 1 && each.channels > 1 && each.stride_c != 1 && samples_join(each);
     };
-    if (!std::ranges::any_of(x, [&](auto const& each) { return samples_inside(each) || may_join(each); })) return;
+    auto const changes = [&](tensor_view<T const> const& each) {
+      return is_lone_channel(each) || samples_inside(each) || may_join(each);
+    };
+    if (!std::ranges::any_of(x, changes)) return;
     auto const for_all = [&](auto const& f) { std::apply([&](auto&... copies) { (f(copies), ...); }, copies_); };
     std::apply([&](auto&... copies) { (copies.assign(operands.begin(), operands.end()), ...); }, copies_);
     for (std::size_t k = 0; k < x.size(); ++k) {
       auto of_x = x[k];
-      if (samples_inside(of_x)) {
-        of_x = turned(of_x);
+      auto const change = [&](auto const& to) {
+        of_x = to(of_x);
         for_all([&](auto& copies) {
-          if (!copies.empty()) copies[k] = turned(copies[k]);
+          if (!copies.empty()) copies[k] = to(copies[k]);
         });
-      }
+      };
+      if (is_lone_channel(of_x)) change([](auto const& of) { return alone(of); });
+      if (samples_inside(of_x)) change([](auto const& of) { return turned(of); });
       bool join = may_join(of_x);
       for_all([&](auto const& copies) { join = join && (copies.empty() || samples_join(copies[k])); });
-      if (!join) continue;
-      for_all([&](auto& copies) {
-        if (!copies.empty()) copies[k] = joined(copies[k]);
-      });
+      if (join) change([](auto const& of) { return joined(of); });
     }
     std::apply([&](auto const&... copies) { ((operands = copies), ...); }, copies_);
   }
