@@ -7,6 +7,7 @@
 #include <complex>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -416,11 +417,13 @@ TEST_CASE("a backward pass of complex numbers without its forward pass is an err
   syncnorm::complex_batch_norm<float> layer{{}, 3};
   auto const message = test_support::message_of([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); });
   CHECK_MESSAGE(test_support::contains(message, "was there a forward pass?"), message);
-  CHECK(test_support::contains(test_support::message_of([&] {
-                                 syncnorm::complex_batch_norm<float> negative{{}, -1};
-                                 negative.forward(in.x_view, in.y_view);
-                               }),
-                               "negative"));
+  syncnorm::complex_batch_norm<float> negative{{}, -1};
+  for (bool const training : {true, false}) {
+    negative.train(training);
+    auto const of_none =
+        test_support::message_of([&] { negative.forward(std::span<syncnorm::tensor_view<number const> const>{}, {}); });
+    CHECK_MESSAGE(test_support::contains(of_none, "channels is negative: -1"), of_none);
+  }
   for (int failing = 1; failing <= 2; ++failing) {
     int uses = 0;
     syncnorm::complex_batch_norm<float, syncnorm::self_communicator, test::failing_executor> failed{

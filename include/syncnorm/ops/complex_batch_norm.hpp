@@ -25,7 +25,8 @@ namespace syncnorm {
 /// A batch normalization layer of complex numbers, `std::complex<T>`, whose statistics span the ranks of `C`; as
 /// `complex_batch_norm_forward` and `complex_batch_norm_backward`. It owns the parameters (gamma = 1, beta = 0), their gradients, the
 /// running statistics (mean 0, var 1) and what its latest forward pass saved. `batch_norm` of real numbers says what is wrong, when, and
-/// on which ranks, and so does this; its epilogues are not there but for masks, nor passes in place, nor double backward.
+/// on which ranks, and so does this, but that ranks which disagree on the number of channels name that of components, 2·C. Its epilogues are
+/// not there but for masks, nor passes in place, nor double backward.
 template <complex_component T, communicator C = self_communicator, host::executor E = host::serial_executor>
 requires allgathers<C, std::byte>
 class complex_batch_norm {

@@ -34,6 +34,7 @@ public:
                           batch_norm_options const& options, batch_norm_saved& saved, pass_buffers&)
       : exec_{exec}, channels_{channels}, in_{operands}, options_{options}, saved_{&saved} {
     look_into(check_, [&] {
+      check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
       check_complex_tensors<T>(check_, in_.x, in_.y, channels);
       check_.channel_values(in_.affine.gamma, "gamma", channels);
       check_.channel_values(in_.affine.beta, "beta", channels);
