@@ -20,6 +20,7 @@
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/pass_tensors.hpp>
 #include <syncnorm/ops/detail/turned_batches.hpp>
 
 namespace syncnorm {
@@ -85,13 +86,7 @@ template <class T, class P>
 void check_inference(call_check& check, inference_operands<T, P> const& in) {
   auto const channels = static_cast<std::int64_t>(in.mean.size());
   auto const batches = in.x.size();
-  check.require(in.y.size() == batches, [&] {
-    return check.text("there are ", in.y.size(), " micro-batches of y, expected ", batches, " as of x");
-  });
-  for (std::size_t k = 0; k < batches && !check.failed(); ++k) {
-    check.tensor(in.x[k], batch_name("x", k, batches), channels);
-    check.output(in.y[k], batch_name("y", k, batches), in.x[k]);
-  }
+  check_forward_tensors<T>(check, in.x, in.y, channels);
   pass_epilogues<T>::validate(check, in.epilogues, in.x);
   check_output_apart<T>(check, batches, {"y", in.y}, {{"x", in.x}, named_views<T>{in.epilogues}}, true);
   check.channel_values(in.affine.gamma, "gamma", channels);

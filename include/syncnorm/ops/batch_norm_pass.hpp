@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -71,7 +70,7 @@ private:
 
 /// A forward pass by constant statistics, which takes part in no exchange.
 template <class T, class P>
-class planned_inference final : public planned_pass, public in_kept_memory, private pass_steps {
+class planned_inference final : public planned_pass, public in_kept_memory, private local_pass_steps {
 public:
   planned_inference(host::executor_ref exec, std::int64_t channels, forward_operands<T, P> const& in,
                     batch_norm_options const& options, batch_norm_saved& saved, batch_norm_caller const& caller = {})
@@ -86,17 +85,10 @@ public:
 private:
   using operands_type = inference_operands<T, P>;
 
-  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
   [[nodiscard]] std::int64_t channels() const override { return channels_; }
-  [[nodiscard]] bool collective() const override { return false; }
   [[nodiscard]] packet_header header() const override {
     return make_header<T>(operands_type::name, channels_, 0, options_.exchange, check_);
   }
-  void local(channel_span, std::span<double>, std::span<double>) override {}
-  void accept(exchange_summary const&) override {}
-  [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span) override { return {}; }
-  void apply(channel_span) override {}
-  void commit(channel_span, std::span<double const>, std::span<double const>) override {}
   [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
   void fail() override { forget(*saved_, statistics_scope::constant); }
   void require_valid() const override { throw_fault(operands_type::name, check_); }

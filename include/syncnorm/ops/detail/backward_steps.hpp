@@ -24,6 +24,7 @@
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/pass_tensors.hpp>
 #include <syncnorm/ops/detail/turned_batches.hpp>
 
 namespace syncnorm::detail {
@@ -68,16 +69,7 @@ public:
                                "; was there a forward pass?");
           });
       auto const batches = in_.x.size();
-      check_.require(in_.dy.size() == batches && (in_.dx.empty() || in_.dx.size() == batches), [&] {
-        return check_.text("there are ", in_.dy.size(), " micro-batches of dy and ", in_.dx.size(), " of dx, expected ",
-                           batches, " as of x");
-      });
-      for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
-        check_.tensor(in_.x[k], batch_name("x", k, batches), channels);
-        check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
-        if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
-      }
-      check_.own_count(check_.count_of(in_.x), saved.own_count);
+      check_backward_tensors<T>(check_, in_.dy, in_.x, in_.dx, channels, saved.own_count);
       pass_epilogues<T>::validate(check_, in_.epilogues, in_.x);
       check_.require(in_.dresidual.empty() || in_.dresidual.size() == batches, [&] {
         return check_.text("there are ", in_.dresidual.size(), " micro-batches of dresidual, expected ", batches,

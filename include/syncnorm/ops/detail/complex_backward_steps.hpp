@@ -25,6 +25,7 @@
 #include <syncnorm/ops/detail/complex_operands.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/pass_tensors.hpp>
 
 namespace syncnorm::detail {
 
@@ -56,18 +57,8 @@ public:
                        return check_.text("the saved statistics have ", saved.mean.size() / 2, " channels, expected ",
                                           channels, "; was there a forward pass?");
                      });
-      auto const batches = in_.x.size();
-      check_.require(in_.dy.size() == batches && (in_.dx.empty() || in_.dx.size() == batches), [&] {
-        return check_.text("there are ", in_.dy.size(), " micro-batches of dy and ", in_.dx.size(), " of dx, expected ",
-                           batches, " as of x");
-      });
-      for (std::size_t k = 0; k < batches && !check_.failed(); ++k) {
-        check_.tensor(in_.x[k], batch_name("x", k, batches), channels);
-        check_.same_extents(in_.dy[k], batch_name("dy", k, batches), in_.x[k]);
-        if (!in_.dx.empty()) check_.output(in_.dx[k], batch_name("dx", k, batches), in_.x[k]);
-      }
-      check_.own_count(check_.count_of(in_.x), saved.own_count);
-      check_output_apart<std::complex<T>>(check_, batches, {"dx", in_.dx}, {{"dy", in_.dy}, {"x", in_.x}}, true);
+      check_backward_tensors<std::complex<T>>(check_, in_.dy, in_.x, in_.dx, channels, saved.own_count);
+      check_output_apart<std::complex<T>>(check_, in_.x.size(), {"dx", in_.dx}, {{"dy", in_.dy}, {"x", in_.x}}, true);
       check_.channel_values(in_.affine.gamma, "gamma", channels);
       check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
       check_.channel_values(in_.gradients.beta, "the gradient of beta", channels);

@@ -25,6 +25,7 @@
 #include <syncnorm/ops/detail/forward_steps.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/pass_tensors.hpp>
 
 namespace syncnorm::detail {
 
@@ -42,15 +43,8 @@ struct complex_forward_operands {
 /// Says in `check` what is wrong with x and y.
 template <complex_component T>
 void check_complex_tensors(call_check& check, complex_batches<T> x, complex_outputs<T> y, std::int64_t channels) {
-  auto const batches = x.size();
-  check.require(y.size() == batches, [&] {
-    return check.text("there are ", y.size(), " micro-batches of y, expected ", batches, " as of x");
-  });
-  for (std::size_t k = 0; k < batches && !check.failed(); ++k) {
-    check.tensor(x[k], batch_name{"x", k, batches}, channels);
-    check.output(y[k], batch_name{"y", k, batches}, x[k]);
-  }
-  check_output_apart<std::complex<T>>(check, batches, {"y", y}, {{"x", x}}, true);
+  check_forward_tensors<std::complex<T>>(check, x, y, channels);
+  check_output_apart<std::complex<T>>(check, x.size(), {"y", y}, {{"x", x}}, true);
 }
 
 /// Normalizes a range of complex channels whose components follow each other, or one of them.

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <complex>
 #include <cstddef>
 #include <cstdint>
@@ -25,7 +24,7 @@ namespace syncnorm::detail {
 
 /// The steps of a forward pass over complex numbers by their running statistics, which takes part in no exchange.
 template <complex_component T>
-class complex_inference_steps final : public pass_steps {
+class complex_inference_steps final : public local_pass_steps {
 public:
   static constexpr std::string_view name = "batch_norm inference";
 
@@ -44,19 +43,12 @@ public:
     });
   }
 
-  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
   [[nodiscard]] std::int64_t channels() const override { return 2 * channels_; }
-  [[nodiscard]] bool collective() const override { return false; }
   [[nodiscard]] packet_header header() const override {
     auto own = make_header<T>(name, channels(), 0, options_.exchange, check_);
     name_complex<T>(own);
     return own;
   }
-  void local(channel_span, std::span<double>, std::span<double>) override {}
-  void accept(exchange_summary const&) override {}
-  [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span) override { return {}; }
-  void apply(channel_span) override {}
-  void commit(channel_span, std::span<double const>, std::span<double const>) override {}
   [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
   void fail() override { forget(*saved_, statistics_scope::constant); }
   void require_valid() const override { throw_fault(name, check_); }

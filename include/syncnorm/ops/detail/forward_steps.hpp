@@ -28,6 +28,7 @@
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
+#include <syncnorm/ops/detail/pass_tensors.hpp>
 #include <syncnorm/ops/detail/turned_batches.hpp>
 
 namespace syncnorm::detail {
@@ -100,13 +101,7 @@ public:
     look_into(check_, [&] {
       check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
       check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
-      check_.require(in_.x.size() == in_.y.size(), [&] {
-        return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", in_.x.size(), " as of x");
-      });
-      for (std::size_t k = 0; k < in_.x.size() && !check_.failed(); ++k) {
-        check_.tensor(in_.x[k], batch_name("x", k, in_.x.size()), channels);
-        check_.output(in_.y[k], batch_name("y", k, in_.x.size()), in_.x[k]);
-      }
+      check_forward_tensors<T>(check_, in_.x, in_.y, channels);
       check_.channel_values(in_.affine.gamma, "gamma", channels);
       check_.channel_values(in_.affine.beta, "beta", channels);
       check_.options(options, in_.running, channels);

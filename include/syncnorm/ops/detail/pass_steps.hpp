@@ -54,6 +54,18 @@ public:
   virtual void run_alone() = 0;
 };
 
+/// A forward pass of this rank alone, which has nothing to exchange.
+class local_pass_steps : public pass_steps {
+public:
+  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
+  [[nodiscard]] bool collective() const override { return false; }
+  void local(channel_span, std::span<double>, std::span<double>) override {}
+  void accept(exchange_summary const&) override {}
+  [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span) override { return {}; }
+  void apply(channel_span) override {}
+  void commit(channel_span, std::span<double const>, std::span<double const>) override {}
+};
+
 /// The K micro-batches of a pass, `name[k]` in messages, or plainly `name` where there is one.
 class batch_name {
 public:
