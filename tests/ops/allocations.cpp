@@ -209,6 +209,20 @@ int of_power_norm(int ranks, extents const& of, syncnorm::power_norm_options con
       /*filled=*/true, ranks == 1 ? 1 : 3); // of which two see passes that are still in flight
 }
 
+/// Of batches with channels outermost, of which a pass takes copies of the views.
+int of_channels_outermost(int ranks, extents const& of, bool masked) {
+  return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
+    return [&t, of, masked, layer = layer_type{comm, of.channels}]() mutable {
+      auto const view = [&](std::vector<float>& values) -> syncnorm::tensor_view<float> {
+        return {values.data(), of.samples, of.channels, of.spatial, of.spatial, of.samples * of.spatial, 1};
+      };
+      auto const epilogue = masked_relu(t, masked);
+      layer.forward(view(t.x), view(t.y), epilogue);
+      layer.backward(view(t.x), view(t.dy), view(t.dx), epilogue, {});
+    };
+  });
+}
+
 /// Of complex numbers, at once and in two phases.
 int of_complex_numbers(int ranks, extents const& of, bool masked) {
   return allocations_after_first_step(ranks, of, [&](thread_communicator const& comm, step_tensors& t) {
@@ -314,6 +328,13 @@ TEST_CASE("power norm allocates nothing after the first steps, in the warm-up an
         CHECK(of_power_norm(2, {16, 200, 9}, options) == 0);
         CHECK(of_power_norm(2, {1024, 1024, 1}, options) == 0);
       }
+}
+
+TEST_CASE("a step of a batch with channels outermost after the first allocates nothing") {
+  for (bool const masked : {false, true}) {
+    CHECK(of_channels_outermost(1, {4, 24, 49}, masked) == 0);
+    CHECK(of_channels_outermost(2, {4, 200, 9}, masked) == 0);
+  }
 }
 
 TEST_CASE("a step of complex numbers after the first allocates nothing") {
