@@ -29,13 +29,18 @@
 
 namespace syncnorm::detail {
 
+/// sum += value, in double, and rounded once.
+template <class P>
+void add_rounded(P& sum, double value) {
+  sum = from_double<P>(as_double(sum) + value);
+}
+
 /// gradients.gamma += inv_std·sum_dy_xmu, gradients.beta += sum_dy, for a span of channels.
 template <class P>
 void add_affine_gradients(affine_gradients<P> gradients, std::span<double const> inv_std,
                           std::span<double const> sum_dy, std::span<double const> sum_dy_xmu) {
-  auto const add = [](P& sum, double value) { sum = from_double<P>(as_double(sum) + value); };
-  for (std::size_t c = 0; c < gradients.gamma.size(); ++c) add(gradients.gamma[c], inv_std[c] * sum_dy_xmu[c]);
-  for (std::size_t c = 0; c < gradients.beta.size(); ++c) add(gradients.beta[c], sum_dy[c]);
+  for (std::size_t c = 0; c < gradients.gamma.size(); ++c) add_rounded(gradients.gamma[c], inv_std[c] * sum_dy_xmu[c]);
+  for (std::size_t c = 0; c < gradients.beta.size(); ++c) add_rounded(gradients.beta[c], sum_dy[c]);
 }
 
 /// What a backward pass reads and writes: the K micro-batches of the forward pass. No dx: not needed.

@@ -14,15 +14,16 @@
 #include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
-#include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/complex_components.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/apart.hpp>
+#include <syncnorm/ops/detail/backward_steps.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/complex_operands.hpp>
+#include <syncnorm/ops/detail/complex_steps.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 #include <syncnorm/ops/detail/pass_tensors.hpp>
@@ -41,15 +42,15 @@ struct complex_backward_operands {
 
 /// The steps of a backward pass over complex numbers.
 template <complex_component T>
-class complex_backward_steps final : public pass_steps {
+class complex_backward_steps final : public complex_steps {
 public:
   static constexpr std::string_view name = "batch_norm backward";
 
   /// Everything is borrowed, and checked. `exchange` as in `batch_norm_backward_options`.
   complex_backward_steps(host::executor_ref exec, std::int64_t channels, complex_backward_operands<T> const& operands,
                          batch_norm_saved const& saved, bool exchange, pass_buffers& buffers)
-      : exec_{exec}, channels_{channels}, in_{operands}, saved_{&saved}, saved_passes_{saved.passes},
-        buffers_{&buffers}, exchanges_{exchange && saved.scope == statistics_scope::all_ranks} {
+      : complex_steps{exec, channels}, in_{operands}, saved_{&saved}, saved_passes_{saved.passes}, buffers_{&buffers},
+        exchanges_{exchange && saved.scope == statistics_scope::all_ranks} {
     look_into(check_, [&] {
       check_.require(saved.mean.size() == static_cast<std::size_t>(2 * channels) &&
                          saved.inv_std.size() == saved.mean.size(),
@@ -68,24 +69,13 @@ public:
     });
   }
 
-  [[nodiscard]] call_check& check() noexcept { return check_; }
-
   [[nodiscard]] merge_rule rule() const override { return merge_rule::sums; }
-  [[nodiscard]] std::int64_t channels() const override { return 2 * channels_; }
   [[nodiscard]] bool collective() const override { return exchanges_; }
 
   [[nodiscard]] packet_header header() const override {
     auto own = make_header<T>(name, channels(), check_.count_of(in_.x), saved_->exchange, check_);
     name_complex<T>(own);
     return own;
-  }
-
-  void local(channel_span part, std::span<double> sum_dy, std::span<double> sum_dy_xmu) override {
-    if (check_.failed()) return;
-    for_each_range(exec_, complex_channels_of(part), follow_, [&](host::executor_ref exec, channel_span range) {
-      auto const within = components_of(channel_span{range.first - part.first / 2, range.length});
-      local_by(exec, range, part_of(sum_dy, within), part_of(sum_dy_xmu, within));
-    });
   }
 
   void accept(exchange_summary const&) override {
@@ -100,20 +90,14 @@ public:
     return {part_of(std::span{buffers_->first}, part), part_of(std::span{buffers_->second}, part)};
   }
 
-  void apply(channel_span part) override {
-    for_each_range(exec_, complex_channels_of(part), follow_,
-                   [&](host::executor_ref exec, channel_span range) { apply_by(exec, range); });
-  }
-
   void commit(channel_span part, std::span<double const> sum_dy, std::span<double const> sum_dy_xmu) override {
-    auto const add = [](T& sum, double value) { sum = static_cast<T>(static_cast<double>(sum) + value); };
     auto const numbers = complex_channels_of(part);
     auto const gamma = part_of(in_.gradients.gamma, numbers);
     auto const beta = components_of(part_of(in_.gradients.beta, numbers));
     auto const inv_std = part_of(std::span<double const>{saved_->inv_std}, part);
     for (std::size_t c = 0; c < gamma.size(); ++c)
-      add(gamma[c], inv_std[2 * c] * (sum_dy_xmu[2 * c] + sum_dy_xmu[2 * c + 1]));
-    for (std::size_t i = 0; i < beta.size(); ++i) add(beta[i], sum_dy[i]);
+      add_rounded(gamma[c], inv_std[2 * c] * (sum_dy_xmu[2 * c] + sum_dy_xmu[2 * c + 1]));
+    add_affine_gradients<T>({{}, beta}, inv_std, sum_dy, sum_dy_xmu);
   }
 
   void require_valid() const override { throw_fault(name, check_); }
@@ -122,20 +106,13 @@ public:
     channel_span const all{0, channels()};
     // By constant statistics dx depends on no sums.
     if (saved_->count == 0 && in_.gradients.gamma.empty() && in_.gradients.beta.empty()) return apply(all);
-    host::for_each_block(
-        exec_, channels_, in_.x, 2, [&](host::executor_ref of_block, std::int64_t first, std::int64_t length) {
-          for_each_range(of_block, {first, length}, follow_, [&](host::executor_ref exec, channel_span range) {
-            auto const [sum_dy, sum_dy_xmu] = totals(components_of(range));
-            local_by(exec, range, sum_dy, sum_dy_xmu);
-            apply_by(exec, range);
-          });
-        });
+    run_in_blocks<T>(in_.x, 2);
     commit(all, buffers_->first, buffers_->second);
   }
 
 private:
   void local_by(host::executor_ref exec, channel_span range, std::span<double> sum_dy,
-                std::span<double> sum_dy_xmu) const {
+                std::span<double> sum_dy_xmu) const override {
     std::ranges::fill(sum_dy, 0.0);
     std::ranges::fill(sum_dy_xmu, 0.0);
     auto const components = components_of(range);
@@ -153,7 +130,7 @@ private:
     }
   }
 
-  void apply_by(host::executor_ref exec, channel_span range) {
+  void apply_by(host::executor_ref exec, channel_span range) override {
     auto const components = components_of(range);
     auto const paired = part_of(std::span{paired_}, components);
     std::ranges::copy(part_of(std::span{buffers_->second}, components), paired.begin());
@@ -168,17 +145,13 @@ private:
           host::stores_for(in_.dx[k]));
   }
 
-  host::executor_ref exec_;
-  std::int64_t channels_; ///< complex ones
   complex_backward_operands<T> in_;
   batch_norm_saved const* saved_;
   std::int64_t saved_passes_; ///< when the pass began
   pass_buffers* buffers_;
   bool exchanges_;
-  call_check check_;
   std::optional<complex_masks<T>> masks_;
   std::optional<affine_of_components<T>> affine_;
-  bool follow_ = false;        ///< the components of a position in memory
   kept_vector<double> paired_; ///< of both components, the sums of dy·(x − mean) over all ranks
 };
 

@@ -13,7 +13,6 @@
 #include <syncnorm/core/channel_moments.hpp>
 #include <syncnorm/core/complex.hpp>
 #include <syncnorm/core/packet_header.hpp>
-#include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/complex_components.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
@@ -22,6 +21,7 @@
 #include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/complex_operands.hpp>
+#include <syncnorm/ops/detail/complex_steps.hpp>
 #include <syncnorm/ops/detail/forward_steps.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
@@ -61,14 +61,14 @@ void normalize_complex(host::executor_ref exec, channel_span range, complex_forw
 
 /// The steps of a forward pass over complex numbers in training.
 template <complex_component T>
-class complex_forward_steps final : public pass_steps {
+class complex_forward_steps final : public complex_steps {
 public:
   static constexpr std::string_view name = "batch_norm forward";
 
   /// Of so many complex channels. Everything is borrowed, and checked.
   complex_forward_steps(host::executor_ref exec, std::int64_t channels, complex_forward_operands<T> const& operands,
                         batch_norm_options const& options, batch_norm_saved& saved, pass_buffers& buffers)
-      : exec_{exec}, channels_{channels}, in_{operands}, options_{options}, saved_{&saved}, buffers_{&buffers} {
+      : complex_steps{exec, channels}, in_{operands}, options_{options}, saved_{&saved}, buffers_{&buffers} {
     look_into(check_, [&] {
       check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
       check_complex_tensors<T>(check_, in_.x, in_.y, channels);
@@ -83,24 +83,13 @@ public:
     });
   }
 
-  [[nodiscard]] call_check& check() noexcept { return check_; }
-
   [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
-  [[nodiscard]] std::int64_t channels() const override { return 2 * channels_; }
   [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
 
   [[nodiscard]] packet_header header() const override {
     auto own = make_forward_header<T>(channels(), count(), in_.affine, in_.running, options_, check_);
     name_complex<T>(own);
     return own;
-  }
-
-  void local(channel_span part, std::span<double> mean, std::span<double> m2) override {
-    if (check_.failed()) return;
-    for_each_range(exec_, complex_channels_of(part), follow_, [&](host::executor_ref exec, channel_span range) {
-      auto const within = components_of(channel_span{range.first - part.first / 2, range.length});
-      local_by(exec, range, part_of(mean, within), part_of(m2, within));
-    });
   }
 
   void accept(exchange_summary const& all) override {
@@ -111,11 +100,6 @@ public:
 
   [[nodiscard]] std::array<std::span<double>, 2> totals(channel_span part) override {
     return {part_of(std::span{saved_->mean}, part), part_of(std::span{buffers_->first}, part)};
-  }
-
-  void apply(channel_span part) override {
-    for_each_range(exec_, complex_channels_of(part), follow_,
-                   [&](host::executor_ref exec, channel_span range) { apply_by(exec, range); });
   }
 
   void commit(channel_span part, std::span<double const>, std::span<double const>) override {
@@ -136,14 +120,7 @@ public:
   }
   void run_alone() override {
     accept({count()});
-    host::for_each_block(
-        exec_, channels_, in_.x, 1, [&](host::executor_ref of_block, std::int64_t first, std::int64_t length) {
-          for_each_range(of_block, {first, length}, follow_, [&](host::executor_ref exec, channel_span range) {
-            auto const [mean, m2] = totals(components_of(range));
-            local_by(exec, range, mean, m2);
-            apply_by(exec, range);
-          });
-        });
+    run_in_blocks<T>(in_.x, 1);
     commit({0, channels()}, {}, {});
   }
 
@@ -155,7 +132,8 @@ private:
     return all;
   }
 
-  void local_by(host::executor_ref exec, channel_span range, std::span<double> mean, std::span<double> m2) const {
+  void local_by(host::executor_ref exec, channel_span range, std::span<double> mean,
+                std::span<double> m2) const override {
     std::ranges::fill(mean, 0.0);
     std::ranges::fill(m2, 0.0);
     batch_values more{mean.size()};
@@ -169,7 +147,7 @@ private:
     }
   }
 
-  void apply_by(host::executor_ref exec, channel_span range) {
+  void apply_by(host::executor_ref exec, channel_span range) override {
     auto const components = components_of(range);
     auto const m2 = part_of(std::span{buffers_->first}, components),
                inv_std = part_of(std::span{saved_->inv_std}, components);
@@ -178,16 +156,12 @@ private:
     normalize_complex<T>(exec, range, in_, *saved_, *affine_, *masks_);
   }
 
-  host::executor_ref exec_;
-  std::int64_t channels_; ///< complex ones
   complex_forward_operands<T> in_;
   batch_norm_options options_;
   batch_norm_saved* saved_;
   pass_buffers* buffers_;
-  call_check check_;
   std::optional<complex_masks<T>> masks_;
   std::optional<affine_of_components<T>> affine_;
-  bool follow_ = false; ///< the components of a position in memory
 };
 
 } // namespace syncnorm::detail

@@ -106,8 +106,8 @@ public:
       check_.channel_values(in_.affine.beta, "beta", channels);
       check_.options(options, in_.running, channels);
       check_.batches_tracked(options, in_.running.num_batches_tracked);
-      check_output_apart<T>(check_, in_.x.size(), {"y", in_.y}, {{"x", in_.x}, named_views<T>{in_.epilogues}}, true);
       pass_epilogues<T>::validate(check_, in_.epilogues, in_.x);
+      check_output_apart<T>(check_, in_.x.size(), {"y", in_.y}, {{"x", in_.x}, named_views<T>{in_.epilogues}}, true);
       if (!check_.failed()) turned_.turn(in_.x, in_.x, in_.y, in_.epilogues);
       epilogues_.emplace(check_, in_.epilogues, in_.x);
       if (!collective()) check_.require(count() != 1, [] { return one_value_fault(false); });

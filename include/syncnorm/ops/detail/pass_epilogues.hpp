@@ -14,16 +14,15 @@
 
 namespace syncnorm::detail {
 
-/// The epilogues of the K micro-batches of a pass, checked and ready.
+/// The epilogues of the K micro-batches of a pass, ready.
 template <class T>
 class pass_epilogues {
 public:
   using given = std::span<batch_norm_epilogue<T> const>;
 
-  /// None, or one for each of `x`. Says in `check` what is wrong.
-  pass_epilogues(call_check& check, given epilogues, std::span<tensor_view<T const> const> x)
+  /// None, or one for each of `x`, which are valid unless `check` has failed.
+  pass_epilogues(call_check const& check, given epilogues, std::span<tensor_view<T const> const> x)
       : more_{static_cast<std::int64_t>(epilogues.size())} {
-    validate(check, epilogues, x);
     if (check.failed() || epilogues.empty()) return;
     first_ = {epilogues[0], x[0]};
     for (; count_ + 1 < epilogues.size(); ++count_) more_.data()[count_] = {epilogues[count_ + 1], x[count_ + 1]};
