@@ -327,7 +327,7 @@ TEST_CASE("where statistics are constant, dx is what dy is, whatever x is") {
         for (bool const masked : {false, true})
           for (bool const with_residual : {false, true}) {
             std::int64_t const n = shape[0], c = shape[1], s = shape[2];
-            if (test::sanitized && n == 64 && !(masked && with_residual)) continue;
+            if (test::sanitized && n == 64 && !(masked && with_residual && !kind.is_identity())) continue;
             auto const size = static_cast<std::size_t>(n * c * s);
             std::vector<float> x(size), y(size), dy(size), dx(size), residual(size, 0.5F), dresidual(size);
             std::vector<std::uint8_t> mask(static_cast<std::size_t>(n * s), 1);
