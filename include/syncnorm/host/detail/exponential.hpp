@@ -63,11 +63,12 @@ template <class V>
   V const r = x - multiple * static_cast<A>(most_of_log_2) - multiple * static_cast<A>(log_2 - most_of_log_2);
 
   // eʳ − 1 = r + r²·(1/2! + r/3! + …), to less than half of its last bit.
-  constexpr int degree = sizeof(A) == 4 ? 7 : 13;
+  constexpr std::size_t degree = sizeof(A) == 4 ? 7 : 13;
   constexpr auto inverse_factorials = [] {
     std::array<A, degree + 1> values{};
     long double factorial = 1;
-    for (int n = 1; n <= degree; ++n) values[static_cast<std::size_t>(n)] = static_cast<A>(1 / (factorial *= n));
+    for (std::size_t n = 1; n <= degree; ++n)
+      values[n] = static_cast<A>(1 / (factorial *= static_cast<long double>(n)));
     return values;
   }();
   V series = zero + inverse_factorials[degree];

@@ -220,7 +220,8 @@ private:
         } else {
           run(per_channel<false>{table, step_, nullptr, 0});
         }
-        s += whole, at = rest;
+        s += whole;
+        at = rest;
       }
     }
   }

@@ -159,7 +159,7 @@ private:
     // Rows of so many inputs that are a power of two apart share few sets of the first-level cache.
     constexpr std::int64_t most_rows = 16 / static_cast<std::int64_t>(inputs);
     // Which lanes of the rows taken at once count.
-    std::array<std::array<std::uint8_t, Masked ? room : 1>, Masked ? most_rows : 1> counted;
+    std::array<std::array<std::uint8_t, Masked ? room : 1>, Masked ? static_cast<std::size_t>(most_rows) : 1> counted;
     for (std::int64_t i = 0; i < channels; ++i) {
       auto const values = op_(c + i);
       // The last vector goes on into the positions of the next channel, which come later.
