@@ -72,16 +72,17 @@ void add_evaluation(std::vector<bench::row>& rows, std::string const& layout, st
   }
 }
 
-/// Passes over complex numbers.
+/// Passes over complex numbers, by a real and by a complex gamma.
 void add_complex(std::vector<bench::row>& rows, std::string const& layout, std::array<std::int64_t, 3> shape) {
   using number = std::complex<float>;
   using layer_type = syncnorm::complex_batch_norm<float, syncnorm::self_communicator, syncnorm::host::openmp_executor>;
-  for (std::string const op : {"forward", "backward"}) {
+  for (std::string const op : {"forward", "backward", "forward+complex_gamma", "backward+complex_gamma"}) {
+    auto const gamma = op.ends_with("gamma") ? syncnorm::gamma_numbers::complex : syncnorm::gamma_numbers::real;
     bench::row_key const key{op, layout, bench::type_name<number>(), shape, "self", 1, threads};
     bench::add_row<number>(rows, key, [=](bench::rank_tensors<number> const& data) -> bench::contender::step {
-      auto const layer =
-          std::make_shared<layer_type>(syncnorm::self_communicator{}, key.shape[1],
-                                       syncnorm::batch_norm_layer_options{}, syncnorm::host::openmp_executor{threads});
+      auto const layer = std::make_shared<layer_type>(syncnorm::self_communicator{}, key.shape[1],
+                                                      syncnorm::batch_norm_layer_options{},
+                                                      syncnorm::host::openmp_executor{threads}, gamma);
       return bench::layer_step<number>(key, data, layer);
     });
   }

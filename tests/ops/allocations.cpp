@@ -229,16 +229,20 @@ int of_complex_numbers(int ranks, extents const& of, bool masked) {
     using number = std::complex<float>;
     using complex_type = syncnorm::complex_batch_norm<float, thread_communicator>;
     syncnorm::batch_norm_mask const mask{masked ? t.counts() : syncnorm::mask_view{}};
-    return [of, mask, x = std::vector<number>(t.x.begin(), t.x.end()), y = std::vector<number>(t.x.size()),
-            a = complex_type{comm, of.channels}, b = complex_type{comm, of.channels}]() mutable {
-      auto const view = [&](auto& values) {
-        return syncnorm::nchw(values.data(), of.samples, of.channels, of.spatial);
-      };
-      a.forward(view(x), view(y), mask);
-      a.backward(view(x), view(x), view(y), mask);
-      b.begin_forward(view(x), view(y), mask).finish();
-      b.begin_backward(view(x), view(x), view(y), mask).finish();
-    };
+    return
+        [of, mask, x = std::vector<number>(t.x.begin(), t.x.end()), y = std::vector<number>(t.x.size()),
+         a =
+             complex_type{
+                 comm, of.channels, {}, {}, masked ? syncnorm::gamma_numbers::real : syncnorm::gamma_numbers::complex},
+         b = complex_type{comm, of.channels}]() mutable {
+          auto const view = [&](auto& values) {
+            return syncnorm::nchw(values.data(), of.samples, of.channels, of.spatial);
+          };
+          a.forward(view(x), view(y), mask);
+          a.backward(view(x), view(x), view(y), mask);
+          b.begin_forward(view(x), view(y), mask).finish();
+          b.begin_backward(view(x), view(x), view(y), mask).finish();
+        };
   });
 }
 

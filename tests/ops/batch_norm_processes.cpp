@@ -45,8 +45,11 @@ void check_batch_norm_over_processes(syncnorm::any_communicator const& world) {
         if (static_cast<int>(shares.size()) == ranks) {
           for (auto const& failure : check_micro_batches<float>(comm, shares, layout::nhwc, 150, policy))
             FAIL_CHECK(failure);
-          complex_case const of{shares, 70, 5, layout::nchw, {.eps = 1e-3, .momentum = 0.3, .exchange = policy}};
-          for (auto const& failure : run_complex_case<float>(of, comm)) FAIL_CHECK(failure);
+          complex_case of{shares, 70, 5, layout::nchw, {.eps = 1e-3, .momentum = 0.3, .exchange = policy}};
+          for (auto const gamma : {syncnorm::gamma_numbers::real, syncnorm::gamma_numbers::complex}) {
+            of.gamma = gamma;
+            for (auto const& failure : run_complex_case<float>(of, comm)) FAIL_CHECK(failure);
+          }
         }
     if (ranks > 3) continue;
     for (std::size_t k = 0; k < epilogue_choices.size(); ++k) {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <complex>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -33,6 +34,7 @@
 namespace {
 
 using number = std::complex<float>;
+using syncnorm::gamma_numbers;
 using test::layout;
 using layer_type = syncnorm::complex_batch_norm<float, syncnorm::thread_communicator>;
 
@@ -135,6 +137,7 @@ TEST_CASE_TEMPLATE("complex batch norm over threads agrees with the oracle on th
         if (turn % 5 == 2) of.norm.variance = syncnorm::running_variance::biased;
         if (turn % 5 == 3) of.norm.variance = syncnorm::running_variance::standard_deviation;
         if (turn % 5 == 4) of.norm.momentum = std::nullopt;
+        if (turn % 7 > 3) of.gamma = gamma_numbers::complex;
         ++turn;
         check_case<T>(of);
       }
@@ -150,7 +153,7 @@ TEST_CASE("gradients of complex numbers are those of finite differences") {
       x[i] = {test::noise(1, i), 2 * test::noise(2, i)};
       dy[i] = {test::noise(3, i), test::noise(4, i)};
     }
-    std::vector<long double> gamma{1.5L, -0.5L};
+    std::vector<test::wide_complex> gamma{{1.5L, 0.75L}, {-0.5L, masked == 0 ? 0 : -2.0L}};
     std::vector<test::wide_complex> beta{{0.5L, 1}, {-1, 2}};
     auto const loss = [&] {
       oracle.learn(x);
@@ -177,7 +180,8 @@ TEST_CASE("gradients of complex numbers are those of finite differences") {
       CHECK(std::abs(derivative(x[i], test::wide_complex{0, h}) - gradients.dx[i].imag()) < close);
     }
     for (std::size_t c = 0; c < 2; ++c) {
-      CHECK(std::abs(derivative(gamma[c], h) - gradients.gamma[c]) < close);
+      CHECK(std::abs(derivative(gamma[c], test::wide_complex{h, 0}) - gradients.gamma[c].real()) < close);
+      CHECK(std::abs(derivative(gamma[c], test::wide_complex{0, h}) - gradients.gamma[c].imag()) < close);
       CHECK(std::abs(derivative(beta[c], test::wide_complex{h, 0}) - gradients.beta[c].real()) < close);
       CHECK(std::abs(derivative(beta[c], test::wide_complex{0, h}) - gradients.beta[c].imag()) < close);
     }
@@ -212,12 +216,78 @@ TEST_CASE("numbers without imaginary parts are normalized as real ones are") {
   }
 }
 
+TEST_CASE("a complex gamma without imaginary parts is a real one, and another turns what that gives") {
+  constexpr std::int64_t channels = 5;
+  for (bool const trains : {true, false}) {
+    step of_real{channels}, of_complex{channels}, of_turned{channels};
+    syncnorm::complex_batch_norm<float> real{{}, channels}, complex{{}, channels, {}, {}, gamma_numbers::complex},
+        turned{{}, channels, {}, {}, gamma_numbers::complex};
+    CHECK(real.gamma_imag().empty());
+    for (std::size_t c = 0; c < channels; ++c) {
+      CHECK(complex.gamma_imag()[c] == 0);
+      real.gamma()[c] = complex.gamma()[c] = turned.gamma_imag()[c] = static_cast<float>(c) - 1.5F;
+      turned.gamma()[c] = 0;
+    }
+    auto const take = [&](auto& layer, step& in) {
+      layer.train(trains);
+      layer.forward(in.x_view, in.y_view);
+      layer.backward(in.x_view, in.dy_view, in.dx_view);
+    };
+    take(real, of_real), take(complex, of_complex);
+    constexpr number i{0, 1};
+    for (auto& value : of_turned.dy) value *= i;
+    take(turned, of_turned);
+    for (std::size_t at = 0; at < of_real.y.size(); ++at) {
+      CHECK(std::abs(of_complex.y[at] - of_real.y[at]) < 1e-5F);
+      CHECK(std::abs(of_complex.dx[at] - of_real.dx[at]) < 1e-5F);
+      CHECK(std::abs(of_turned.y[at] - i * of_real.y[at]) < 1e-5F);
+      CHECK(std::abs(of_turned.dx[at] - of_real.dx[at]) < 1e-5F);
+    }
+    for (std::size_t c = 0; c < channels; ++c) {
+      CHECK(std::abs(complex.gamma_grad()[c] - real.gamma_grad()[c]) < 1e-4F);
+      CHECK(std::abs(turned.gamma_imag_grad()[c] - real.gamma_grad()[c]) < 1e-4F);
+    }
+    complex.zero_grad();
+    CHECK(std::ranges::count(complex.gamma_imag_grad(), 0.0F) == channels);
+  }
+}
+
+TEST_CASE("of what does not count, and by constant statistics, a complex gamma passes nothing on") {
+  constexpr auto nan = std::numeric_limits<float>::quiet_NaN();
+  step clean{3}, spoiled{3};
+  spoiled.counts[4] = clean.counts[4] = 0;
+  for (std::int64_t c = 0; c < 3; ++c) spoiled.x_view(0, c, 4) = spoiled.dy_view(0, c, 4) = nan;
+  auto const take = [](step& in) {
+    syncnorm::complex_batch_norm<float> layer{{}, 3, {}, {}, gamma_numbers::complex};
+    std::ranges::fill(layer.gamma_imag(), 0.5F);
+    syncnorm::batch_norm_mask const mask{syncnorm::mask_of(in.counts.data(), step::samples, step::spatial),
+                                         syncnorm::masked_outputs::zero};
+    layer.forward(in.x_view, in.y_view, mask);
+    layer.backward(in.x_view, in.dy_view, in.dx_view, mask);
+  };
+  take(clean), take(spoiled);
+  CHECK(spoiled.y == clean.y);
+  CHECK(spoiled.dx == clean.dx);
+  CHECK(clean.dx_view(0, 1, 4) == number{});
+
+  syncnorm::complex_batch_norm<float> frozen{{}, 3, {}, {}, gamma_numbers::complex};
+  std::ranges::fill(frozen.gamma_imag(), 0.5F);
+  frozen.eval();
+  frozen.forward(clean.x_view, clean.y_view);
+  for (auto& value : clean.x) value = nan;
+  frozen.backward(clean.x_view, clean.dy_view, clean.dx_view);
+  for (auto const& value : clean.dx) CHECK(std::abs(value - number{1, -1} * number{1, -0.5F}) < 1e-4F);
+}
+
 TEST_CASE("passes over complex numbers in two phases, and in a group with real ones, are those at once") {
   for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
     syncnorm::run_ranks(3, [&](syncnorm::thread_communicator const& comm) {
       constexpr std::int64_t channels = 70;
+      auto const gamma = policy == syncnorm::exchange_policy::gather ? gamma_numbers::real : gamma_numbers::complex;
       syncnorm::batch_norm_layer_options const options{.norm = {.exchange = policy}};
-      layer_type at_once{comm, channels, options}, begun{comm, channels, options}, grouped{comm, channels, options};
+      layer_type at_once{comm, channels, options, {}, gamma}, begun{comm, channels, options, {}, gamma},
+          grouped{comm, channels, options, {}, gamma};
+      for (auto* const layer : {&at_once, &begun, &grouped}) std::ranges::fill(layer->gamma_imag(), -0.75F);
       syncnorm::batch_norm<float, syncnorm::thread_communicator> real{comm, 2 * channels, options},
           real_grouped{comm, 2 * channels, options};
       step of{channels}, of_begun{channels}, of_group{channels};
@@ -247,6 +317,7 @@ TEST_CASE("passes over complex numbers in two phases, and in a group with real o
         CHECK(std::ranges::equal(other->running_mean(), at_once.running_mean()));
         CHECK(std::ranges::equal(other->running_var(), at_once.running_var()));
         CHECK(std::ranges::equal(other->gamma_grad(), at_once.gamma_grad()));
+        CHECK(std::ranges::equal(other->gamma_imag_grad(), at_once.gamma_imag_grad()));
         CHECK(std::ranges::equal(other->beta_grad(), at_once.beta_grad()));
       }
       CHECK(v_grouped == v);
@@ -256,17 +327,20 @@ TEST_CASE("passes over complex numbers in two phases, and in a group with real o
 
 TEST_CASE("large layers of complex numbers are exchanged in parts, and give the same by any executor") {
   for (auto const order : {layout::nchw, layout::nhwc}) {
-    if (test::sanitized && order == layout::nchw) continue;
-    test::complex_case const of{{{2, 1}, {2}}, 37, 3000, order};
-    std::vector<std::vector<std::string>> failures(2);
-    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
-      failures[static_cast<std::size_t>(comm.rank())] =
-          test::run_complex_case<float>(of, test::quick_communicator{comm, 0});
-    });
-    for (auto const& of_rank : failures)
-      for (auto const& failure : of_rank) FAIL_CHECK(failure);
+    test::complex_case of{{{2, 1}, {2}}, 37, 3000, order};
+    for (auto const gamma : {gamma_numbers::real, gamma_numbers::complex}) {
+      if (test::sanitized && (order == layout::nchw) != (gamma == gamma_numbers::complex)) continue;
+      of.gamma = gamma;
+      std::vector<std::vector<std::string>> failures(2);
+      syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+        failures[static_cast<std::size_t>(comm.rank())] =
+            test::run_complex_case<float>(of, test::quick_communicator{comm, 0});
+      });
+      for (auto const& of_rank : failures)
+        for (auto const& failure : of_rank) FAIL_CHECK(failure);
+    }
   }
-  auto const run = []<class E>(E const& exec, bool nhwc) {
+  auto const run = []<class E>(E const& exec, bool nhwc, gamma_numbers gamma) {
     constexpr std::int64_t n = 4, channels = 37, spatial = 2000;
     std::vector<number> x(n * channels * spatial), y(x.size()), dx(x.size());
     for (std::size_t i = 0; i < x.size(); ++i)
@@ -275,12 +349,15 @@ TEST_CASE("large layers of complex numbers are exchanged in parts, and give the 
       return nhwc ? syncnorm::nhwc(values.data(), n, channels, spatial)
                   : syncnorm::nchw(values.data(), n, channels, spatial);
     };
-    syncnorm::complex_batch_norm<float, syncnorm::self_communicator, E> layer{{}, channels, {}, exec};
+    syncnorm::complex_batch_norm<float, syncnorm::self_communicator, E> layer{{}, channels, {}, exec, gamma};
+    std::ranges::fill(layer.gamma_imag(), 0.5F);
     layer.forward(view(x), view(y));
     layer.backward(view(x), view(y), view(dx));
     return std::pair{y, dx};
   };
-  for (bool const nhwc : {false, true}) CHECK(run(two_threads{}, nhwc) == run(syncnorm::host::serial_executor{}, nhwc));
+  for (bool const nhwc : {false, true})
+    for (auto const gamma : {gamma_numbers::real, gamma_numbers::complex})
+      CHECK(run(two_threads{}, nhwc, gamma) == run(syncnorm::host::serial_executor{}, nhwc, gamma));
 }
 
 TEST_CASE("layers of complex numbers without parameters or running statistics, with gamma alone, and frozen") {
@@ -324,15 +401,17 @@ TEST_CASE("layers of complex numbers without parameters or running statistics, w
 }
 
 TEST_CASE("y over x, and dx over dy, of complex numbers") {
-  step apart{5}, within{5};
-  syncnorm::complex_batch_norm<float> one{{}, 5}, other{{}, 5};
-  one.forward(apart.x_view, apart.y_view);
-  one.backward(apart.x_view, apart.dy_view, apart.dx_view);
-  other.forward(within.x_view, within.y_view);
-  other.backward(within.x_view, within.dy_view, within.dy_view);
-  CHECK(within.dy == apart.dx);
-  other.forward(within.x_view, within.x_view);
-  CHECK(within.x == apart.y);
+  for (auto const gamma : {gamma_numbers::real, gamma_numbers::complex}) {
+    step apart{5}, within{5};
+    syncnorm::complex_batch_norm<float> one{{}, 5, {}, {}, gamma}, other{{}, 5, {}, {}, gamma};
+    one.forward(apart.x_view, apart.y_view);
+    one.backward(apart.x_view, apart.dy_view, apart.dx_view);
+    other.forward(within.x_view, within.y_view);
+    other.backward(within.x_view, within.dy_view, within.dy_view);
+    CHECK(within.dy == apart.dx);
+    other.forward(within.x_view, within.x_view);
+    CHECK(within.x == apart.y);
+  }
 }
 
 TEST_CASE("what is wrong with complex numbers on one rank is an error on every rank") {
@@ -362,6 +441,41 @@ TEST_CASE("what is wrong with complex numbers on one rank is an error on every r
       true, [](step& in) { in.dx_view = in.dy_view, --in.dx_view.data; }, "dx and dy overlap");
 }
 
+TEST_CASE("what is wrong with a complex gamma is said") {
+  constexpr std::size_t channels = 3;
+  step in{channels};
+  syncnorm::batch_norm_saved saved;
+  syncnorm::batch_norm_workspace workspace{2 * channels};
+  std::vector<float> const two(2, 1), three(channels, 1);
+  std::vector<float> gradient(channels);
+  using view = syncnorm::tensor_view<number>;
+  using read = syncnorm::tensor_view<number const>;
+  read const x = in.x_view, dy = in.dy_view;
+  auto const forward = [&](std::span<float const> gamma_imag) {
+    syncnorm::complex_batch_norm_forward<float>(syncnorm::host::serial_executor{}, syncnorm::self_communicator{},
+                                                std::span{&x, 1}, std::span<view const>{&in.y_view, 1},
+                                                {.gamma_imag = gamma_imag}, {}, {}, saved, workspace);
+  };
+  auto const backward = [&](std::span<float const> gamma_imag, std::span<float> of_gamma_imag) {
+    syncnorm::complex_batch_norm_backward<float>(syncnorm::host::serial_executor{}, syncnorm::self_communicator{},
+                                                 std::span{&dy, 1}, std::span{&x, 1},
+                                                 std::span<view const>{&in.dx_view, 1}, {.gamma_imag = gamma_imag},
+                                                 saved, {.gamma_imag = of_gamma_imag}, {}, workspace);
+  };
+  auto const expect = [](std::string const& message, char const* part) {
+    CHECK_MESSAGE(test_support::contains(message, part), message);
+  };
+  expect(test_support::message_of([&] { forward(two); }), "the imaginary part of gamma has 2 elements, expected 3");
+  forward(three);
+  expect(test_support::message_of([&] { backward(two, {}); }),
+         "the imaginary part of gamma has 2 elements, expected 3");
+  expect(test_support::message_of([&] { backward(three, std::span{gradient}.first(1)); }),
+         "the gradient of the imaginary part of gamma has 1 elements, expected 3");
+  expect(test_support::message_of([&] { backward({}, gradient); }),
+         "gamma is real, but the gradient of its imaginary part");
+  backward(three, gradient);
+}
+
 TEST_CASE("ranks that disagree on complex numbers hear of it") {
   auto const run = [](auto const& on_rank_1) {
     std::vector<std::string> messages(2);
@@ -385,6 +499,11 @@ TEST_CASE("ranks that disagree on complex numbers hear of it") {
     layer.forward(syncnorm::nchw<float const>(x, 3, 8, 5), syncnorm::nchw(y, 3, 8, 5));
   });
   CHECK_MESSAGE(test_support::contains(real, "complex float"), real);
+  auto const gamma = run([](auto const& comm, step& in) {
+    layer_type layer{comm, 4, {}, {}, gamma_numbers::complex};
+    layer.forward(in.x_view, in.y_view);
+  });
+  CHECK_MESSAGE(test_support::contains(gamma, "affine parameters: rank 0 has 3, rank 1 has 7"), gamma);
   auto const eps = run([](auto const& comm, step& in) {
     layer_type layer{comm, 4, {.norm = {.eps = 1}}};
     layer.forward(in.x_view, in.y_view);

@@ -56,7 +56,7 @@ struct complex_oracle {
   }
 
   [[nodiscard]] std::vector<wide_complex> forward(std::vector<wide_complex> const& x,
-                                                  std::vector<long double> const& gamma,
+                                                  std::vector<wide_complex> const& gamma,
                                                   std::vector<wide_complex> const& beta) const {
     std::vector<wide_complex> y(x.size());
     each([&](std::size_t c, std::size_t i, bool counted) {
@@ -66,35 +66,34 @@ struct complex_oracle {
   }
 
   struct gradients {
-    std::vector<wide_complex> dx, beta;
-    std::vector<long double> gamma;
+    std::vector<wide_complex> dx, beta, gamma;
   };
 
   /// Of Σ Re(conj(dy)·y): of beta and gamma the part of samples [first, last); of x all, by these statistics as constants or not.
   [[nodiscard]] gradients backward(std::vector<wide_complex> const& x, std::vector<wide_complex> const& dy,
-                                   std::vector<long double> const& gamma, std::int64_t first, std::int64_t last,
+                                   std::vector<wide_complex> const& gamma, std::int64_t first, std::int64_t last,
                                    bool constant) const {
     gradients own{std::vector<wide_complex>(x.size()), std::vector<wide_complex>(mean.size()),
-                  std::vector<long double>(mean.size())};
-    std::vector<wide_complex> sum(mean.size());
+                  std::vector<wide_complex>(mean.size())};
+    std::vector<wide_complex> sum(mean.size()); // of the gradients of (x − mean)·inv_std
     std::vector<long double> product(mean.size());
     auto const per_sample = static_cast<std::size_t>(channels * spatial);
     each([&](std::size_t c, std::size_t i, bool counted) {
       if (!counted && zeroes) return;
-      long double const term = (dy[i] * std::conj(x[i] - mean[c])).real();
-      sum[c] += dy[i];
-      product[c] += term;
+      auto const turned = std::conj(gamma[c]) * dy[i];
+      sum[c] += turned;
+      product[c] += (turned * std::conj(x[i] - mean[c])).real();
       auto const sample = static_cast<std::int64_t>(i / per_sample);
       if (sample < first || sample >= last) return;
       own.beta[c] += dy[i];
-      own.gamma[c] += term * inv_std[c];
+      own.gamma[c] += dy[i] * std::conj(x[i] - mean[c]) * inv_std[c];
     });
     auto const count = static_cast<long double>(n);
     each([&](std::size_t c, std::size_t i, bool counted) {
-      wide_complex v = counted || !zeroes ? dy[i] : wide_complex{};
+      wide_complex v = counted || !zeroes ? std::conj(gamma[c]) * dy[i] : wide_complex{};
       if (counted && !constant)
         v -= sum[c] / count + (x[i] - mean[c]) * (inv_std[c] * inv_std[c] * product[c] / (count - lost));
-      own.dx[i] = gamma[c] * inv_std[c] * v;
+      own.dx[i] = inv_std[c] * v;
     });
     return own;
   }
@@ -117,10 +116,12 @@ struct complex_case {
   layout order;
   syncnorm::batch_norm_options norm{.eps = 1e-3, .momentum = 0.3};
   std::optional<syncnorm::masked_outputs> masked{};
+  syncnorm::gamma_numbers gamma = syncnorm::gamma_numbers::real;
 
   [[nodiscard]] std::string name() const {
     return std::to_string(shares.size()) + " ranks, C " + std::to_string(channels) + ", S " + std::to_string(spatial) +
-           ", layout " + std::to_string(static_cast<int>(order)) + (masked ? ", masked" : "");
+           ", layout " + std::to_string(static_cast<int>(order)) + (masked ? ", masked" : "") +
+           (gamma == syncnorm::gamma_numbers::complex ? ", complex gamma" : "");
   }
 };
 
@@ -177,10 +178,12 @@ std::vector<std::string> run_complex_case(complex_case const& of, C const& comm)
                                         static_cast<T>(skew * noise(stream + 1, i) - middle)}};
   };
   std::vector<wide_complex> x(size), dy(size), beta(static_cast<std::size_t>(of.channels));
-  std::vector<long double> gamma(beta.size());
+  std::vector<wide_complex> gamma(beta.size());
+  bool const complex_gamma = of.gamma == syncnorm::gamma_numbers::complex;
   for (std::size_t i = 0; i < size; ++i) x[i] = value(1, i, 0.5, 2), dy[i] = value(3, i, 0, 1);
   for (std::size_t c = 0; c < beta.size(); ++c)
-    beta[c] = value(5, c, 0.25, 1), gamma[c] = static_cast<T>(1.25 + noise(7, c));
+    beta[c] = value(5, c, 0.25, 1),
+    gamma[c] = {static_cast<T>(1.25 + noise(7, c)), complex_gamma ? static_cast<T>(2 * noise(9, c)) : T{0}};
   std::vector<std::uint8_t> counts(static_cast<std::size_t>(samples * of.spatial), 1);
   for (std::size_t i = 0; of.masked && i < counts.size(); ++i) counts[i] = noise(8, i) < 0.3 ? 1 : 0;
   if (of.masked) counts.front() = counts.back() = 1;
@@ -194,9 +197,11 @@ std::vector<std::string> run_complex_case(complex_case const& of, C const& comm)
                         of.norm.normalize_by == syncnorm::batch_variance::unbiased ? 1.0L : 0.0L};
   oracle.learn(x);
   complex_operands<T> own{of, rank, first, x, dy, counts};
-  syncnorm::complex_batch_norm<T, C> layer{comm, of.channels, {.norm = of.norm}};
-  for (std::size_t c = 0; c < beta.size(); ++c)
-    layer.gamma()[c] = static_cast<T>(gamma[c]), layer.beta()[c] = std::complex<T>{beta[c]};
+  syncnorm::complex_batch_norm<T, C> layer{comm, of.channels, {.norm = of.norm}, {}, of.gamma};
+  for (std::size_t c = 0; c < beta.size(); ++c) {
+    layer.gamma()[c] = static_cast<T>(gamma[c].real()), layer.beta()[c] = std::complex<T>{beta[c]};
+    if (complex_gamma) layer.gamma_imag()[c] = static_cast<T>(gamma[c].imag());
+  }
 
   std::vector<std::string> failures;
   auto const expect = [&](bool holds, std::string const& what) {
@@ -226,7 +231,8 @@ std::vector<std::string> run_complex_case(complex_case const& of, C const& comm)
     expect_tensors(own.dx, expected.dx, ("dx" + how).c_str());
     comparison of_gamma{1}, of_beta{1};
     for (std::size_t c = 0; c < beta.size(); ++c) {
-      of_gamma.add(static_cast<double>(layer.gamma_grad()[c]), expected.gamma[c]);
+      of_gamma.add(static_cast<double>(layer.gamma_grad()[c]), expected.gamma[c].real());
+      if (complex_gamma) of_gamma.add(static_cast<double>(layer.gamma_imag_grad()[c]), expected.gamma[c].imag());
       add(of_beta, layer.beta_grad()[c], expected.beta[c]);
     }
     expect_close(of_gamma, "the gradient of gamma" + how);

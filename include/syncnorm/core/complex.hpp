@@ -24,11 +24,16 @@ struct element_traits<std::complex<T>> {
   static constexpr std::string_view name = std::is_same_v<T, float> ? "complex float" : "complex double";
 };
 
-/// The affine parameters of complex channels, `[C]` each; gamma is real. An empty span stands for gamma = 1 or beta = 0.
+/// What the gamma of a layer of complex numbers is made of.
+enum class gamma_numbers : std::uint8_t { real, complex };
+
+/// The affine parameters of complex channels, `[C]` each. An empty span stands for a real part of gamma of 1, an imaginary one of 0, or
+/// beta = 0.
 template <complex_component P>
 struct complex_affine_parameters {
-  std::span<P const> gamma{};
+  std::span<P const> gamma{}; ///< its real part
   std::span<std::complex<P> const> beta{};
+  std::span<P const> gamma_imag{};
 };
 
 /// Where their gradients go, `[C]` each. An empty span: not needed.
@@ -36,6 +41,7 @@ template <complex_component P>
 struct complex_affine_gradients {
   std::span<P> gamma{};
   std::span<std::complex<P>> beta{};
+  std::span<P> gamma_imag{};
 };
 
 /// The running statistics of complex channels, `[C]` each, and their counter. Empty spans: not tracked.

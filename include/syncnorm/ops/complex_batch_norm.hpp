@@ -35,13 +35,19 @@ public:
   using input = tensor_view<value_type const>;
   using output = tensor_view<value_type>;
 
-  explicit complex_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {}, E exec = {})
+  /// A complex `gamma` turns the phases of numbers, too; its passes take several times as long.
+  explicit complex_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {}, E exec = {},
+                              gamma_numbers gamma = gamma_numbers::real)
       : comm_{std::move(comm)}, exec_{std::move(exec)}, options_{options}, channels_{channels},
         workspace_{detail::components_of(detail::channel_span{0, channels}).length} {
     auto const c = static_cast<std::size_t>(channels > 0 ? channels : 0);
     if (options.affine && options.parts != affine_parts::beta) {
       gamma_.assign(c, 1);
       gamma_grad_.assign(c, 0);
+      if (gamma == gamma_numbers::complex) {
+        gamma_imag_.assign(c, 0);
+        gamma_imag_grad_.assign(c, 0);
+      }
     }
     if (options.affine && options.parts != affine_parts::gamma) {
       beta_.assign(c, 0);
@@ -59,8 +65,8 @@ public:
   /// The same of K micro-batches by one statistic, with one exchange. Masks: none, or one for each.
   void forward(std::span<input const> x, std::span<output const> y, std::span<batch_norm_mask const> masks = {}) {
     if (by_batch())
-      return complex_batch_norm_forward<T>(exec_, comm_, x, y, {gamma_, beta_}, running(), options_.norm, saved_,
-                                           workspace_, masks);
+      return complex_batch_norm_forward<T>(exec_, comm_, x, y, affine(), running(), options_.norm, saved_, workspace_,
+                                           masks);
     detail::or_forget(saved_, statistics_scope::constant, options_.norm.exchange, [&] {
       auto const alone = plan_forward(x, y, masks);
       run_alone({&alone, 1});
@@ -76,8 +82,7 @@ public:
   /// The same of the K micro-batches of the latest forward pass. No dx: not needed.
   void backward(std::span<input const> x, std::span<input const> dy, std::span<output const> dx,
                 std::span<batch_norm_mask const> masks = {}, batch_norm_backward_options const& options = {}) {
-    complex_batch_norm_backward<T>(exec_, comm_, dy, x, dx, {gamma_, beta_}, saved_, {gamma_grad_, beta_grad_}, options,
-                                   workspace_, masks);
+    complex_batch_norm_backward<T>(exec_, comm_, dy, x, dx, affine(), saved_, gradients(), options, workspace_, masks);
   }
 
   /// `forward` and `backward` up to the exchange; `finish` of what is returned completes them.
@@ -100,7 +105,7 @@ public:
   [[nodiscard]] batch_norm_pass plan_forward(std::span<input const> x, std::span<output const> y,
                                              std::span<batch_norm_mask const> masks = {}) {
     using detail::complex_forward_steps, detail::complex_inference_steps;
-    detail::complex_forward_operands<T> in{x, y, {gamma_, beta_}, running(), statistics_scope::all_ranks, masks};
+    detail::complex_forward_operands<T> in{x, y, affine(), running(), statistics_scope::all_ranks, masks};
     if (!by_batch() && options_.track_running_stats) return plan_by<complex_inference_steps<T>>(in);
     if (!by_batch()) in.scope = statistics_scope::this_rank;
     return plan_by<complex_forward_steps<T>>(in);
@@ -112,7 +117,7 @@ public:
   [[nodiscard]] batch_norm_pass plan_backward(std::span<input const> x, std::span<input const> dy,
                                               std::span<output const> dx, std::span<batch_norm_mask const> masks = {},
                                               batch_norm_backward_options const& options = {}) {
-    detail::complex_backward_operands<T> const in{dy, x, dx, {gamma_, beta_}, {gamma_grad_, beta_grad_}, masks};
+    detail::complex_backward_operands<T> const in{dy, x, dx, affine(), gradients(), masks};
     return batch_norm_pass{
         std::make_unique<detail::planned_complex_backward<T>>(exec_, channels_, in, saved_, options.exchange)};
   }
@@ -134,6 +139,7 @@ public:
 
   void zero_grad() {
     std::ranges::fill(gamma_grad_, T{0});
+    std::ranges::fill(gamma_imag_grad_, T{0});
     std::ranges::fill(beta_grad_, value_type{0});
   }
 
@@ -150,6 +156,11 @@ public:
   [[nodiscard]] std::span<value_type const> beta() const noexcept { return beta_; }
   [[nodiscard]] std::span<T> gamma_grad() noexcept { return gamma_grad_; }
   [[nodiscard]] std::span<T const> gamma_grad() const noexcept { return gamma_grad_; }
+  /// `[C]` each; empty where gamma is real. `gamma` is then its real part.
+  [[nodiscard]] std::span<T> gamma_imag() noexcept { return gamma_imag_; }
+  [[nodiscard]] std::span<T const> gamma_imag() const noexcept { return gamma_imag_; }
+  [[nodiscard]] std::span<T> gamma_imag_grad() noexcept { return gamma_imag_grad_; }
+  [[nodiscard]] std::span<T const> gamma_imag_grad() const noexcept { return gamma_imag_grad_; }
   [[nodiscard]] std::span<value_type> beta_grad() noexcept { return beta_grad_; }
   [[nodiscard]] std::span<value_type const> beta_grad() const noexcept { return beta_grad_; }
   /// `[C]` each; empty without running statistics.
@@ -162,6 +173,8 @@ public:
 
 private:
   [[nodiscard]] bool by_batch() const noexcept { return training_ && !frozen_; }
+  [[nodiscard]] complex_affine_parameters<T> affine() const { return {gamma_, beta_, gamma_imag_}; }
+  [[nodiscard]] complex_affine_gradients<T> gradients() { return {gamma_grad_, beta_grad_, gamma_imag_grad_}; }
   [[nodiscard]] complex_running_statistics<T> running() {
     if (!options_.track_running_stats) return {};
     return {running_mean_, running_var_, &num_batches_tracked_};
@@ -176,7 +189,7 @@ private:
   [[no_unique_address]] E exec_;
   batch_norm_layer_options options_;
   std::int64_t channels_;
-  std::vector<T> gamma_, gamma_grad_, running_var_;
+  std::vector<T> gamma_, gamma_imag_, gamma_grad_, gamma_imag_grad_, running_var_;
   std::vector<value_type> beta_, beta_grad_, running_mean_;
   std::int64_t num_batches_tracked_ = 0;
   bool training_ = true, frozen_ = false;

@@ -71,7 +71,7 @@ private:
 ///     mean = Σ x / n,  var = Σ |x − mean|² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  over all ranks' N and S
 ///     running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))    or as `options.variance` says
 ///
-/// with gamma, var and the running variance real, mean and beta complex; var is that of the real parts and that of the imaginary parts
+/// with var and the running variance real, mean and beta complex, and gamma real or complex; var is that of the real parts and that of the imaginary parts
 /// together. K micro-batches share one statistic: x and y are `[N_k, C, S_k]`, parameters and statistics `[C]`, the masks of positions
 /// that count `[N_k, S_k]`: none, or one for each. Everything else is as for `batch_norm_forward_batches`; the workspace is one of 2·C
 /// channels, as ranks exchange real and imaginary parts, and `saved` has them, `[C, 2]`.
@@ -99,6 +99,9 @@ void complex_batch_norm_forward(host::executor_ref exec, C const& comm,
 ///     sum_dy = Σ dy,  sum_dy_xmu = Σ Re(dy·conj(x − mean))    over all ranks
 ///     dx = gamma·inv_std·(dy − sum_dy/n − (x − mean)·inv_std²·sum_dy_xmu/n)
 ///     gradients.gamma += inv_std·sum_dy_xmu,  gradients.beta += sum_dy    over this rank
+///
+/// A complex gamma makes of dy conj(gamma)·dy, by which dx is what it is with gamma 1; the gradient of gamma is then
+/// inv_std·Σ dy·conj(x − mean).
 ///
 /// The micro-batches and masks are those of the forward pass. Everything else is as for `batch_norm_backward_batches`.
 template <complex_component T, communicator C>

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include <syncnorm/core/batch_norm_options.hpp>
@@ -15,6 +16,7 @@
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/host/complex_components.hpp>
+#include <syncnorm/host/complex_gamma.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -60,9 +62,12 @@ public:
                      });
       check_backward_tensors<std::complex<T>>(check_, in_.dy, in_.x, in_.dx, channels, saved.own_count);
       check_output_apart<std::complex<T>>(check_, in_.x.size(), {"dx", in_.dx}, {{"dy", in_.dy}, {"x", in_.x}}, true);
-      check_.channel_values(in_.affine.gamma, "gamma", channels);
+      check_complex_affine<T>(check_, {in_.affine.gamma, {}, in_.affine.gamma_imag}, channels);
       check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
+      check_.channel_values(in_.gradients.gamma_imag, "the gradient of the imaginary part of gamma", channels);
       check_.channel_values(in_.gradients.beta, "the gradient of beta", channels);
+      check_.require(in_.gradients.gamma_imag.empty() || has_complex_gamma(in_.affine),
+                     [] { return std::string{"gamma is real, but the gradient of its imaginary part is asked for"}; });
       masks_.emplace(check_, in_.masks, in_.x);
       affine_.emplace(check_, in_.affine);
       follow_ = all_follow(in_.x) && all_follow(in_.dy) && all_follow(in_.dx);
@@ -75,6 +80,7 @@ public:
   [[nodiscard]] packet_header header() const override {
     auto own = make_header<T>(name, channels(), check_.count_of(in_.x), saved_->exchange, check_);
     name_complex<T>(own);
+    name_complex_gamma(own, in_.affine);
     return own;
   }
 
@@ -95,8 +101,12 @@ public:
     auto const gamma = part_of(in_.gradients.gamma, numbers);
     auto const beta = components_of(part_of(in_.gradients.beta, numbers));
     auto const inv_std = part_of(std::span<double const>{saved_->inv_std}, part);
+    bool const is_complex = has_complex_gamma(in_.affine);
     for (std::size_t c = 0; c < gamma.size(); ++c)
-      add_rounded(gamma[c], inv_std[2 * c] * (sum_dy_xmu[2 * c] + sum_dy_xmu[2 * c + 1]));
+      add_rounded(gamma[c], inv_std[2 * c] * (sum_dy_xmu[2 * c] + (is_complex ? 0.0 : sum_dy_xmu[2 * c + 1])));
+    auto const gamma_imag = part_of(in_.gradients.gamma_imag, numbers);
+    for (std::size_t c = 0; c < gamma_imag.size(); ++c)
+      add_rounded(gamma_imag[c], inv_std[2 * c] * sum_dy_xmu[2 * c + 1]);
     add_affine_gradients<T>({{}, beta}, inv_std, sum_dy, sum_dy_xmu);
   }
 
@@ -105,24 +115,30 @@ public:
     accept({});
     channel_span const all{0, channels()};
     // By constant statistics dx depends on no sums.
-    if (saved_->count == 0 && in_.gradients.gamma.empty() && in_.gradients.beta.empty()) return apply(all);
+    auto const& wanted = in_.gradients;
+    if (saved_->count == 0 && wanted.gamma.empty() && wanted.gamma_imag.empty() && wanted.beta.empty())
+      return apply(all);
     run_in_blocks<T>(in_.x, 2);
     commit(all, buffers_->first, buffers_->second);
   }
 
 private:
+  /// Σ dy, and of Σ dy·(x − mean) what each component has, or with a complex gamma real and imaginary part of Σ dy·conj(x − mean).
   void local_by(host::executor_ref exec, channel_span range, std::span<double> sum_dy,
                 std::span<double> sum_dy_xmu) const override {
     std::ranges::fill(sum_dy, 0.0);
     std::ranges::fill(sum_dy_xmu, 0.0);
     auto const components = components_of(range);
+    auto const mean = part_of(std::span<double const>{saved_->mean}, components);
     batch_values more{sum_dy.size()};
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
-      host::backward_reduce(exec, host::components_of(part_of(in_.dy[k], range)),
-                            host::components_of(part_of(in_.x[k], range)),
-                            part_of(std::span<double const>{saved_->mean}, components),
-                            part_of(std::span<double const>{saved_->inv_std}, components),
-                            affine_->from(components.first), (*masks_)[k], more.first(), more.second());
+      auto const dy = part_of(in_.dy[k], range), x = part_of(in_.x[k], range);
+      if (has_complex_gamma(in_.affine))
+        host::backward_reduce_complex<T>(exec, dy, x, mean, masks_->given(k), more.first(), more.second());
+      else
+        host::backward_reduce(exec, host::components_of(dy), host::components_of(x), mean,
+                              part_of(std::span<double const>{saved_->inv_std}, components),
+                              affine_->from(components.first), (*masks_)[k], more.first(), more.second());
       for (std::size_t i = 0; i < sum_dy.size(); ++i) {
         sum_dy[i] += more.first()[i];
         sum_dy_xmu[i] += more.second()[i];
@@ -131,6 +147,7 @@ private:
   }
 
   void apply_by(host::executor_ref exec, channel_span range) override {
+    if (has_complex_gamma(in_.affine)) return apply_complex_gamma(exec, range);
     auto const components = components_of(range);
     auto const paired = part_of(std::span{paired_}, components);
     std::ranges::copy(part_of(std::span{buffers_->second}, components), paired.begin());
@@ -143,6 +160,19 @@ private:
           part_of(std::span<double const>{saved_->inv_std}, components), affine_->from(components.first),
           part_of(std::span<double const>{buffers_->first}, components), paired, saved_->normalized(), (*masks_)[k],
           host::stores_for(in_.dx[k]));
+  }
+
+  void apply_complex_gamma(host::executor_ref exec, channel_span range) {
+    auto const count = saved_->normalized();
+    auto const terms = [&](std::int64_t channel) {
+      auto const c = static_cast<std::size_t>(range.first + channel);
+      return host::make_complex_backward_coefficients<T>(number_at(saved_->mean, c), saved_->inv_std[2 * c],
+                                                         complex_gamma_of(in_.affine, c), number_at(buffers_->first, c),
+                                                         number_at(buffers_->second, c), count);
+    };
+    for (auto k = in_.dx.size(); k-- > 0;)
+      host::backward_elemt_complex<T>(exec, part_of(in_.dy[k], range), part_of(in_.x[k], range),
+                                      part_of(in_.dx[k], range), terms, count.n == 0, masks_->given(k));
   }
 
   complex_backward_operands<T> in_;

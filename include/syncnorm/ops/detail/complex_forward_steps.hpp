@@ -14,6 +14,7 @@
 #include <syncnorm/core/complex.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/host/complex_components.hpp>
+#include <syncnorm/host/complex_gamma.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -47,11 +48,26 @@ void check_complex_tensors(call_check& check, complex_batches<T> x, complex_outp
   check_output_apart<std::complex<T>>(check, x.size(), {"y", y}, {{"x", x}}, true);
 }
 
+/// Normalizes a range of complex channels by their complex gamma.
+template <complex_component T>
+void normalize_by_complex_gamma(host::executor_ref exec, channel_span range, complex_forward_operands<T> const& in,
+                                batch_norm_saved const& saved, complex_masks<T> const& masks) {
+  auto const terms = [&](std::int64_t channel) {
+    auto const c = static_cast<std::size_t>(range.first + channel);
+    auto const beta = in.affine.beta.empty() ? std::complex<double>{} : std::complex<double>{in.affine.beta[c]};
+    return host::make_complex_normalize_coefficients<T>(number_at(saved.mean, c), saved.inv_std[2 * c],
+                                                        complex_gamma_of(in.affine, c), beta);
+  };
+  for (auto k = in.x.size(); k-- > 0;)
+    host::normalize_complex<T>(exec, part_of(in.x[k], range), part_of(in.y[k], range), terms, masks.given(k));
+}
+
 /// Normalizes a range of complex channels whose components follow each other, or one of them.
 template <complex_component T>
 void normalize_complex(host::executor_ref exec, channel_span range, complex_forward_operands<T> const& in,
                        batch_norm_saved const& saved, affine_of_components<T> const& affine,
                        complex_masks<T> const& masks) {
+  if (has_complex_gamma(in.affine)) return normalize_by_complex_gamma<T>(exec, range, in, saved, masks);
   auto const components = components_of(range);
   auto const mean = part_of(std::span{saved.mean}, components), inv_std = part_of(std::span{saved.inv_std}, components);
   for (auto k = in.x.size(); k-- > 0;) // backwards: what was read last is the likeliest to be in the cache
@@ -72,8 +88,7 @@ public:
     look_into(check_, [&] {
       check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
       check_complex_tensors<T>(check_, in_.x, in_.y, channels);
-      check_.channel_values(in_.affine.gamma, "gamma", channels);
-      check_.channel_values(in_.affine.beta, "beta", channels);
+      check_complex_affine(check_, in_.affine, channels);
       check_.options(options, in_.running, channels);
       check_.batches_tracked(options, in_.running.num_batches_tracked);
       masks_.emplace(check_, in_.masks, in_.x);
@@ -89,6 +104,7 @@ public:
   [[nodiscard]] packet_header header() const override {
     auto own = make_forward_header<T>(channels(), count(), in_.affine, in_.running, options_, check_);
     name_complex<T>(own);
+    name_complex_gamma(own, in_.affine);
     return own;
   }
 

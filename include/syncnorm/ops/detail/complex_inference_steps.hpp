@@ -35,8 +35,7 @@ public:
     look_into(check_, [&] {
       check_.require(channels >= 0, [&] { return check_.text("the number of channels is negative: ", channels); });
       check_complex_tensors<T>(check_, in_.x, in_.y, channels);
-      check_.channel_values(in_.affine.gamma, "gamma", channels);
-      check_.channel_values(in_.affine.beta, "beta", channels);
+      check_complex_affine(check_, in_.affine, channels);
       check_.eps(options.eps);
       masks_.emplace(check_, in_.masks, in_.x);
       affine_.emplace(check_, in_.affine);

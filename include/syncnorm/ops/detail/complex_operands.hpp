@@ -62,7 +62,38 @@ inline void pair_up(std::span<double> values) {
   for (std::size_t i = 0; i + 1 < values.size(); i += 2) values[i] = values[i + 1] = values[i] + values[i + 1];
 }
 
-/// Affine parameters of complex channels as those of their components.
+/// Says in `check` what is wrong with the parameters of a pass.
+template <complex_component T>
+void check_complex_affine(call_check& check, complex_affine_parameters<T> const& of, std::int64_t channels) {
+  check.channel_values(of.gamma, "gamma", channels);
+  check.channel_values(of.gamma_imag, "the imaginary part of gamma", channels);
+  check.channel_values(of.beta, "beta", channels);
+}
+
+/// Whether gamma is complex, by which ranks add up other sums in a backward pass.
+template <complex_component T>
+[[nodiscard]] bool has_complex_gamma(complex_affine_parameters<T> const& of) {
+  return !of.gamma_imag.empty();
+}
+
+/// What is said of it in a header's `affine`.
+template <complex_component T>
+void name_complex_gamma(packet_header& own, complex_affine_parameters<T> const& of) {
+  if (has_complex_gamma(of)) own.affine += 4;
+}
+
+/// Where it is, gamma of channel c.
+template <complex_component T>
+[[nodiscard]] std::complex<double> complex_gamma_of(complex_affine_parameters<T> const& of, std::size_t c) {
+  return {of.gamma.empty() ? 1.0 : static_cast<double>(of.gamma[c]), static_cast<double>(of.gamma_imag[c])};
+}
+
+/// Number c of `[C, 2]`, real and imaginary parts.
+[[nodiscard]] inline std::complex<double> number_at(std::span<double const> components, std::size_t c) {
+  return {components[2 * c], components[2 * c + 1]};
+}
+
+/// Affine parameters of complex channels, whose gamma is real, as those of their components.
 template <complex_component T>
 class affine_of_components {
 public:
@@ -115,7 +146,7 @@ template <complex_component T>
 class complex_masks {
 public:
   /// None, or one for each of `x`. Says in `check` what is wrong.
-  complex_masks(call_check& check, std::span<batch_norm_mask const> masks, complex_batches<T> x) {
+  complex_masks(call_check& check, std::span<batch_norm_mask const> masks, complex_batches<T> x) : given_{masks} {
     auto const batches = x.size();
     check.require(masks.empty() || masks.size() == batches, [&] {
       return check.text("there are ", masks.size(), " masks, expected ", batches, " as micro-batches of x");
@@ -133,7 +164,11 @@ public:
     return prepared_.empty() ? none_ : prepared_[k];
   }
 
+  /// As it was given.
+  [[nodiscard]] batch_norm_mask given(std::size_t k) const { return given_.empty() ? batch_norm_mask{} : given_[k]; }
+
 private:
+  std::span<batch_norm_mask const> given_;
   host::prepared_epilogue<T> none_;
   kept_vector<host::prepared_epilogue<T>> prepared_;
 };
