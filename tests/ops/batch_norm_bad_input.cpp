@@ -112,6 +112,11 @@ TEST_CASE("what is wrong with a forward pass on one rank is an error on every ra
   check_spoiled_step([](step_inputs& in) { in.y_view.samples = 3; }, {"y is [3, ", "expected [4, "});
   check_spoiled_step([](step_inputs& in) { in.y_view.stride_s = 0; }, {"y has the strides", "its elements overlap"});
   check_spoiled_step([](step_inputs& in) { in.y_view.stride_n = 2; }, {"y has the strides [2, "});
+  for (auto const far : {std::numeric_limits<std::int64_t>::min(), std::int64_t{1} << 51}) {
+    std::string const strides = std::to_string(far) + ", 1], which no memory has room for";
+    check_spoiled_step([&](step_inputs& in) { in.x_view.stride_c = far; }, {"x has the strides [", strides});
+    check_spoiled_step([&](step_inputs& in) { in.y_view.stride_c = far; }, {"y has the strides [", strides});
+  }
 }
 
 TEST_CASE("what is wrong with a backward pass on one rank is an error on every rank") {

@@ -151,6 +151,10 @@ TEST_CASE("what is wrong with an epilogue on one rank is thrown on every rank, a
        "rank 1: the mask is [4, 2], expected [2, 4]: a position for each"},
       {[&](auto& e) { e.mask = syncnorm::mask_of(static_cast<std::uint8_t const*>(nullptr), 2, 4); },
        "rank 1: the mask is null"},
+      {[&](auto& e) {
+         e.mask = {ones.data(), 2, 4, std::numeric_limits<std::int64_t>::min(), 1};
+       },
+       "rank 1: the mask has the strides [-9223372036854775808, 1], which no memory has room for"},
       {[&](auto& e) { e.residual = nchw<double const>(values.data(), 2, 3, 3); },
        "rank 1: the residual is [2, 3, 3], expected [2, 3, 4] as x"},
       {[&](auto& e) { e.residual = nchw<double const>(nullptr, 2, 3, 4); }, "rank 1: the residual is null"},

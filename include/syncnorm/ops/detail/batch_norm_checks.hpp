@@ -1,6 +1,9 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <sstream>
@@ -29,6 +32,22 @@ template <class T>
   std::int64_t count = 0, elements = 0;
   return !__builtin_mul_overflow(x.samples, x.spatial, &count) && count <= most_positions &&
          !__builtin_mul_overflow(count, x.channels, &elements);
+}
+
+/// Whether elements so far apart can be in one memory. Of a stride that nobody goes by, too, passes take multiples.
+template <std::size_t Dimensions>
+[[nodiscard]] constexpr bool fits_memory(std::array<std::int64_t, Dimensions> const& extents,
+                                         std::array<std::int64_t, Dimensions> const& strides,
+                                         std::size_t element_bytes) {
+  constexpr std::int64_t most_bytes = std::int64_t{1} << 52;
+  std::int64_t const most = most_bytes / static_cast<std::int64_t>(element_bytes);
+  for (std::size_t i = 0; i < Dimensions; ++i) {
+    std::int64_t reach = 0;
+    if (__builtin_mul_overflow(std::max<std::int64_t>(1, extents[i] - 1), strides[i], &reach) || reach > most ||
+        reach < -most)
+      return false;
+  }
+  return true;
 }
 
 /// Collects the first thing that is wrong with a call. It throws nothing, because the other ranks have to be told first;
@@ -67,10 +86,8 @@ public:
   void output(tensor_view<T> const& y, Name name, tensor_view<T const> const& x) {
     same_extents(y, name, x);
     if (failed()) return;
-    require(!overlaps_itself(y), [&] {
-      return text(name, " has the strides [", y.stride_n, ", ", y.stride_c, ", ", y.stride_s,
-                  "], by which its elements overlap");
-    });
+    require(!overlaps_itself(y),
+            [&] { return text(name, " has the strides ", strides(y), ", by which its elements overlap"); });
   }
 
   template <class P>
@@ -106,6 +123,9 @@ public:
                   "]: a position for each sample and place of x");
     });
     require(given.data != nullptr || x.count() == 0, [&] { return text(name, " is null"); });
+    require(fits_memory<2>({given.samples, given.spatial}, {given.stride_n, given.stride_s}, 1), [&] {
+      return text(name, " has the strides [", given.stride_n, ", ", given.stride_s, "], which no memory has room for");
+    });
   }
 
   /// N·S of all micro-batches; 0 where something is wrong, maybe with these numbers.
@@ -160,11 +180,17 @@ private:
   void require_data(tensor_view<T> const& x, Name name) {
     if (failed()) return; // of what cannot be counted there is no size
     require(x.data != nullptr || x.size() == 0, [&] { return text(name, " is null, its extents are ", extents(x)); });
+    require(fits_memory<3>({x.samples, x.channels, x.spatial}, {x.stride_n, x.stride_c, x.stride_s}, sizeof(T)),
+            [&] { return text(name, " has the strides ", strides(x), ", which no memory has room for"); });
   }
 
   template <class T>
   static std::string extents(tensor_view<T> const& x) {
     return text("[", x.samples, ", ", x.channels, ", ", x.spatial, "]");
+  }
+  template <class T>
+  static std::string strides(tensor_view<T> const& x) {
+    return text("[", x.stride_n, ", ", x.stride_c, ", ", x.stride_s, "]");
   }
 
   std::string fault_;
