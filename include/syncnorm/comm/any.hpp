@@ -89,8 +89,7 @@ public:
   [[nodiscard]] any_communicator split(int color, int key) const { return any_communicator{model_->split(color, key)}; }
 
   [[nodiscard]] bool can_abort() const noexcept { return model_->can_abort(); }
-  /// Makes the communicator unusable on every rank. Throws communicator_error where the wrapped communicator
-  /// cannot.
+  /// As the wrapped communicator's; see `aborts`. Throws communicator_error where it has none.
   void abort() const { model_->abort(); }
 
   /// The wrapped communicator if it is a `C`, else null.

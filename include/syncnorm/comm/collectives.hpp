@@ -22,7 +22,8 @@ concept splits = communicator<C> && requires(C const& c) {
   { c.split(0, 0) } -> communicator;
 };
 
-/// A communicator that can be made unusable at once, waking every rank that waits for this one with a communicator_error.
+/// A communicator that can be made unusable on this rank at once. Where it can, it wakes every rank that waits for this one, with a
+/// communicator_error; over MPI and NCCL the others wait until they time out.
 template <class C>
 concept aborts = communicator<C> && requires(C const& c) {
   c.abort();

@@ -19,7 +19,7 @@ enum class running_variance : std::uint8_t {
 enum class batch_variance : std::uint8_t { biased, unbiased };
 
 /// How ranks put their statistics together. With a communicator that has no allreduce they gather; on a GPU, ranks that reduce gather
-/// their headers besides.
+/// their headers besides; on CPUs, in two phases and in groups, a backward pass that reduces is two allreduces.
 enum class exchange_policy : std::uint8_t {
   automatic, ///< whichever the cost model of `comm/exchange_cost.hpp` says is faster
   gather,    ///< each rank gets every rank's: one allgather a pass

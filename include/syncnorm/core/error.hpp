@@ -37,7 +37,8 @@ public:
       : error{message, where} {}
 };
 
-/// A collective failed. The communicator is unusable afterwards; everything else still is.
+/// A collective failed, after which the communicator is unusable, and everything else is not; or a communicator cannot do what it was
+/// asked for.
 class communicator_error : public error {
 public:
   explicit communicator_error(std::string backend, std::string const& message, int native_code = 0,

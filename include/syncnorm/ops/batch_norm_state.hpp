@@ -103,7 +103,7 @@ decltype(auto) or_forget(batch_norm_saved& saved, statistics_scope scope, exchan
 
 /// Buffers of the passes of one layer, and its ranks' standing agreement on the number of channels, by which a pass
 /// after the first is one collective. Use it on every rank for the same calls. Without one, each pass makes its own,
-/// and a pass of more than 128 channels is two collectives.
+/// and is a first pass: one collective more where ranks reduce, or there are over 128 channels.
 struct batch_norm_workspace {
   explicit batch_norm_workspace(std::int64_t channels, bool agreed = false)
       : exchange{channels, agreed}, packets{{channels}, 2, agreed}, double_packets{{channels}, 7, agreed} {}

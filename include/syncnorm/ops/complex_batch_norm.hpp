@@ -35,7 +35,7 @@ public:
   using input = tensor_view<value_type const>;
   using output = tensor_view<value_type>;
 
-  /// A complex `gamma` turns the phases of numbers, too; its passes take up to twice as long.
+  /// A complex `gamma` turns the phases of numbers, too; its passes take 1 to 2.3 times as long.
   explicit complex_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {}, E exec = {},
                               gamma_numbers gamma = gamma_numbers::real)
       : comm_{std::move(comm)}, exec_{std::move(exec)}, options_{options}, channels_{channels},
@@ -156,7 +156,7 @@ public:
   [[nodiscard]] std::span<value_type const> beta() const noexcept { return beta_; }
   [[nodiscard]] std::span<T> gamma_grad() noexcept { return gamma_grad_; }
   [[nodiscard]] std::span<T const> gamma_grad() const noexcept { return gamma_grad_; }
-  /// `[C]` each; empty where gamma is real. `gamma` is then its real part.
+  /// `[C]` each, of a complex gamma, whose real part `gamma` is; else empty.
   [[nodiscard]] std::span<T> gamma_imag() noexcept { return gamma_imag_; }
   [[nodiscard]] std::span<T const> gamma_imag() const noexcept { return gamma_imag_; }
   [[nodiscard]] std::span<T> gamma_imag_grad() noexcept { return gamma_imag_grad_; }
