@@ -21,12 +21,13 @@ namespace {
 
 int threads = 2;
 
-/// What a row does besides normalizing, by the words in its name: relu, residual, padded, scattered.
+/// What a row does besides normalizing, by the words in its name: relu, elu, residual, padded, scattered.
 template <class T>
 struct extras {
   extras(bench::row_key const& key) : has_residual{key.op.find("residual") != std::string::npos} {
     auto const has = [&](char const* word) { return key.op.find(word) != std::string::npos; };
-    if (has("relu")) activation = syncnorm::activation::relu();
+    if (has("+relu")) activation = syncnorm::activation::relu();
+    if (has("+elu")) activation = syncnorm::activation::elu();
     if (has_residual) {
       residual.emplace_back(bench::tensors<T>::size(key), 11);
       residual.emplace_back(bench::tensors<T>::size(key), 12);
@@ -126,6 +127,7 @@ int main(int argc, char** argv) {
       add<float>(rows, "+relu", layout, images);
       add<syncnorm::bfloat16>(rows, "+relu", layout, small_images);
       add<float>(rows, "+relu", layout, small_images);
+      add<float>(rows, "+elu", layout, images);
       add<float>(rows, "+residual+relu", layout, images);
       if (!how.quick) add<syncnorm::bfloat16>(rows, "+residual+relu", layout, images);
       if (!how.quick) add<float>(rows, "+residual", layout, images);
