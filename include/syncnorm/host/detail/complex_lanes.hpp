@@ -5,6 +5,7 @@
 #include <complex>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include <syncnorm/core/mask_view.hpp>
@@ -27,34 +28,6 @@ template <class A, int L>
   return exchanged(v, std::make_index_sequence<static_cast<std::size_t>(L)>{});
 }
 
-/// Coefficients by lanes: of channel after channel, or of one repeated.
-template <class T, std::size_t Count>
-class component_table {
-public:
-  explicit component_table(std::int64_t channels)
-      : repeats_{channels == 1}, step_{std::max<std::int64_t>(2 * channels, native_lanes<T>)},
-        memory_{static_cast<std::int64_t>(Count) * step_} {}
-
-  void set(std::int64_t channel, std::array<std::complex<T>, Count> const& values) {
-    for (std::int64_t lane = 2 * channel; lane < (repeats_ ? step_ : 2 * channel + 2); lane += 2)
-      for (std::size_t j = 0; j < Count; ++j) {
-        T* const at = memory_.data() + static_cast<std::int64_t>(j) * step_ + lane;
-        at[0] = values[j].real();
-        at[1] = values[j].imag();
-      }
-  }
-  /// Coefficient j of the lanes from `i` on.
-  template <int L>
-  [[nodiscard, gnu::always_inline]] vector_t<T, L> get(std::int64_t j, std::int64_t i) const {
-    return load<L>(memory_.data() + j * step_ + (repeats_ ? 0 : i));
-  }
-
-private:
-  bool repeats_;
-  std::int64_t step_;
-  scratch_lease<T> memory_;
-};
-
 /// p·a of numbers, of which the coefficients have a's real part twice, and its imaginary part with both signs.
 template <class T>
 [[nodiscard]] std::array<std::complex<T>, 2> factor_by_lanes(std::complex<T> a) {
@@ -74,66 +47,184 @@ template <int Lanes, class F>
   for (; i < n; i += 2) f.template operator()<2>(i);
 }
 
-/// Calls f(sample, position, positions, whether they count) for positions [first, last) of all samples, one after the other: at once for those
-/// of a row, where numbers of one channel follow each other in all of `tensors` and there is no mask.
-template <class F, class X, class... View>
-void for_each_run(std::int64_t first, std::int64_t last, mask_view const& mask, F const& f, X const& x,
-                  View const&... others) {
-  bool const rows = x.channels == 1 && !mask && x.stride_s == 1 && (... && (others.stride_s == 1));
-  for (std::int64_t n = first / x.spatial, s = first % x.spatial; first < last; ++n, s = 0)
-    while (s < x.spatial && first < last) {
-      std::int64_t const some = rows ? std::min(x.spatial - s, last - first) : 1;
-      f(n, s, some, !mask || mask(n, s));
-      s += some;
-      first += some;
-    }
+/// Numbers that follow each other: of consecutive channels at one position, or at consecutive positions of one channel. All count, or none.
+struct number_run {
+  std::int64_t sample, channel, position, numbers;
+  bool counts;
+};
+
+/// Whether the channels of a position follow each other in all of `tensors`, and so are gone through position after position, or else row
+/// after row.
+template <class X, class... More>
+[[nodiscard]] bool goes_by_positions(X const& x, More const&... more) {
+  return x.channels > 1 && x.stride_c == 1 && (... && (more.stride_c == 1));
 }
 
-/// Calls f(first, last) for parts of the positions of all samples, possibly at the same time.
+/// Calls f(number_run) for numbers [first, last) of tensors with the same extents.
+template <class F, class X, class... More>
+void for_each_run(std::int64_t first, std::int64_t last, mask_view const& mask, F const& f, X const& x,
+                  More const&... more) {
+  if (first >= last) return;
+  bool const positions = goes_by_positions(x, more...), dense = x.stride_s == 1 && (... && (more.stride_s == 1));
+  std::int64_t const inner = positions ? x.channels : x.spatial, outer = positions ? x.spatial : x.channels;
+  std::int64_t n = first / (inner * outer), at = first / inner % outer, begin = first % inner;
+  auto const counts = [&](std::int64_t s) { return !mask || mask(n, s); };
+  while (first < last) {
+    std::int64_t const end = std::min(inner, begin + last - first);
+    first += end - begin;
+    if (positions) {
+      f(number_run{n, begin, at, end - begin, counts(at)});
+    } else {
+      while (begin < end) {
+        bool const same = counts(begin);
+        std::int64_t next = !dense ? begin + 1 : !mask ? end : begin + 1;
+        while (dense && next < end && counts(next) == same) ++next;
+        f(number_run{n, at, begin, next - begin, same});
+        begin = next;
+      }
+    }
+    begin = 0;
+    if (++at == outer) at = 0, ++n;
+  }
+}
+
+/// Calls f(first, last) for parts of the numbers of a tensor, possibly at the same time.
 template <class T, class F>
 void for_each_part(executor_ref exec, tensor_view<T> const& x, F const& f) {
-  constexpr std::int64_t numbers_of_part = 16384;
-  if (x.size() == 0) return;
-  std::int64_t const part = std::max<std::int64_t>(1, numbers_of_part / x.channels);
-  exec.for_each(ceil_div(x.count(), part), [&](std::int64_t i) { f(i * part, std::min(x.count(), (i + 1) * part)); });
+  constexpr std::int64_t part = 16384;
+  exec.for_each(ceil_div(x.size(), part), [&](std::int64_t i) { f(i * part, std::min(x.size(), (i + 1) * part)); });
 }
 
-/// Σ dy, Σ dy·(x − mean) and Σ dy·exchanged(x − mean) of each lane of some channels, in double.
-template <class T>
-class lane_sums {
-public:
-  static constexpr std::int64_t most_channels = 256;
+/// Calls f(first, length) for parts of the channels of a tensor, possibly at the same time.
+template <class T, class F>
+void for_each_part_of_channels(executor_ref exec, tensor_view<T> const& x, F const& f) {
+  constexpr std::int64_t most = 256;
+  if (x.channels == 0) return;
+  std::int64_t const part = std::min(most, ceil_div(x.channels, exec.concurrency()));
+  exec.for_each(ceil_div(x.channels, part),
+                [&](std::int64_t i) { f(i * part, std::min(part, x.channels - i * part)); });
+}
 
-  /// Adds a run of numbers of all the channels, whose means are `mean`, or of the only one.
-  [[gnu::always_inline]] void add(T const* dy, T const* x, std::int64_t n, double const* mean, bool repeats) {
-    for_each_numbers<native_lanes<double>>(n, [&]<int L>(std::int64_t i) {
-      using vector = vector_t<double, L>;
-      std::int64_t const at = repeats ? 0 : i;
-      auto const g = __builtin_convertvector(load<L>(dy + i), vector);
-      vector const d = __builtin_convertvector(load<L>(x + i), vector) - load<L>(mean + at);
-      auto const put = [&](std::size_t which, auto const& more) __attribute__((always_inline)) {
-        double* const to = sums_[which].data() + at;
-        store<L>(to, more(load<L>(to)));
-      };
-      put(0, [&](vector const& sum) { return sum + g; });
-      put(1, [&](vector const& sum) { return multiply_add<vector>(g, d, sum); });
-      put(2, [&](vector const& sum) { return multiply_add<vector>(g, exchanged<double, L>(d), sum); });
-    });
-  }
-  /// Real and imaginary parts of Σ dy and Σ dy·conj(x − mean) of so many channels.
-  void finish(std::int64_t channels, double* sum_dy, double* sum_dy_xmu) const {
-    std::int64_t const period = 2 * channels, lanes = channels == 1 ? native_lanes<double> : period;
-    for (std::int64_t lane = 0; lane < lanes; ++lane) {
-      auto const i = static_cast<std::size_t>(lane);
-      std::int64_t const to = lane % period, number = to / 2 * 2;
-      sum_dy[to] += sums_[0][i];
-      sum_dy_xmu[number] += sums_[1][i];
-      sum_dy_xmu[number + 1] += to % 2 == 0 ? -sums_[2][i] : sums_[2][i];
+/// Coefficients of channels, each of which has a real and an imaginary part.
+template <class T, std::size_t Count>
+class component_table {
+public:
+  explicit component_table(std::int64_t channels)
+      : step_{2 * channels}, memory_{static_cast<std::int64_t>(Count) * step_} {}
+
+  void set(std::int64_t channel, std::array<std::complex<T>, Count> const& values) {
+    for (std::size_t j = 0; j < Count; ++j) {
+      T* const at = memory_.data() + static_cast<std::int64_t>(j) * step_ + 2 * channel;
+      at[0] = values[j].real();
+      at[1] = values[j].imag();
     }
+  }
+
+  /// Calls f(k), where k.get<L>(j, i) is coefficient j of the lanes of `run` from `i` on.
+  template <class F>
+  [[gnu::always_inline]] void with(number_run const& run, bool positions, F const& f) const {
+    T const* const of = memory_.data() + 2 * run.channel;
+    if (positions)
+      f(of_channels{of, step_});
+    else
+      f(of_one{of, step_});
   }
 
 private:
-  std::array<std::array<double, 2 * most_channels>, 3> sums_{};
+  struct of_channels {
+    T const* at;
+    std::int64_t step;
+
+    template <int L>
+    [[gnu::always_inline]] vector_t<T, L> get(std::size_t j, std::int64_t i) const {
+      return load<L>(at + static_cast<std::int64_t>(j) * step + i);
+    }
+  };
+  struct of_one {
+    static constexpr int lanes = native_lanes<T>;
+    std::array<vector_t<T, lanes>, Count> values;
+
+    [[gnu::always_inline]] of_one(T const* at, std::int64_t step) {
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < Count; ++j, at += step) values[j] = repeated(at);
+    }
+    [[gnu::always_inline]] static vector_t<T, lanes> repeated(T const* pair) {
+      vector_t<T, lanes> all;
+      if constexpr (sizeof(T) == 4) { // as one integer, of which there are instructions
+        std::int64_t bits;
+        std::memcpy(&bits, pair, sizeof bits);
+        auto const wide = splat<std::int64_t, lanes / 2>(bits);
+        std::memcpy(&all, &wide, sizeof all);
+      } else {
+        all = in_turn(splat<T, lanes>(pair[0]), splat<T, lanes>(pair[1]),
+                      std::make_index_sequence<static_cast<std::size_t>(lanes)>{});
+      }
+      return all;
+    }
+    template <std::size_t... Lane>
+    [[gnu::always_inline]] static auto in_turn(vector_t<T, lanes> const& even, vector_t<T, lanes> const& odd,
+                                               std::index_sequence<Lane...>) {
+      return shuffle(even, odd, std::index_sequence<(Lane % 2 == 0 ? Lane : Lane + sizeof...(Lane))...>{});
+    }
+    template <int L>
+    [[gnu::always_inline]] vector_t<T, L> get(std::size_t j, std::int64_t) const {
+      vector_t<T, L> some;
+      std::memcpy(&some, &values[j], sizeof some);
+      return some;
+    }
+  };
+
+  std::int64_t step_;
+  scratch_lease<T> memory_;
 };
+
+/// Sums of the numbers of channels in double, by lanes.
+template <std::size_t Count>
+class lane_sums {
+  static constexpr int lanes = native_lanes<double>;
+
+public:
+  /// Of tensors that go by positions, or by rows.
+  lane_sums(std::int64_t channels, bool positions)
+      : positions_{positions}, of_channel_{positions ? 2 : lanes}, step_{channels * of_channel_},
+        memory_{static_cast<std::int64_t>(Count) * step_} {
+    std::fill_n(memory_.data(), static_cast<std::int64_t>(Count) * step_, 0.0);
+  }
+
+  /// Calls add.operator()<L>(i, sums) for the lanes of `run` from `i` on, to whose sums it adds.
+  template <class Add>
+  [[gnu::always_inline]] void add(number_run const& run, Add const& add) {
+    double* const of = memory_.data() + run.channel * of_channel_;
+    for_each_numbers<lanes>(
+        2 * run.numbers, [&]<int L>(std::int64_t i) __attribute__((always_inline)) {
+          double* const at = of + (positions_ ? i : 0);
+          std::array<vector_t<double, L>, Count> sums;
+#pragma GCC unroll 8
+          for (std::size_t j = 0; j < Count; ++j) sums[j] = load<L>(at + static_cast<std::int64_t>(j) * step_);
+          add.template operator()<L>(i, sums);
+#pragma GCC unroll 8
+          for (std::size_t j = 0; j < Count; ++j) store<L>(at + static_cast<std::int64_t>(j) * step_, sums[j]);
+        });
+  }
+
+  /// Sum j of a channel: of the lanes of real parts, and of those of imaginary parts.
+  [[nodiscard]] std::array<double, 2> of(std::size_t j, std::int64_t channel) const {
+    double const* const at = memory_.data() + static_cast<std::int64_t>(j) * step_ + channel * of_channel_;
+    std::array<double, 2> all{at[0], at[1]};
+    for (std::int64_t i = 2; i < of_channel_; i += 2) all[0] += at[i], all[1] += at[i + 1];
+    return all;
+  }
+
+private:
+  bool positions_;
+  std::int64_t of_channel_, step_;
+  scratch_lease<double> memory_;
+};
+
+/// Numbers from `from` on in double.
+template <int L, class T>
+[[nodiscard, gnu::always_inline]] inline vector_t<double, L> load_wide(T const* from) {
+  return __builtin_convertvector(load<L>(from), vector_t<double, L>);
+}
 
 } // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -16,7 +16,7 @@
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/host/complex_components.hpp>
-#include <syncnorm/host/complex_gamma.hpp>
+#include <syncnorm/host/complex_numbers.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -71,6 +71,7 @@ public:
       masks_.emplace(check_, in_.masks, in_.x);
       affine_.emplace(check_, in_.affine);
       follow_ = all_follow(in_.x) && all_follow(in_.dy) && all_follow(in_.dx);
+      by_numbers_ = goes_by_numbers(in_.affine, in_.x, follow_);
     });
   }
 
@@ -123,7 +124,7 @@ public:
   }
 
 private:
-  /// Σ dy, and of Σ dy·(x − mean) what each component has, or with a complex gamma real and imaginary part of Σ dy·conj(x − mean).
+  /// Σ dy, and of Σ dy·(x − mean) what components have, in whatever parts; or with a complex gamma both parts of Σ dy·conj(x − mean).
   void local_by(host::executor_ref exec, channel_span range, std::span<double> sum_dy,
                 std::span<double> sum_dy_xmu) const override {
     std::ranges::fill(sum_dy, 0.0);
@@ -133,7 +134,7 @@ private:
     batch_values more{sum_dy.size()};
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
       auto const dy = part_of(in_.dy[k], range), x = part_of(in_.x[k], range);
-      if (has_complex_gamma(in_.affine))
+      if (by_numbers_)
         host::backward_reduce_complex<T>(exec, dy, x, mean, masks_->given(k), more.first(), more.second());
       else
         host::backward_reduce(exec, host::components_of(dy), host::components_of(x), mean,
@@ -144,10 +145,12 @@ private:
         sum_dy_xmu[i] += more.second()[i];
       }
     }
+    if (!by_numbers_ || has_complex_gamma(in_.affine)) return;
+    for (std::size_t i = 1; i < sum_dy_xmu.size(); i += 2) sum_dy_xmu[i] = 0; // of both, the real part has the sum
   }
 
   void apply_by(host::executor_ref exec, channel_span range) override {
-    if (has_complex_gamma(in_.affine)) return apply_complex_gamma(exec, range);
+    if (by_numbers_) return apply_by_numbers(exec, range);
     auto const components = components_of(range);
     auto const paired = part_of(std::span{paired_}, components);
     std::ranges::copy(part_of(std::span{buffers_->second}, components), paired.begin());
@@ -162,13 +165,15 @@ private:
           host::stores_for(in_.dx[k]));
   }
 
-  void apply_complex_gamma(host::executor_ref exec, channel_span range) {
+  void apply_by_numbers(host::executor_ref exec, channel_span range) {
     auto const count = saved_->normalized();
+    bool const is_complex = has_complex_gamma(in_.affine);
     auto const terms = [&](std::int64_t channel) {
       auto const c = static_cast<std::size_t>(range.first + channel);
-      return host::make_complex_backward_coefficients<T>(number_at(saved_->mean, c), saved_->inv_std[2 * c],
-                                                         complex_gamma_of(in_.affine, c), number_at(buffers_->first, c),
-                                                         number_at(buffers_->second, c), count);
+      auto const products = number_at(buffers_->second, c);
+      return host::make_complex_backward_coefficients<T>(
+          number_at(saved_->mean, c), saved_->inv_std[2 * c], complex_gamma_of(in_.affine, c),
+          number_at(buffers_->first, c), is_complex ? products : products.real() + products.imag(), count);
     };
     for (auto k = in_.dx.size(); k-- > 0;)
       host::backward_elemt_complex<T>(exec, part_of(in_.dy[k], range), part_of(in_.x[k], range),

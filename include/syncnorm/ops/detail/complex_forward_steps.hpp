@@ -14,7 +14,7 @@
 #include <syncnorm/core/complex.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/host/complex_components.hpp>
-#include <syncnorm/host/complex_gamma.hpp>
+#include <syncnorm/host/complex_numbers.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -48,10 +48,10 @@ void check_complex_tensors(call_check& check, complex_batches<T> x, complex_outp
   check_output_apart<std::complex<T>>(check, x.size(), {"y", y}, {{"x", x}}, true);
 }
 
-/// Normalizes a range of complex channels by their complex gamma.
+/// Normalizes a range of complex channels number by number.
 template <complex_component T>
-void normalize_by_complex_gamma(host::executor_ref exec, channel_span range, complex_forward_operands<T> const& in,
-                                batch_norm_saved const& saved, complex_masks<T> const& masks) {
+void normalize_by_numbers(host::executor_ref exec, channel_span range, complex_forward_operands<T> const& in,
+                          batch_norm_saved const& saved, complex_masks<T> const& masks) {
   auto const terms = [&](std::int64_t channel) {
     auto const c = static_cast<std::size_t>(range.first + channel);
     auto const beta = in.affine.beta.empty() ? std::complex<double>{} : std::complex<double>{in.affine.beta[c]};
@@ -62,12 +62,12 @@ void normalize_by_complex_gamma(host::executor_ref exec, channel_span range, com
     host::normalize_complex<T>(exec, part_of(in.x[k], range), part_of(in.y[k], range), terms, masks.given(k));
 }
 
-/// Normalizes a range of complex channels whose components follow each other, or one of them.
+/// Normalizes a range of complex channels `by_numbers`, or of those whose components follow each other, or one of them.
 template <complex_component T>
 void normalize_complex(host::executor_ref exec, channel_span range, complex_forward_operands<T> const& in,
                        batch_norm_saved const& saved, affine_of_components<T> const& affine,
-                       complex_masks<T> const& masks) {
-  if (has_complex_gamma(in.affine)) return normalize_by_complex_gamma<T>(exec, range, in, saved, masks);
+                       complex_masks<T> const& masks, bool by_numbers) {
+  if (by_numbers) return normalize_by_numbers<T>(exec, range, in, saved, masks);
   auto const components = components_of(range);
   auto const mean = part_of(std::span{saved.mean}, components), inv_std = part_of(std::span{saved.inv_std}, components);
   for (auto k = in.x.size(); k-- > 0;) // backwards: what was read last is the likeliest to be in the cache
@@ -94,6 +94,7 @@ public:
       masks_.emplace(check_, in_.masks, in_.x);
       affine_.emplace(check_, in_.affine);
       follow_ = all_follow(in_.x) && all_follow(in_.y);
+      by_numbers_ = goes_by_numbers(in_.affine, in_.x, follow_);
       if (!collective()) check_.require(count() != 1, [] { return one_value_fault(false); });
     });
   }
@@ -155,9 +156,16 @@ private:
     batch_values more{mean.size()};
     std::int64_t merged = 0;
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
-      host::local_moments(exec, host::components_of(part_of(in_.x[k], range)), (*masks_)[k], more.first(),
-                          more.second());
       std::int64_t const counted = (*masks_)[k].count(in_.x[k]);
+      if (!follow_ && has_short_rows<T>(in_.x))
+        host::complex_moments(exec, part_of(in_.x[k], range), masks_->given(k).mask, counted, more.first(),
+                              more.second());
+      else
+        for_each_range(exec, range, follow_, [&](host::executor_ref of_part, channel_span part) {
+          auto const within = components_of(channel_span{part.first - range.first, part.length});
+          host::local_moments(of_part, host::components_of(part_of(in_.x[k], part)), (*masks_)[k],
+                              part_of(more.first(), within), part_of(more.second(), within));
+        });
       merge_channels(merged, mean, m2, counted, more.first(), more.second());
       merged += counted;
     }
@@ -169,7 +177,7 @@ private:
                inv_std = part_of(std::span{saved_->inv_std}, components);
     pair_up(m2); // E|x − mean|² is the variance of both
     finish_statistics(m2, saved_->normalized(), options_.eps, inv_std);
-    normalize_complex<T>(exec, range, in_, *saved_, *affine_, *masks_);
+    normalize_complex<T>(exec, range, in_, *saved_, *affine_, *masks_, by_numbers_);
   }
 
   complex_forward_operands<T> in_;

@@ -58,10 +58,10 @@ public:
     for (std::size_t c = 0; c < in_.running.var.size(); ++c)
       std::ranges::fill_n(saved_->inv_std.begin() + static_cast<std::ptrdiff_t>(2 * c), 2,
                           inverse_deviation(static_cast<double>(in_.running.var[c]), options_.variance, options_.eps));
-    for_each_range(exec_, {0, channels_}, all_follow(in_.x) && all_follow(in_.y),
-                   [&](host::executor_ref exec, channel_span range) {
-                     normalize_complex<T>(exec, range, in_, *saved_, *affine_, *masks_);
-                   });
+    bool const follow = all_follow(in_.x) && all_follow(in_.y), by_numbers = goes_by_numbers(in_.affine, in_.x, follow);
+    for_each_range(exec_, {0, channels_}, follow || by_numbers, [&](host::executor_ref exec, channel_span range) {
+      normalize_complex<T>(exec, range, in_, *saved_, *affine_, *masks_, by_numbers);
+    });
   }
 
 private:

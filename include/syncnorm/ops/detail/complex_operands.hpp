@@ -82,10 +82,11 @@ void name_complex_gamma(packet_header& own, complex_affine_parameters<T> const& 
   if (has_complex_gamma(of)) own.affine += 4;
 }
 
-/// Where it is, gamma of channel c.
+/// Gamma of channel c.
 template <complex_component T>
 [[nodiscard]] std::complex<double> complex_gamma_of(complex_affine_parameters<T> const& of, std::size_t c) {
-  return {of.gamma.empty() ? 1.0 : static_cast<double>(of.gamma[c]), static_cast<double>(of.gamma_imag[c])};
+  return {of.gamma.empty() ? 1.0 : static_cast<double>(of.gamma[c]),
+          of.gamma_imag.empty() ? 0.0 : static_cast<double>(of.gamma_imag[c])};
 }
 
 /// Number c of `[C, 2]`, real and imaginary parts.
@@ -129,11 +130,25 @@ template <class Views>
   return std::ranges::all_of(views, [](auto const& view) { return host::components_follow(view); });
 }
 
-/// Calls f(executor, range) for ranges which are all these complex channels, possibly at the same time: for one of all where
-/// components `follow` in whatever tensors f reads and writes, else for each channel.
+/// Whether rows are so short that a channel by itself has little to read at once.
+template <complex_component T>
+[[nodiscard]] bool has_short_rows(complex_batches<T> x) {
+  constexpr std::int64_t longest = 128;
+  return std::ranges::all_of(x, [](auto const& each) { return each.spatial <= longest; });
+}
+
+/// Whether a pass takes the primitives of `host/complex_numbers.hpp`: where gamma is complex, or rows are short and the components of a
+/// position do not `follow`.
+template <complex_component T>
+[[nodiscard]] bool goes_by_numbers(complex_affine_parameters<T> const& affine, complex_batches<T> x, bool follow) {
+  return has_complex_gamma(affine) || (!follow && has_short_rows<T>(x));
+}
+
+/// Calls f(executor, range) for ranges which are all these complex channels, possibly at the same time: for one of all where that can be
+/// taken at `once`, else for each channel.
 template <class F>
-void for_each_range(host::executor_ref exec, channel_span channels, bool follow, F const& f) {
-  if (follow) return f(exec, channels);
+void for_each_range(host::executor_ref exec, channel_span channels, bool once, F const& f) {
+  if (once) return f(exec, channels);
   if (channels.length >= 4 * exec.concurrency())
     return exec.for_each(channels.length, [&](std::int64_t c) {
       f(host::executor_ref{host::serial_executor{}}, channel_span{channels.first + c, 1});
