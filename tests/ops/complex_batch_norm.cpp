@@ -279,6 +279,32 @@ TEST_CASE("of what does not count, and by constant statistics, a complex gamma p
   for (auto const& value : clean.dx) CHECK(std::abs(value - number{1, -1} * number{1, -0.5F}) < 1e-4F);
 }
 
+TEST_CASE("of a number that is infinite in one part, a real gamma leaves the other as it is") {
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  for (bool const nhwc : {false, true})
+    for (std::int64_t const spatial : {5, 200}) {
+      constexpr std::int64_t samples = 2, channels = 3;
+      std::vector<number> x(static_cast<std::size_t>(samples * channels * spatial), {2, 3}), y(x.size()), dx(x.size());
+      auto const view = [&](std::vector<number>& of) {
+        return nhwc ? syncnorm::nhwc(of.data(), samples, channels, spatial)
+                    : syncnorm::nchw(of.data(), samples, channels, spatial);
+      };
+      auto const in = view(x), out = view(y), gradient = view(dx);
+      in(1, 2, 3) = {inf, 3};
+      in(0, 1, 4) = {2, -inf};
+      syncnorm::complex_batch_norm<float> layer{{}, channels};
+      layer.eval();
+      layer.forward(in, out);
+      layer.backward(in, in, gradient);
+      for (auto const& of : {out, gradient}) {
+        CHECK(of(1, 2, 3).real() == inf);
+        CHECK(std::abs(of(1, 2, 3).imag() - 3) < 1e-3F);
+        CHECK(of(0, 1, 4).imag() == -inf);
+        CHECK(std::abs(of(0, 1, 4).real() - 2) < 1e-3F);
+      }
+    }
+}
+
 TEST_CASE("passes over complex numbers in two phases, and in a group with real ones, are those at once") {
   for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
     syncnorm::run_ranks(3, [&](syncnorm::thread_communicator const& comm) {

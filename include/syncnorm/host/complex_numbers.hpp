@@ -77,8 +77,8 @@ make_complex_backward_coefficients(std::complex<double> mean, double inv_std, st
   return {std::complex<T>{turned}, std::complex<T>{mean}, std::complex<T>{shift}, static_cast<T>(x_scale)};
 }
 
-/// mean = Σ x / n and, for real and imaginary parts by themselves, m2 = Σ (x − mean)², over the positions that count, by two passes in double.
-/// Shapes: `[N, C, S]`, and `[C, 2]`. The same bits whatever the executor. Local.
+/// mean = Σ x / n and, for real and imaginary parts by themselves, m2 = Σ (x − mean)², over the positions that count, by two passes in
+/// double. Shapes: `[N, C, S]`, and `[C, 2]`. The same bits whatever the executor. Local.
 template <class Z>
 void complex_moments(executor_ref exec, tensor_view<Z> const& x, mask_view const& mask, std::int64_t count,
                      std::span<double> mean, std::span<double> m2) {
@@ -122,10 +122,12 @@ template <complex_component T, class Terms>
 void normalize_complex(executor_ref exec, std::type_identity_t<tensor_view<std::complex<T> const>> x,
                        tensor_view<std::complex<T>> y, Terms const& terms, batch_norm_mask const& mask) {
   bool const zeroes = mask.masked == masked_outputs::zero, positions = detail::goes_by_positions(y, x);
+  bool turns = false; // else a number that is not finite in one part leaves the other as it is
   detail::component_table<T, 4> table{y.channels};
   for (std::int64_t c = 0; c < y.channels; ++c) {
     complex_normalize_coefficients<T> const k = terms(c);
     auto const [real, imag] = detail::factor_by_lanes(k.scale);
+    turns |= k.scale.imag() != 0;
     table.set(c, {k.center, real, imag, k.shift});
   }
   auto const map = [&](detail::number_run const& run) {
@@ -136,9 +138,11 @@ void normalize_complex(executor_ref exec, std::type_identity_t<tensor_view<std::
         run, positions, [&](auto const& k) __attribute__((always_inline)) {
           detail::for_each_numbers<detail::native_lanes<T>>(
               2 * run.numbers, [&]<int L>(std::int64_t i) __attribute__((always_inline)) {
-                detail::vector_t<T, L> const d = detail::load<L>(from + i) - k.template get<L>(0, i);
-                detail::store<L>(to + i, detail::times<T, L>(d, k.template get<L>(1, i), k.template get<L>(2, i)) +
-                                             k.template get<L>(3, i));
+                using vector = detail::vector_t<T, L>;
+                vector const d = detail::load<L>(from + i) - k.template get<L>(0, i);
+                vector const real = k.template get<L>(1, i), shift = k.template get<L>(3, i);
+                detail::store<L>(to + i, turns ? detail::times<T, L>(d, real, k.template get<L>(2, i)) + shift
+                                               : detail::multiply_add<vector>(d, real, shift));
               });
         });
   };
@@ -190,17 +194,19 @@ void backward_reduce_complex(executor_ref exec, tensor_view<std::complex<T> cons
   });
 }
 
-/// dx = dy·dy_scale, and where positions count + (x − center)·x_scale + shift, by the coefficients `terms(channel)`; `constant`: the first term
-/// alone, whatever x is. Shapes: `[N, C, S]`; dx may be dy or x. Local.
+/// dx = dy·dy_scale, and where positions count + (x − center)·x_scale + shift, by the coefficients `terms(channel)`; `constant`: the
+/// first term alone, whatever x is. Shapes: `[N, C, S]`; dx may be dy or x. Local.
 template <complex_component T, class Terms>
 void backward_elemt_complex(executor_ref exec, std::type_identity_t<tensor_view<std::complex<T> const>> dy,
                             std::type_identity_t<tensor_view<std::complex<T> const>> x, tensor_view<std::complex<T>> dx,
                             Terms const& terms, bool constant, batch_norm_mask const& mask) {
   bool const zeroes = mask.masked == masked_outputs::zero, positions = detail::goes_by_positions(dx, dy, x);
+  bool turns = false; // as above
   detail::component_table<T, 5> table{dx.channels};
   for (std::int64_t c = 0; c < dx.channels; ++c) {
     complex_backward_coefficients<T> const k = terms(c);
     auto const [real, imag] = detail::factor_by_lanes(k.dy_scale);
+    turns |= k.dy_scale.imag() != 0;
     table.set(c, {real, imag, k.center, {k.x_scale, k.x_scale}, k.shift});
   }
   auto const map = [&](detail::number_run const& run) {
@@ -214,12 +220,15 @@ void backward_elemt_complex(executor_ref exec, std::type_identity_t<tensor_view<
           detail::for_each_numbers<detail::native_lanes<T>>(
               2 * run.numbers, [&]<int L>(std::int64_t i) __attribute__((always_inline)) {
                 using vector = detail::vector_t<T, L>;
-                vector const turned =
-                    detail::times<T, L>(detail::load<L>(of_dy + i), k.template get<L>(0, i), k.template get<L>(1, i));
-                if (alone) return detail::store<L>(to + i, turned);
+                vector const g = detail::load<L>(of_dy + i), real = k.template get<L>(0, i);
+                auto const scaled = [&](vector const& more) __attribute__((always_inline)) {
+                  return turns ? detail::times<T, L>(g, real, k.template get<L>(1, i)) + more
+                               : detail::multiply_add<vector>(g, real, more);
+                };
+                if (alone) return detail::store<L>(to + i, scaled(vector{}));
                 vector const d = detail::load<L>(of_x + i) - k.template get<L>(2, i);
                 detail::store<L>(
-                    to + i, detail::multiply_add<vector>(d, k.template get<L>(3, i), turned + k.template get<L>(4, i)));
+                    to + i, detail::multiply_add<vector>(d, k.template get<L>(3, i), scaled(k.template get<L>(4, i))));
               });
         });
   };

@@ -25,8 +25,8 @@ namespace syncnorm {
 /// allgather, several for a large tensor, or one allreduce, as the forward pass; unless there is one rank, the
 /// statistics are not of all ranks, or the options switch the exchange off. On an error, which every rank throws, the
 /// gradients of gamma and beta are unchanged. The epilogue, gamma and beta are those of the forward pass, and `dresidual`,
-/// `[N, C, S]` or a default view, is where the gradient of its residual goes; dx, too, may be the residual, and `dresidual` dy or x. Otherwise
-/// neither output may overlap these, nor the other one. Throws invalid_argument_error, mismatch_error, communicator_error.
+/// `[N, C, S]` or a default view, is where the gradient of its residual goes; dx, too, may be the residual, and `dresidual` dy or x.
+/// Otherwise neither output may overlap these, nor the other one. Throws invalid_argument_error, mismatch_error, communicator_error.
 template <class X, class P = accumulate_t<X>, communicator C>
 void batch_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> dy,
                          std::type_identity_t<tensor_view<X const>> x,

@@ -31,8 +31,8 @@ namespace syncnorm {
 /// statistics: w·f′·(γr·u + a·x̂ + b + v) to dy, a·r·g to x, and r·Σ u·g to gamma.
 ///
 /// dy, x, to_dy and to_x `[N, C, S]`; to_dy and to_x are neither each other nor an input, and a default one is not needed.
-/// `epilogue` is that of the forward pass, which may not be exponential. After a pass in place, x is that which the backward pass has restored. Collective,
-/// one exchange, on every rank of the backward pass and with the same options. On an error, which every rank throws,
+/// `epilogue` is that of the forward pass, which may not be exponential. After a pass in place, x is that which the backward pass has
+/// restored. Collective, one exchange, on every rank of the backward pass and with the same options. On an error, which every rank throws,
 /// `gamma_gradient` is unchanged. Throws invalid_argument_error, mismatch_error, communicator_error.
 template <class T, class P = accumulate_t<T>, communicator C>
 void batch_norm_double_backward(host::executor_ref exec, C const& comm, batch_norm_second_order<T, P> const& second,

@@ -32,11 +32,11 @@ namespace syncnorm {
 ///
 /// By `options.normalize_by`, y may be of the unbiased variance, Σ (x − mean)² / (n − 1), instead.
 /// x, y `[N, C, S]`; y may be x or the residual, and may not overlap either otherwise; N and S may differ between ranks and be zero.
-/// Collective: one allgather, several for a large tensor that is exchanged in parts, or two allreduces, as `options.exchange` says; none with
-/// one rank. The first pass of a workspace gathers besides, where ranks reduce, or there are over 128 channels. Every rank gets the same bits of mean,
-/// inv_std and running statistics. Statistics are merged in double; where no position of any rank counts, mean and inv_std are 0, so that
-/// outputs are beta and the residual, activated, unless they are masked to 0, and nothing else changes. On an error, which every rank
-/// throws, running statistics are unchanged, and `saved` leaves nothing for a backward pass.
+/// Collective: one allgather, several for a large tensor that is exchanged in parts, or two allreduces, as `options.exchange` says; none
+/// with one rank. The first pass of a workspace gathers besides, where ranks reduce, or there are over 128 channels. Every rank gets the
+/// same bits of mean, inv_std and running statistics. Statistics are merged in double; where no position of any rank counts, mean and
+/// inv_std are 0, so that outputs are beta and the residual, activated, unless they are masked to 0, and nothing else changes. On an error,
+/// which every rank throws, running statistics are unchanged, and `saved` leaves nothing for a backward pass.
 /// Throws invalid_argument_error (an argument of any rank; n = 1), mismatch_error, communicator_error.
 /// An epilogue activates, adds a residual and masks; it is this rank's own, and rank by rank may differ.
 /// Source: Ioffe and Szegedy, "Batch normalization", 2015.

@@ -71,10 +71,10 @@ private:
 ///     mean = Σ x / n,  var = Σ |x − mean|² / n,  y = gamma·(x − mean)/√(var + eps) + beta,  over all ranks' N and S
 ///     running = (1 − momentum)·running + momentum·(mean, var·n/(n − 1))    or as `options.variance` says
 ///
-/// with var and the running variance real, mean and beta complex, and gamma real or complex; var is that of the real parts and that of the imaginary parts
-/// together. K micro-batches share one statistic: x and y are `[N_k, C, S_k]`, parameters and statistics `[C]`, the masks of positions
-/// that count `[N_k, S_k]`: none, or one for each. Everything else is as for `batch_norm_forward_batches`; the workspace is one of 2·C
-/// channels, as ranks exchange real and imaginary parts, and `saved` has them, `[C, 2]`.
+/// with var and the running variance real, mean and beta complex, and gamma real or complex; var is that of the real parts and that of the
+/// imaginary parts together. K micro-batches share one statistic: x and y are `[N_k, C, S_k]`, parameters and statistics `[C]`, the masks
+/// of positions that count `[N_k, S_k]`: none, or one for each. Everything else is as for `batch_norm_forward_batches`; the workspace is
+/// one of 2·C channels, as ranks exchange real and imaginary parts, and `saved` has them, `[C, 2]`.
 /// Source: what Flax's BatchNorm does of complex numbers, `flax/linen/normalization.py`.
 template <complex_component T, communicator C>
 void complex_batch_norm_forward(host::executor_ref exec, C const& comm,

@@ -39,8 +39,9 @@ class members_of;
 ///
 /// What is wrong on one rank is thrown on every rank, as invalid_argument_error or mismatch_error, and leaves the
 /// running statistics as they were. Gradients of weight and bias are sums over this rank, as of any other parameter.
-/// With `create_graph`, on every rank and by losses of one structure, they can be differentiated once more, which is collective,
-/// too, and not done through an exponential activation. One thread at a time runs passes in training and their backward passes, of one rank alone, too.
+/// With `create_graph`, on every rank and by losses of one structure, they can be differentiated once more, which is
+/// collective, too, and not done through an exponential activation. One thread at a time runs passes in training and their
+/// backward passes, of one rank alone, too.
 ///
 /// Unlike in libtorch, a batch that is empty on every rank leaves `num_batches_tracked`, too, as it was, a momentum outside
 /// [0, 1] or a negative eps is an error, and an infinity in the input may make its channel's running mean NaN, not infinite.
