@@ -77,57 +77,79 @@ make_complex_backward_coefficients(std::complex<double> mean, double inv_std, st
   return {std::complex<T>{turned}, std::complex<T>{mean}, std::complex<T>{shift}, static_cast<T>(x_scale)};
 }
 
-/// mean = Σ x / n and, for real and imaginary parts by themselves, m2 = Σ (x − mean)², over the positions that count, by two passes in
-/// double. Shapes: `[N, C, S]`, and `[C, 2]`. The same bits whatever the executor. Local.
+/// mean = Σ x / n and, for real and imaginary parts by themselves, m2 = Σ (x − mean)², over the `count` positions that count, by two passes
+/// in double. Elements that are all equal have exactly their mean, and no m2. Shapes: `[N, C, S]`, and `[C, 2]`. The same bits whatever the
+/// executor. Local.
 template <class Z>
 void complex_moments(executor_ref exec, tensor_view<Z> const& x, mask_view const& mask, std::int64_t count,
                      std::span<double> mean, std::span<double> m2) {
   using T = typename std::remove_const_t<Z>::value_type;
+  std::ranges::fill(mean, 0.0);
+  std::ranges::fill(m2, 0.0);
+  if (count == 0) return;
   bool const positions = detail::goes_by_positions(x);
+  std::int64_t first_counted = 0;
+  while (mask && !mask(first_counted / x.spatial, first_counted % x.spatial)) ++first_counted;
   detail::for_each_part_of_channels(exec, x, [&](std::int64_t first, std::int64_t channels) {
     auto const of_x = x.channel_range(first, channels);
-    detail::component_table<double, 1> means{channels};
-    auto const sum = [&](std::span<double> to, auto const& term) {
-      detail::lane_sums<1> sums{channels, positions};
+    // From one of the elements on, and then from their mean, which that of what is left makes good.
+    detail::component_table<double, 1> pivots{channels};
+    auto const add_to_mean = [&](detail::lane_sums<2> const& sums) {
+      for (std::int64_t c = 0; c < channels; ++c) {
+        auto const at = static_cast<std::size_t>(2 * (first + c));
+        auto const more = sums.of(0, c);
+        for (std::size_t i = 0; i < 2; ++i) mean[at + i] += more[i] / static_cast<double>(count);
+        pivots.set(c, {std::complex{mean[at], mean[at + 1]}});
+      }
+    };
+    auto const sum = [&](detail::lane_sums<2>& sums) {
       auto const add = [&](detail::number_run const& run) {
         if (!run.counts) return;
         auto const* const from = reinterpret_cast<T const*>(&of_x(run.sample, run.channel, run.position));
-        means.with(
+        pivots.with(
             run, positions, [&](auto const& k) __attribute__((always_inline)) {
               sums.add(
                   run, [&]<int L>(std::int64_t i, auto& of) __attribute__((always_inline)) {
-                    of[0] = term(detail::load_wide<L>(from + i), k.template get<L>(0, i), of[0]);
+                    detail::vector_t<double, L> const d = detail::load_wide<L>(from + i) - k.template get<L>(0, i);
+                    of[0] += d;
+                    of[1] = detail::multiply_add(d, d, of[1]);
                   });
             });
       };
-      detail::for_each_run(0, of_x.size(), mask, add, of_x);
-      for (std::int64_t c = 0; c < channels; ++c) std::ranges::copy(sums.of(0, c), to.begin() + 2 * (first + c));
+      detail::for_each_run(positions, 0, of_x.size(), mask, add, of_x);
     };
-    for (std::int64_t c = 0; c < channels; ++c) means.set(c, {std::complex<double>{}});
-    sum(mean, [](auto const& value, auto const&, auto const& of) { return of + value; });
     for (std::int64_t c = 0; c < channels; ++c) {
       auto const at = static_cast<std::size_t>(2 * (first + c));
-      for (std::size_t i = at; i < at + 2; ++i) mean[i] = count == 0 ? 0.0 : mean[i] / static_cast<double>(count);
-      means.set(c, {std::complex{mean[at], mean[at + 1]}});
+      std::complex<double> const pivot{of_x(first_counted / x.spatial, c, first_counted % x.spatial)};
+      mean[at] = pivot.real();
+      mean[at + 1] = pivot.imag();
+      pivots.set(c, {pivot});
     }
-    sum(m2, [](auto const& value, auto const& middle, auto const& of) {
-      auto const d = value - middle;
-      return detail::multiply_add(d, d, of);
-    });
+    detail::lane_sums<2> from_pivot{channels, positions}, from_mean{channels, positions};
+    sum(from_pivot);
+    add_to_mean(from_pivot);
+    sum(from_mean);
+    add_to_mean(from_mean);
+    for (std::int64_t c = 0; c < channels; ++c) {
+      auto const left = from_mean.of(0, c), squares = from_mean.of(1, c);
+      for (std::size_t i = 0; i < 2; ++i) {
+        double const spread = squares[i] - left[i] * (left[i] / static_cast<double>(count));
+        m2[static_cast<std::size_t>(2 * (first + c)) + i] = spread < 0 ? 0.0 : spread; // by rounding
+      }
+    }
   });
 }
 
-/// y = (x − center)·scale + shift, by the coefficients `terms(channel)`. Shapes: `[N, C, S]`; y may be x. Local.
+/// y = (x − center)·scale + shift, by the coefficients `terms(channel)`. `turns`: scales are complex; else what is not finite in one part of a
+/// number leaves the other as it is. Shapes: `[N, C, S]`; y may be x. Local.
 template <complex_component T, class Terms>
 void normalize_complex(executor_ref exec, std::type_identity_t<tensor_view<std::complex<T> const>> x,
-                       tensor_view<std::complex<T>> y, Terms const& terms, batch_norm_mask const& mask) {
+                       tensor_view<std::complex<T>> y, Terms const& terms, bool turns, batch_norm_mask const& mask) {
   bool const zeroes = mask.masked == masked_outputs::zero, positions = detail::goes_by_positions(y, x);
-  bool turns = false; // else a number that is not finite in one part leaves the other as it is
   detail::component_table<T, 4> table{y.channels};
   for (std::int64_t c = 0; c < y.channels; ++c) {
     complex_normalize_coefficients<T> const k = terms(c);
     auto const [real, imag] = detail::factor_by_lanes(k.scale);
-    turns |= k.scale.imag() != 0;
     table.set(c, {k.center, real, imag, k.shift});
   }
   auto const map = [&](detail::number_run const& run) {
@@ -146,8 +168,9 @@ void normalize_complex(executor_ref exec, std::type_identity_t<tensor_view<std::
               });
         });
   };
-  detail::for_each_part(
-      exec, y, [&](std::int64_t first, std::int64_t last) { detail::for_each_run(first, last, mask.mask, map, y, x); });
+  detail::for_each_part(exec, y, [&](std::int64_t first, std::int64_t last) {
+    detail::for_each_run(positions, first, last, mask.mask, map, y, x);
+  });
 }
 
 /// Σ dy and Σ dy·conj(x − mean) over the positions whose outputs are not zeroed, in double. Shapes: `[N, C, S]`, and `[C, 2]`, real and
@@ -182,7 +205,7 @@ void backward_reduce_complex(executor_ref exec, tensor_view<std::complex<T> cons
                 });
           });
     };
-    detail::for_each_run(0, of_dy.size(), mask.mask, add, of_dy, of_x);
+    detail::for_each_run(positions, 0, of_dy.size(), mask.mask, add, of_dy, of_x);
     for (std::int64_t c = 0; c < channels; ++c) {
       auto const at = static_cast<std::size_t>(2 * (first + c));
       auto const of_gradient = sums.of(0, c), products = sums.of(1, c), crossed = sums.of(2, c);
@@ -195,18 +218,16 @@ void backward_reduce_complex(executor_ref exec, tensor_view<std::complex<T> cons
 }
 
 /// dx = dy·dy_scale, and where positions count + (x − center)·x_scale + shift, by the coefficients `terms(channel)`; `constant`: the
-/// first term alone, whatever x is. Shapes: `[N, C, S]`; dx may be dy or x. Local.
+/// first term alone, whatever x is; `turns` as of `normalize_complex`. Shapes: `[N, C, S]`; dx may be dy or x. Local.
 template <complex_component T, class Terms>
 void backward_elemt_complex(executor_ref exec, std::type_identity_t<tensor_view<std::complex<T> const>> dy,
                             std::type_identity_t<tensor_view<std::complex<T> const>> x, tensor_view<std::complex<T>> dx,
-                            Terms const& terms, bool constant, batch_norm_mask const& mask) {
+                            Terms const& terms, bool turns, bool constant, batch_norm_mask const& mask) {
   bool const zeroes = mask.masked == masked_outputs::zero, positions = detail::goes_by_positions(dx, dy, x);
-  bool turns = false; // as above
   detail::component_table<T, 5> table{dx.channels};
   for (std::int64_t c = 0; c < dx.channels; ++c) {
     complex_backward_coefficients<T> const k = terms(c);
     auto const [real, imag] = detail::factor_by_lanes(k.dy_scale);
-    turns |= k.dy_scale.imag() != 0;
     table.set(c, {real, imag, k.center, {k.x_scale, k.x_scale}, k.shift});
   }
   auto const map = [&](detail::number_run const& run) {
@@ -233,7 +254,7 @@ void backward_elemt_complex(executor_ref exec, std::type_identity_t<tensor_view<
         });
   };
   detail::for_each_part(exec, dx, [&](std::int64_t first, std::int64_t last) {
-    detail::for_each_run(first, last, mask.mask, map, dx, dy, x);
+    detail::for_each_run(positions, first, last, mask.mask, map, dx, dy, x);
   });
 }
 

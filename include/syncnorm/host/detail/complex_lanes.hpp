@@ -53,19 +53,19 @@ struct number_run {
   bool counts;
 };
 
-/// Whether the channels of a position follow each other in all of `tensors`, and so are gone through position after position, or else row
-/// after row.
-template <class X, class... More>
-[[nodiscard]] bool goes_by_positions(X const& x, More const&... more) {
-  return x.channels > 1 && x.stride_c == 1 && (... && (more.stride_c == 1));
+/// Whether the channels of a position follow each other in all of some tensors, and so are gone through position after position, or else
+/// row after row. One of several such channels is gone through as all are.
+template <class... View>
+[[nodiscard]] bool goes_by_positions(View const&... x) {
+  return (... && (x.stride_c == 1 && (x.channels > 1 || x.stride_s != 1)));
 }
 
-/// Calls f(number_run) for numbers [first, last) of tensors with the same extents.
+/// Calls f(number_run) for numbers [first, last) of tensors with the same extents, by positions or by rows.
 template <class F, class X, class... More>
-void for_each_run(std::int64_t first, std::int64_t last, mask_view const& mask, F const& f, X const& x,
+void for_each_run(bool positions, std::int64_t first, std::int64_t last, mask_view const& mask, F const& f, X const& x,
                   More const&... more) {
   if (first >= last) return;
-  bool const positions = goes_by_positions(x, more...), dense = x.stride_s == 1 && (... && (more.stride_s == 1));
+  bool const dense = x.stride_s == 1 && (... && (more.stride_s == 1));
   std::int64_t const inner = positions ? x.channels : x.spatial, outer = positions ? x.spatial : x.channels;
   std::int64_t n = first / (inner * outer), at = first / inner % outer, begin = first % inner;
   auto const counts = [&](std::int64_t s) { return !mask || mask(n, s); };

@@ -127,6 +127,8 @@ template <class V>
     return __builtin_fmaf(a, b, c);
   } else if constexpr (std::is_same_v<V, double>) {
     return __builtin_fma(a, b, c);
+  } else if constexpr (sizeof(V) == 8) { // two floats, of which processors have no vectors
+    return V{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1])};
   } else if constexpr (std::is_same_v<std::remove_cvref_t<decltype(a[0])>, float>) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(V) == 64)

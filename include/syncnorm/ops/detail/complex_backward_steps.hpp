@@ -177,7 +177,7 @@ private:
     };
     for (auto k = in_.dx.size(); k-- > 0;)
       host::backward_elemt_complex<T>(exec, part_of(in_.dy[k], range), part_of(in_.x[k], range),
-                                      part_of(in_.dx[k], range), terms, count.n == 0, masks_->given(k));
+                                      part_of(in_.dx[k], range), terms, is_complex, count.n == 0, masks_->given(k));
   }
 
   complex_backward_operands<T> in_;
