@@ -140,8 +140,8 @@ void complex_moments(executor_ref exec, tensor_view<Z> const& x, mask_view const
   });
 }
 
-/// y = (x − center)·scale + shift, by the coefficients `terms(channel)`. `turns`: scales are complex; else what is not finite in one part of a
-/// number leaves the other as it is. Shapes: `[N, C, S]`; y may be x. Local.
+/// y = (x − center)·scale + shift, by the coefficients `terms(channel)`. `turns`: scales are complex; else what is not finite in one part
+/// of a number leaves the other as it is. Shapes: `[N, C, S]`; y may be x. Local.
 template <complex_component T, class Terms>
 void normalize_complex(executor_ref exec, std::type_identity_t<tensor_view<std::complex<T> const>> x,
                        tensor_view<std::complex<T>> y, Terms const& terms, bool turns, batch_norm_mask const& mask) {
