@@ -94,7 +94,7 @@ void complex_moments(executor_ref exec, tensor_view<Z> const& x, mask_view const
     auto const of_x = x.channel_range(first, channels);
     // From one of the elements on, and then from their mean, which that of what is left makes good.
     detail::component_table<double, 1> pivots{channels};
-    auto const add_to_mean = [&](detail::lane_sums<2> const& sums) {
+    auto const add_to_mean = [&](auto const& sums) {
       for (std::int64_t c = 0; c < channels; ++c) {
         auto const at = static_cast<std::size_t>(2 * (first + c));
         auto const more = sums.of(0, c);
@@ -102,7 +102,7 @@ void complex_moments(executor_ref exec, tensor_view<Z> const& x, mask_view const
         pivots.set(c, {std::complex{mean[at], mean[at + 1]}});
       }
     };
-    auto const sum = [&](detail::lane_sums<2>& sums) {
+    auto const sum = [&]<std::size_t Count>(detail::lane_sums<Count>& sums) {
       auto const add = [&](detail::number_run const& run) {
         if (!run.counts) return;
         auto const* const from = reinterpret_cast<T const*>(&of_x(run.sample, run.channel, run.position));
@@ -112,7 +112,7 @@ void complex_moments(executor_ref exec, tensor_view<Z> const& x, mask_view const
                   run, [&]<int L>(std::int64_t i, auto& of) __attribute__((always_inline)) {
                     detail::vector_t<double, L> const d = detail::load_wide<L>(from + i) - k.template get<L>(0, i);
                     of[0] += d;
-                    of[1] = detail::multiply_add(d, d, of[1]);
+                    if constexpr (Count > 1) of[1] = detail::multiply_add(d, d, of[1]);
                   });
             });
       };
@@ -125,9 +125,10 @@ void complex_moments(executor_ref exec, tensor_view<Z> const& x, mask_view const
       mean[at + 1] = pivot.imag();
       pivots.set(c, {pivot});
     }
-    detail::lane_sums<2> from_pivot{channels, positions}, from_mean{channels, positions};
+    detail::lane_sums<1> from_pivot{channels, positions};
     sum(from_pivot);
     add_to_mean(from_pivot);
+    detail::lane_sums<2> from_mean{channels, positions};
     sum(from_mean);
     add_to_mean(from_mean);
     for (std::int64_t c = 0; c < channels; ++c) {

@@ -156,9 +156,10 @@ private:
     std::ranges::fill(m2, 0.0);
     batch_values more{mean.size()};
     std::int64_t merged = 0;
+    bool const short_rows = !follow_ && has_short_rows<T>(in_.x);
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
       std::int64_t const counted = (*masks_)[k].count(in_.x[k]);
-      if (!follow_ && has_short_rows<T>(in_.x))
+      if (short_rows)
         host::complex_moments(exec, part_of(in_.x[k], range), masks_->given(k).mask, counted, more.first(),
                               more.second());
       else
