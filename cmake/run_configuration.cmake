@@ -8,5 +8,5 @@ function(run)
 endfunction()
 
 run("${CMAKE_COMMAND}" --preset ${PRESET})
-run("${CMAKE_COMMAND}" --build "build/${PRESET}" --parallel ${JOBS})
+run("${CMAKE_COMMAND}" --build --preset ${PRESET} --parallel ${JOBS})
 run("${CMAKE_CTEST_COMMAND}" --preset ${PRESET} --parallel ${JOBS} --no-tests=error)

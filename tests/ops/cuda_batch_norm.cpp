@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -45,31 +46,25 @@ TEST_CASE("a layer's passes agree with the oracle over a communicator of the hos
   test::check_no_violations();
 }
 
-TEST_CASE("passes of one rank agree with the oracle in the other element types") {
-  auto const check = []<class T>(T) {
-    using layer =
-        syncnorm::cuda::basic_batch_norm<T, syncnorm::self_communicator, syncnorm::accumulate_t<T>, test::simt_kernels>;
-    layer_cases::check_cases<layer, T>(syncnorm::self_communicator{}, false);
-  };
-  check(double{}), check(__half{}), check(__nv_bfloat16{});
+TEST_CASE_TEMPLATE("passes of one rank agree with the oracle in the other element types", T,
+                   __nv_bfloat16 AND_UNSANITIZED(double, __half)) {
+  using layer =
+      syncnorm::cuda::basic_batch_norm<T, syncnorm::self_communicator, syncnorm::accumulate_t<T>, test::simt_kernels>;
+  layer_cases::check_cases<layer, T>(syncnorm::self_communicator{}, false);
   test::check_no_violations();
 }
 
-TEST_CASE("equal elements have exactly their mean on a device, and no spread") {
+TEST_CASE_TEMPLATE("equal elements have exactly their mean on a device, and no spread", T, float,
+                   __nv_bfloat16 AND_UNSANITIZED(double)) {
   using syncnorm::self_communicator;
-  auto const check = []<class T>(T) {
-    using layer = syncnorm::cuda::basic_batch_norm<T, self_communicator, syncnorm::accumulate_t<T>, test::simt_kernels>;
-    layer_cases::check_equal_elements<layer, T>(self_communicator{}, false);
-  };
-  check(float{}), check(__nv_bfloat16{});
-  if (!test::sanitized) {
-    check(double{});
+  using alone = syncnorm::cuda::basic_batch_norm<T, self_communicator, syncnorm::accumulate_t<T>, test::simt_kernels>;
+  layer_cases::check_equal_elements<alone, T>(self_communicator{}, false);
+  if constexpr (std::is_same_v<T, double>)
     test::over_nccl(2, [](auto const& comm) {
       using layer = syncnorm::cuda::basic_batch_norm<double, test::nccl_communicator, double, test::simt_kernels>;
       layer_cases::check_equal_elements<layer, double>(comm, true);
       layer_cases::check_equal_elements<layer, double>(comm, true, syncnorm::exchange_policy::reduce);
     });
-  }
   test::check_no_violations();
 }
 
