@@ -138,15 +138,7 @@ class prepared_backward_call : public backward_call {
 protected:
   /// `fault` is what is wrong already.
   prepared_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, tensors dy, wanted_gradients wants,
-                         std::string fault)
-      : backward_call{std::move(pass), std::move(of), std::move(dy), std::move(wants)}, fault_{std::move(fault)} {
-    if (fault_.empty()) fault_ = find_memory_fault(*pass_, memory_);
-    bool const recorded = at::GradMode::is_enabled() && !pass_->in_place && wants_.any();
-    differentiable_ = recorded ? backward_pass::needed : backward_pass::impossible;
-    for (auto const& each : dy_)
-      if (fault_.empty()) fault_ = find_gradient_fault(each, recorded);
-    attempt(fault_, [&] { take(); });
-  }
+                         std::string fault);
 
   std::string fault_;
   backward_pass differentiable_;
@@ -160,39 +152,56 @@ protected:
   std::vector<tensor_view<T>> recovered_views_;
 
 private:
-  void take() {
-    bool const wants_x = wants_.any_x();
-    read_dy_ = dy_, read_residuals_ = of_.residuals; // which may become copies
-    for (std::size_t k = 0; k < of_.x.size(); ++k) {
-      auto const of = make_operands<T>(of_.x[k]);
-      read_x_.push_back(of.x);
-      x_views_.push_back(of.x_view);
-      dy_views_.push_back(make_companion<T>(read_dy_.at(k), of));
-      if (wants_x || pass_->in_place) in_huge_pages(of.y);
-      if (wants_x) dx_.push_back(of.y), dx_views_.push_back(of.y_view);
-      // x is made again where its gradient will be.
-      if (pass_->in_place) recovered_.push_back(of.y), recovered_views_.push_back(of.y_view);
-      auto const& [activation, masked] = pass_->epilogues[k];
-      auto& residual = read_residuals_.at(k);
-      // For one whose values are not needed, dy stands in.
-      auto const absent = wants_.residuals[k] ? dy_views_.back() : tensor_view<T const>{};
-      epilogues_.push_back(
-          {activation, residual.defined() ? make_companion<T>(residual, of) : absent, mask_in(memory_, k), masked});
-      auto& dresidual = dresiduals_.emplace_back();
-      auto& to_residual = dresidual_views_.emplace_back();
-      if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = in_huge_pages(at::empty_like(of.y)), of.order);
-    }
-    auto const& first = read_x_.front();
-    if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_memory(of_.weight).contiguous());
-    if (of_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_memory(of_.bias).contiguous());
-    auto const zeros = [&] { return at::zeros({pass_->channels}, first.options().dtype(pass_->parameters)); };
-    if (wants_.weight) gradients_.gamma = values_of<P>(dgamma_ = zeros());
-    if (wants_.bias) gradients_.beta = values_of<P>(dbeta_ = zeros());
-  }
+  void take();
 
   tensors read_dy_, read_residuals_;
   at::Tensor gamma_, beta_;
 };
+
+// As of `prepared_forward_pass`.
+
+template <class T, class P>
+prepared_backward_call<T, P>::prepared_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of,
+                                                     tensors dy, wanted_gradients wants, std::string fault)
+    : backward_call{std::move(pass), std::move(of), std::move(dy), std::move(wants)}, fault_{std::move(fault)} {
+  if (fault_.empty()) fault_ = find_memory_fault(*pass_, memory_);
+  bool const recorded = at::GradMode::is_enabled() && !pass_->in_place && wants_.any();
+  differentiable_ = recorded ? backward_pass::needed : backward_pass::impossible;
+  for (auto const& each : dy_)
+    if (fault_.empty()) fault_ = find_gradient_fault(each, recorded);
+  attempt(fault_, [&] { take(); });
+}
+
+template <class T, class P>
+void prepared_backward_call<T, P>::take() {
+  bool const wants_x = wants_.any_x();
+  read_dy_ = dy_, read_residuals_ = of_.residuals; // which may become copies
+  for (std::size_t k = 0; k < of_.x.size(); ++k) {
+    auto const of = make_operands<T>(of_.x[k]);
+    read_x_.push_back(of.x);
+    x_views_.push_back(of.x_view);
+    dy_views_.push_back(make_companion<T>(read_dy_.at(k), of));
+    if (wants_x || pass_->in_place) in_huge_pages(of.y);
+    if (wants_x) dx_.push_back(of.y), dx_views_.push_back(of.y_view);
+    // x is made again where its gradient will be.
+    if (pass_->in_place) recovered_.push_back(of.y), recovered_views_.push_back(of.y_view);
+    auto const& [activation, masked] = pass_->epilogues[k];
+    auto& residual = read_residuals_.at(k);
+    // For one whose values are not needed, dy stands in.
+    auto const absent = wants_.residuals[k] ? dy_views_.back() : tensor_view<T const>{};
+    epilogues_.push_back(
+        {activation, residual.defined() ? make_companion<T>(residual, of) : absent, mask_in(memory_, k), masked});
+    auto& dresidual = dresiduals_.emplace_back();
+    auto& to_residual = dresidual_views_.emplace_back();
+    if (wants_.residuals[k]) to_residual = *view_of<T>(dresidual = in_huge_pages(at::empty_like(of.y)), of.order);
+  }
+  auto const& first = read_x_.front();
+  if (of_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_memory(of_.weight).contiguous());
+  if (of_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_memory(of_.bias).contiguous());
+  auto const zeros = [&] { return at::zeros({pass_->channels}, first.options().dtype(pass_->parameters)); };
+  if (wants_.weight) gradients_.gamma = values_of<P>(dgamma_ = zeros());
+  if (wants_.bias) gradients_.beta = values_of<P>(dbeta_ = zeros());
+}
 
 /// The same on the CPU.
 template <class T, class P>
@@ -205,19 +214,7 @@ class typed_backward_call final : public prepared_backward_call<T, P> {
 public:
   /// `fault` is what is wrong already.
   typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of, backward_call::tensors dy,
-                      wanted_gradients wants, std::string fault)
-      : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)} {
-    if (!pass_->in_place || !fault_.empty()) return;
-    fault_ = fault_or_thrown([&] {
-      std::string found;
-      auto const& kept = *static_cast<std::vector<batch_norm_kept<T>> const*>(memory_->kept.get());
-      for (std::size_t k = 0; k < kept.size() && found.empty(); ++k) {
-        found = kept[k].recover(at_executor{}, x_views_[k], recovered_views_[k], pass_->saved, epilogues_[k]);
-        x_views_[k] = recovered_views_[k];
-      }
-      return found;
-    });
-  }
+                      wanted_gradients wants, std::string fault);
 
   void run() override {
     at::AutoGradMode const no_recording{false};
@@ -229,13 +226,32 @@ public:
   }
 
   /// Describes the pass. It borrows this.
-  [[nodiscard]] batch_norm_pass plan() {
-    auto const channels = static_cast<std::int64_t>(pass_->saved.mean.size());
-    return plan_batch_norm_backward<T, P>(at_executor{}, channels, dy_views_, x_views_, dx_views_, affine_,
-                                          pass_->saved, gradients_, {*pass_->state->exchange_backward},
-                                          {fault_, differentiable_}, epilogues_, dresidual_views_);
-  }
+  [[nodiscard]] batch_norm_pass plan();
 };
+
+template <class T, class P>
+typed_backward_call<T, P>::typed_backward_call(c10::intrusive_ptr<recorded_pass> pass, forward_tensors of,
+                                               backward_call::tensors dy, wanted_gradients wants, std::string fault)
+    : base{std::move(pass), std::move(of), std::move(dy), std::move(wants), std::move(fault)} {
+  if (!pass_->in_place || !fault_.empty()) return;
+  fault_ = fault_or_thrown([&] {
+    std::string found;
+    auto const& kept = *static_cast<std::vector<batch_norm_kept<T>> const*>(memory_->kept.get());
+    for (std::size_t k = 0; k < kept.size() && found.empty(); ++k) {
+      found = kept[k].recover(at_executor{}, x_views_[k], recovered_views_[k], pass_->saved, epilogues_[k]);
+      x_views_[k] = recovered_views_[k];
+    }
+    return found;
+  });
+}
+
+template <class T, class P>
+batch_norm_pass typed_backward_call<T, P>::plan() {
+  auto const channels = static_cast<std::int64_t>(pass_->saved.mean.size());
+  return plan_batch_norm_backward<T, P>(at_executor{}, channels, dy_views_, x_views_, dx_views_, affine_, pass_->saved,
+                                        gradients_, {*pass_->state->exchange_backward}, {fault_, differentiable_},
+                                        epilogues_, dresidual_views_);
+}
 
 /// A backward pass by `dy`, which throws faults of any rank on every rank.
 [[nodiscard]] inline std::unique_ptr<backward_call> make_backward_call(c10::intrusive_ptr<recorded_pass> pass,

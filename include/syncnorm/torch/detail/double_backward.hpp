@@ -180,14 +180,20 @@ private:
 
   template <class T, class P>
   static tensors run_typed(context const& recorded, recorded_pass const& pass, tensors const& gradients,
-                           tensors const& saved, std::string fault) {
-    return run<T, P>(recorded, pass, gradients, saved, std::move(fault), [&](double_backward_views<T, P> const& of) {
-      std::optional<batch_norm_workspace> own;
-      batch_norm_double_backward_batches<T, P>(at_executor{}, pass.state->comm, of.second, of.dy, of.x, of.affine,
-                                               pass.saved, of.to_dy, of.to_x, of.gamma_gradient, {of.exchange},
-                                               pass.workspace_or(own), {.fault = of.fault}, of.epilogues);
-    });
-  }
+                           tensors const& saved, std::string fault);
 };
+
+// As of `prepared_forward_pass`.
+template <class T, class P>
+batch_norm_backward_function::tensors
+batch_norm_backward_function::run_typed(context const& recorded, recorded_pass const& pass, tensors const& gradients,
+                                        tensors const& saved, std::string fault) {
+  return run<T, P>(recorded, pass, gradients, saved, std::move(fault), [&](double_backward_views<T, P> const& of) {
+    std::optional<batch_norm_workspace> own;
+    batch_norm_double_backward_batches<T, P>(at_executor{}, pass.state->comm, of.second, of.dy, of.x, of.affine,
+                                             pass.saved, of.to_dy, of.to_x, of.gamma_gradient, {of.exchange},
+                                             pass.workspace_or(own), {.fault = of.fault}, of.epilogues);
+  });
+}
 
 } // namespace syncnorm::torch::detail

@@ -138,14 +138,7 @@ class prepared_forward_pass : public forward_pass {
 protected:
   /// `fault` is what is wrong already.
   prepared_forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters, std::string fault,
-                        backward_pass backward)
-      : forward_pass{std::move(in), element, parameters, std::move(fault), backward} {
-    // What ranks have to have in common, a rank has whatever else is wrong, lest that be taken for what is wrong.
-    auto already = std::exchange(fault_, {});
-    attempt(fault_, [&] { take_parameters(); });
-    if (!already.empty()) fault_ = std::move(already);
-    attempt(fault_, [&] { take(); });
-  }
+                        backward_pass backward);
 
   /// Whether the pass counts in num_batches_tracked.
   [[nodiscard]] bool counts() const {
@@ -160,43 +153,62 @@ protected:
   at::Tensor mean_, var_;                         ///< the running statistics, wherever the module's go meanwhile
 
 private:
-  void take_parameters() {
-    if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_memory(in_.weight.detach()).contiguous());
-    if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_memory(in_.bias.detach()).contiguous());
-    if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
-    mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();
-    running_ = {values_of<P>(mean_), values_of<P>(var_)};
-  }
-  void take() {
-    for (std::size_t k = 0; k < in_.batches.size(); ++k) {
-      auto const& input = in_.batches[k];
-      if (in_.in_place) {
-        at::AutoGradMode const recording{records()};
-        // Where other ranks need gradients, this one records, too.
-        ::torch::autograd::check_inplace(input, backward_ == backward_pass::needed ||
-                                                    in_.scope == statistics_scope::all_ranks);
-      }
-      auto const& of = of_.emplace_back(in_.in_place ? make_operands_in_place<T>(input) : make_operands<T>(input));
-      x_views_.push_back(of.x_view);
-      y_views_.push_back(of.y_view);
-      outputs_.push_back(in_.in_place ? of.y : in_huge_pages(of.y));
-      auto const& with = in_.epilogues[k];
-      auto& epilogue = epilogues_.emplace_back();
-      epilogue.activation = with.activation;
-      epilogue.masked = with.masked;
-      if (in_.in_place && may_overlap(input, with.residual)) // which the backward pass reads, too
-        throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
-      if (with.residual.defined())
-        epilogue.residual = make_companion<T>(residuals_.emplace_back(with.residual.detach()), of);
-      if (with.mask.defined()) memory_->masks[k] = dense_mask(with.mask, of.order);
-      epilogue.mask = mask_in(memory_, k);
-    }
-  }
+  void take_parameters();
+  void take();
 
   // All detached, so that their memory is here, wherever that of the user's tensors goes meanwhile.
   std::vector<operands<T>> of_;
   at::Tensor gamma_, beta_;
   std::vector<at::Tensor> residuals_; // those that there are, which may be copies
 };
+
+// What is defined within a class every source compiles, also where another one instantiates it; so these are not.
+
+template <class T, class P>
+prepared_forward_pass<T, P>::prepared_forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters,
+                                                   std::string fault, backward_pass backward)
+    : forward_pass{std::move(in), element, parameters, std::move(fault), backward} {
+  // What ranks have to have in common, a rank has whatever else is wrong, lest that be taken for what is wrong.
+  auto already = std::exchange(fault_, {});
+  attempt(fault_, [&] { take_parameters(); });
+  if (!already.empty()) fault_ = std::move(already);
+  attempt(fault_, [&] { take(); });
+}
+
+template <class T, class P>
+void prepared_forward_pass<T, P>::take_parameters() {
+  if (in_.weight.defined()) affine_.gamma = values_of<P>(gamma_ = in_memory(in_.weight.detach()).contiguous());
+  if (in_.bias.defined()) affine_.beta = values_of<P>(beta_ = in_memory(in_.bias.detach()).contiguous());
+  if (in_.scope == statistics_scope::this_rank || !in_.running_mean.defined()) return;
+  mean_ = in_.running_mean.detach(), var_ = in_.running_var.detach();
+  running_ = {values_of<P>(mean_), values_of<P>(var_)};
+}
+
+template <class T, class P>
+void prepared_forward_pass<T, P>::take() {
+  for (std::size_t k = 0; k < in_.batches.size(); ++k) {
+    auto const& input = in_.batches[k];
+    if (in_.in_place) {
+      at::AutoGradMode const recording{records()};
+      // Where other ranks need gradients, this one records, too.
+      ::torch::autograd::check_inplace(input,
+                                       backward_ == backward_pass::needed || in_.scope == statistics_scope::all_ranks);
+    }
+    auto const& of = of_.emplace_back(in_.in_place ? make_operands_in_place<T>(input) : make_operands<T>(input));
+    x_views_.push_back(of.x_view);
+    y_views_.push_back(of.y_view);
+    outputs_.push_back(in_.in_place ? of.y : in_huge_pages(of.y));
+    auto const& with = in_.epilogues[k];
+    auto& epilogue = epilogues_.emplace_back();
+    epilogue.activation = with.activation;
+    epilogue.masked = with.masked;
+    if (in_.in_place && may_overlap(input, with.residual)) // which the backward pass reads, too
+      throw invalid_argument_error{"the residual is in the memory of the input, which a pass in place writes to"};
+    if (with.residual.defined())
+      epilogue.residual = make_companion<T>(residuals_.emplace_back(with.residual.detach()), of);
+    if (with.mask.defined()) memory_->masks[k] = dense_mask(with.mask, of.order);
+    epilogue.mask = mask_in(memory_, k);
+  }
+}
 
 } // namespace syncnorm::torch::detail

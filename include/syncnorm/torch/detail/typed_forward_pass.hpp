@@ -32,23 +32,7 @@ class typed_forward_pass final : public prepared_forward_pass<T, P> {
 public:
   /// `fault` is what is wrong already.
   typed_forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters, std::string fault,
-                     backward_pass backward)
-      : base{std::move(in), element, parameters, std::move(fault), backward} {
-    attempt(this->fault_, [&] {
-      if (in_.in_place) {
-        auto kept = std::make_shared<std::vector<batch_norm_kept<T>>>(x_views_.size());
-        for (std::size_t k = 0; k < kept->size() && this->records(); ++k)
-          (*kept)[k].keep(x_views_[k], affine_, epilogues_[k]);
-        memory_->kept = std::move(kept);
-        pass_->in_place = true;
-      }
-      if (!this->counts()) return;
-      read_counter();
-      tracked_ = in_.num_batches_tracked;
-      running_.num_batches_tracked = &in_.state->batches_tracked;
-    });
-    if (!fault_.empty()) this->outputs_.clear();
-  }
+                     backward_pass backward);
 
   void before() override {
     base::before();
@@ -63,17 +47,7 @@ public:
   }
 
   /// Describes the pass. It borrows this.
-  [[nodiscard]] batch_norm_pass plan() {
-    syncnorm::detail::forward_operands<T, P> const operands{x_views_, y_views_,  affine_,
-                                                            running_, in_.scope, epilogues_};
-    batch_norm_caller const caller{fault_, backward_};
-    auto& saved = pass_->saved;
-    if (in_.scope == statistics_scope::constant)
-      return batch_norm_pass{std::make_unique<syncnorm::detail::planned_inference<T, P>>(
-          at_executor{}, in_.channels, operands, in_.options, saved, caller)};
-    return batch_norm_pass{std::make_unique<syncnorm::detail::planned_forward<T, P>>(
-        at_executor{}, in_.channels, operands, in_.options, saved, caller)};
-  }
+  [[nodiscard]] batch_norm_pass plan();
 
 private:
   void compute() override {
@@ -102,6 +76,40 @@ private:
   at::Tensor tracked_;
   std::int64_t tracks_ = 0;
 };
+
+// As of `prepared_forward_pass`.
+
+template <class T, class P>
+typed_forward_pass<T, P>::typed_forward_pass(forward_inputs in, at::ScalarType element, at::ScalarType parameters,
+                                             std::string fault, backward_pass backward)
+    : base{std::move(in), element, parameters, std::move(fault), backward} {
+  attempt(this->fault_, [&] {
+    if (in_.in_place) {
+      auto kept = std::make_shared<std::vector<batch_norm_kept<T>>>(x_views_.size());
+      for (std::size_t k = 0; k < kept->size() && this->records(); ++k)
+        (*kept)[k].keep(x_views_[k], affine_, epilogues_[k]);
+      memory_->kept = std::move(kept);
+      pass_->in_place = true;
+    }
+    if (!this->counts()) return;
+    read_counter();
+    tracked_ = in_.num_batches_tracked;
+    running_.num_batches_tracked = &in_.state->batches_tracked;
+  });
+  if (!fault_.empty()) this->outputs_.clear();
+}
+
+template <class T, class P>
+batch_norm_pass typed_forward_pass<T, P>::plan() {
+  syncnorm::detail::forward_operands<T, P> const operands{x_views_, y_views_, affine_, running_, in_.scope, epilogues_};
+  batch_norm_caller const caller{fault_, backward_};
+  auto& saved = pass_->saved;
+  if (in_.scope == statistics_scope::constant)
+    return batch_norm_pass{std::make_unique<syncnorm::detail::planned_inference<T, P>>(
+        at_executor{}, in_.channels, operands, in_.options, saved, caller)};
+  return batch_norm_pass{std::make_unique<syncnorm::detail::planned_forward<T, P>>(
+      at_executor{}, in_.channels, operands, in_.options, saved, caller)};
+}
 
 /// A pass over these tensors on the CPU, whose faults it reports to all ranks.
 [[nodiscard]] inline std::unique_ptr<forward_pass> make_forward_pass(forward_inputs in, backward_pass backward,
