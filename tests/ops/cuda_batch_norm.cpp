@@ -1,5 +1,6 @@
 #include "ops/cuda_support.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstddef>
@@ -180,6 +181,72 @@ TEST_CASE("one rank exchanges nothing, and neither do constant statistics and ba
     layer.forward(x.view, y.view, on);
     layer.synchronize(on);
   });
+  test::check_no_violations();
+}
+
+TEST_CASE("what a rank without a batch gives a device as tensors of no elements may be anywhere") {
+  for (bool const trains : {true, false})
+    test::over_nccl(2, [&](auto const& comm) {
+      layer_over<test::nccl_communicator> layer{comm, 3};
+      layer.train(trains);
+      auto const n = comm.rank() == 1 ? 0 : 2;
+      auto const nchw = test::layout::nchw;
+      layer_cases::device_tensor<float> x{nchw, n, 3, 5}, dy{nchw, n, 3, 5}, y{nchw, n, 3, 5}, dx{nchw, n, 3, 5},
+          residual{nchw, n, 3, 5}, dresidual{nchw, n, 3, 5};
+      test::device_buffer<float> elsewhere{2};
+      syncnorm::batch_norm_epilogue<float> epilogue;
+      if (n != 0) {
+        epilogue.residual = residual.view;
+      } else { // without a residual, and its gradient beside dx
+        auto* const misaligned = reinterpret_cast<float*>(reinterpret_cast<std::byte*>(elsewhere.data()) + 1);
+        x.view.data = dy.view.data = y.view.data = misaligned;
+        dx.view.data = dresidual.view.data = elsewhere.data();
+      }
+      test::stream const on;
+      layer.forward(x.view, y.view, epilogue, on);
+      layer.backward(x.view, dy.view, dx.view, epilogue, dresidual.view, {}, on);
+      layer.double_backward({.dx = x.view, .dresidual = y.view}, x.view, dy.view, dx.view, dresidual.view, epilogue, {},
+                            on);
+      layer.begin_backward(x.view, dy.view, dx.view, epilogue, dresidual.view, {}, on).finish(on);
+      layer.synchronize(on);
+    });
+  test::check_no_violations();
+}
+
+TEST_CASE("one element far from the rest costs a pass on a device no accuracy") {
+  for (auto const order : {test::layout::nchw, test::layout::nhwc})
+    // Of all, or of the far one and those that follow what a thread takes at a time.
+    for (std::int64_t const gap : {1, 1100}) {
+      constexpr std::int64_t channels = 8, spatial = 12'000;
+      constexpr std::size_t size = channels * spatial;
+      std::vector<std::uint8_t> counts(spatial, 1);
+      std::fill(counts.begin() + 1, counts.begin() + gap, std::uint8_t{0});
+      std::vector<long double> values(size), expected(size);
+      for (std::size_t i = 0; i < size; ++i)
+        values[i] = static_cast<float>(test::noise(1, i) + (i % spatial == 0 ? 1e5 : 0));
+      for (std::size_t c = 0; c < channels; ++c) {
+        auto const each_counted = [&](auto const& f) {
+          for (std::size_t s = 0; s < spatial; ++s)
+            if (counts[s] != 0) f(c * spatial + s);
+        };
+        long double const n = spatial + 1 - gap;
+        long double mean = 0, var = 0;
+        each_counted([&](std::size_t i) { mean += values[i] / n; });
+        each_counted([&](std::size_t i) { var += (values[i] - mean) * (values[i] - mean) / n; });
+        each_counted([&](std::size_t i) { expected[i] = (values[i] - mean) / std::sqrt(var + 1e-5L); });
+      }
+      layer_cases::device_tensor<float> x{order, 1, channels, spatial}, y{order, 1, channels, spatial};
+      x.put(values, 0), y.put(values, 0);
+      test::device_buffer<std::uint8_t> const mask{counts};
+      syncnorm::batch_norm_epilogue<float> epilogue;
+      if (gap > 1) epilogue.mask = syncnorm::mask_of(mask.data(), 1, spatial);
+      epilogue.masked = syncnorm::masked_outputs::zero;
+      layer_over<syncnorm::self_communicator> layer{syncnorm::self_communicator{}, channels};
+      test::stream const on;
+      layer.forward(x.view, y.view, epilogue, on);
+      layer.synchronize(on);
+      CHECK(layer_cases::error_of(y.get(), expected) < 1e-5);
+    }
   test::check_no_violations();
 }
 

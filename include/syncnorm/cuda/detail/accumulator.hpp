@@ -119,6 +119,16 @@ template <class A>
   return n == 0 ? A{0} : A{1} / static_cast<A>(n);
 }
 
+/// Whether so few elements of a thread have been summed that the pivot, one of them or their mean, may be far from all others, whose
+/// squares would then be summed in float: so it moves after the next batch.
+template <class Op>
+[[nodiscard]] SYNCNORM_DEVICE bool moves_pivot_soon(std::int64_t count) {
+  if constexpr (Op::pivoted && sizeof(typename Op::A) == sizeof(float))
+    return count < 8;
+  else
+    return false;
+}
+
 /// What a thread has summed of one channel, of packs along positions.
 template <class Op>
 class channel_accumulator {
@@ -134,6 +144,7 @@ public:
   SYNCNORM_DEVICE void add(Hw const& hw, batch<Op, Unroll> const& some) {
     if constexpr (Op::pivoted)
       if (count_ == 0) find_pivot(some);
+    bool const soon = moves_pivot_soon<Op>(count_);
     if (some.all_full()) {
       add_all<true>(some);
       count_ += Unroll * length;
@@ -143,7 +154,7 @@ public:
       for (int u = 0; u < Unroll; ++u) count_ += hw.population(some.bits[u]);
     }
     packs_ += Unroll;
-    if (packs_ * length >= 64) flush();
+    if (packs_ * length >= 64 || soon) flush();
   }
 
   SYNCNORM_DEVICE void finish(double (&part)[Op::parts]) {
@@ -224,6 +235,7 @@ public:
   SYNCNORM_DEVICE void add(Hw const& hw, batch<Op, Unroll> const& some) {
     if constexpr (Op::pivoted)
       if (count_ == 0) find_pivot(some);
+    bool const soon = moves_pivot_soon<Op>(count_);
     if (some.all_full()) {
       add_all<true>(some);
       count_ += Unroll;
@@ -233,7 +245,7 @@ public:
       for (int u = 0; u < Unroll; ++u) count_ += some.bits[u] != 0 ? 1 : 0;
     }
     packs_ += Unroll;
-    if (packs_ >= 64) flush(hw);
+    if (packs_ >= 64 || soon) flush(hw);
   }
 
   /// Leaves the parts in the cells, and the count.

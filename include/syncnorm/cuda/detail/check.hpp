@@ -27,7 +27,8 @@ public:
     require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0, name, " has a negative extent");
     require(x.channels < std::int64_t{1} << 31, name, " has more than 2^31 - 1 channels");
     require(x.data != nullptr || x.size() == 0, name, " is null");
-    require(reinterpret_cast<std::uintptr_t>(x.data) % sizeof(T) == 0, name, " is not aligned to its elements");
+    require(x.size() == 0 || reinterpret_cast<std::uintptr_t>(x.data) % sizeof(T) == 0, name,
+            " is not aligned to its elements");
   }
   template <class T, class X>
   void like(tensor_view<T> const& y, char const* name, tensor_view<X> const& x) const {
@@ -38,6 +39,10 @@ public:
   template <class T, class X>
   void optional(tensor_view<T> const& y, char const* name, tensor_view<X> const& x) const {
     if (y.data != nullptr) like(y, name, x);
+  }
+  template <class T>
+  void apart(tensor_view<T> const& a, tensor_view<T> const& b, char const* message) const {
+    require(a.data == nullptr || a.data != b.data || a.size() == 0, message);
   }
   template <class T>
   void epilogue(batch_norm_epilogue<T> const& of, tensor_view<T const> const& x) const {
@@ -84,9 +89,9 @@ void require_backward_operands(char const* call, tensor_view<T const> const& dy,
   check.like(dy, "dy", x);
   check.optional(dx, "dx", x);
   check.optional(dresidual, "dresidual", x);
-  check.require(dresidual.data == nullptr || epilogue.has_residual(),
+  check.require(dresidual.data == nullptr || epilogue.has_residual() || x.size() == 0,
                 "the gradient of a residual is asked for, but there is no residual");
-  check.require(dx.data == nullptr || dx.data != dresidual.data, "dx and dresidual are the same memory");
+  check.apart(dx, dresidual, "dx and dresidual are the same memory");
   check.epilogue(epilogue, x);
   check.saved(saved, x.channels);
 }

@@ -87,8 +87,8 @@ struct moments_op {
   [[nodiscard]] SYNCNORM_HOST_DEVICE tensor_view<T const> const& input(int) const { return x; }
 
   struct constants {};
-  /// Sums of x − pivot and its square. The pivot is the first element of a thread, and from flush to flush the mean of its
-  /// elements so far: so the squares that are lost to rounding are of differences that m2 holds anyway.
+  /// Sums of x − pivot and its square. The pivot is the first element of a thread, and from flush to flush, the first of which comes
+  /// soon, the mean of its elements so far: so the squares that are lost to rounding are of differences that m2 holds anyway.
   struct fine {
     A pivot, first, second;
   };
