@@ -56,7 +56,7 @@ struct simt_kernels {
       auto const device = fake_cuda::addresses();
       machine.memory.find_at(device.begin, device.end, device.shift);
       fake_cuda::for_each_allocation([&](void* data, std::size_t bytes) {
-        if (bytes < 4096) // which may be a mask
+        if (bytes < 4096 || bytes % 2 != 0) // which may be a mask
           machine.memory.add("device memory", static_cast<std::uint8_t*>(data), bytes);
         else
           machine.memory.add("device memory", static_cast<std::uint16_t*>(data), bytes / 2);
