@@ -22,6 +22,7 @@
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
+#include <syncnorm/ops/detail/cuda_statistics_pass.hpp>
 
 namespace syncnorm::cuda::detail {
 
@@ -40,26 +41,21 @@ struct backward_operands {
 
 /// A backward pass by the kernels of `Kernels`.
 template <class Kernels, class T, class P>
-class backward_pass final : public groupable_pass {
+class backward_pass final : public following_pass {
   using kernels = kernels_of<T, Kernels>;
 
 public:
   /// Borrows everything.
   backward_pass(backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
                 batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
-      : groupable_pass{workspace, caller}, in_{in}, exchange_{exchange}, saved_{&saved}, saved_passes_{saved.passes} {}
-
-  [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
-  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
+      : following_pass{exchange, saved, workspace, caller}, in_{in} {}
 
   void check(bool, cudaStream_t stream) override {
     auto const channels = workspace_->channels();
     auto const batches = in_.x.size();
     using syncnorm::detail::batch_name;
     check_caller();
-    check_.place(stream);
-    check_.require(saved_->exists, [] { return "there was no forward pass"; });
-    check_.saved(*saved_, channels);
+    check_forward(stream);
     check_.require(in_.y.size() == in_.kept.size(), [&] {
       return check_.text("there are ", in_.y.size(), " micro-batches of y, expected ", in_.kept.size(),
                          " as of the forward pass in place");
@@ -130,11 +126,6 @@ public:
       gradient(in_.dy[k], in_.x[k], dx(k), dresidual(k), epilogue(k), k == 0);
   }
 
-  void require_current() const override {
-    if (saved_->passes != saved_passes_)
-      throw invalid_argument_error{"batch_norm backward: the layer has had another forward pass since this one began"};
-  }
-
   void run_alone(cudaStream_t stream) override {
     packet_place const own{packets().own().data()};
     bool const needs_no_sums =
@@ -182,9 +173,6 @@ private:
   }
 
   backward_operands<T, P> in_;
-  bool exchange_;
-  batch_norm_saved const* saved_;
-  std::int64_t saved_passes_; ///< when the pass was made
 };
 
 /// `batch_norm_backward` by the kernels of `Kernels`.

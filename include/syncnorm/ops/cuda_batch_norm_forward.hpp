@@ -25,6 +25,7 @@
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
+#include <syncnorm/ops/detail/cuda_statistics_pass.hpp>
 #include <syncnorm/ops/detail/shared_in_place.hpp>
 
 namespace syncnorm::cuda::detail {
@@ -45,20 +46,14 @@ struct forward_operands {
 /// A forward pass by the kernels of `Kernels`. Its statistics are of all ranks, of this rank, or, where they are constant, the running
 /// ones.
 template <class Kernels, class T, class P>
-class forward_pass final : public groupable_pass {
+class forward_pass final : public saving_pass {
   using kernels = kernels_of<T, Kernels>;
 
 public:
   /// Borrows everything.
   forward_pass(forward_operands<T, P> const& in, batch_norm_options const& options, batch_norm_saved& saved,
                batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
-      : groupable_pass{workspace, caller}, in_{in}, options_{options}, saved_{&saved} {}
-
-  [[nodiscard]] std::string_view name() const override {
-    return constant() ? "batch_norm inference" : "batch_norm forward";
-  }
-  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
-  [[nodiscard]] bool collective() const override { return in_.scope == statistics_scope::all_ranks; }
+      : saving_pass{in.scope, options, saved, workspace, caller}, in_{in} {}
 
   void check(bool alone, cudaStream_t stream) override {
     auto const channels = workspace_->channels();
@@ -94,9 +89,7 @@ public:
     check_.values(in_.running.var, "running_var", channels);
     if (in_.running.num_batches_tracked != nullptr)
       check_.memory(in_.running.num_batches_tracked, "num_batches_tracked");
-    if (alone && !constant())
-      check_.require(count != 1 || masked,
-                     [&] { return syncnorm::detail::one_value_fault(in_.scope == statistics_scope::all_ranks); });
+    check_count(alone, masked ? 0 : count);
     if (!in_.kept.empty() && !check_.failed()) {
       auto fault = syncnorm::detail::find_shared_in_place(in_.y, in_.epilogues);
       check_.require(fault.empty(), [&] { return std::move(fault); });
@@ -106,7 +99,7 @@ public:
     header_.backward = callers_backward();
 
     // Kernels get nothing of a call that is wrong.
-    if (check_.failed()) in_ = {{}, {}, {}, {}, in_.scope};
+    if (check_.failed()) in_ = {};
   }
 
   void announce(syncnorm::detail::packet_header const& header, packet_place const& own, cudaStream_t stream) override {
@@ -142,20 +135,6 @@ public:
     for (std::size_t k = 0; k < in_.x.size(); ++k) normalize(in_.x[k], in_.y[k], epilogue(k), k == 0);
   }
 
-  [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
-  void forgo(cudaStream_t stream) override {
-    static constexpr std::int64_t failed = -1;
-    save();
-    syncnorm::detail::require_cuda(
-        cudaMemcpyAsync(saved_->statistics().count, &failed, sizeof failed, cudaMemcpyHostToDevice, stream),
-        "cudaMemcpyAsync");
-  }
-  void fail() noexcept override {
-    ++saved_->passes;
-    saved_->exists = false;
-    saved_->scope = statistics_scope::constant; // so that no backward pass is collective: the others may have none
-  }
-
   void run_alone(cudaStream_t stream) override {
     packet_place own{packets().own().data()};
     if (!constant() && in_.x.size() != 1) {
@@ -182,7 +161,6 @@ public:
   }
 
 private:
-  [[nodiscard]] bool constant() const { return in_.scope == statistics_scope::constant; }
   /// Of the micro-batches in place, whether there is room for what has to be kept of each; null: nothing has.
   [[nodiscard]] std::int64_t const* kept_state() const {
     auto const* const tightest = find_tightest(in_.kept, in_.epilogues);
@@ -196,15 +174,6 @@ private:
                   packet_place const& at, cudaStream_t stream) const {
     kernels::local_moments(x, mask, header, at, workspace_->work(), workspace_->limits(), stream);
   }
-  void save() {
-    ++saved_->passes;
-    saved_->scope = in_.scope;
-    saved_->exists = true;
-    saved_->own_count = constant() || check_.failed() ? -1 : header_.count;
-    saved_->exchange = options_.exchange;
-    saved_->normalized_by = options_.normalize_by;
-  }
-
   /// Makes room for what is kept of each x, where there is none yet.
   void reserve(cudaStream_t stream) {
     for (std::size_t k = 0; k < in_.kept.size() && !check_.failed(); ++k) {
@@ -234,8 +203,6 @@ private:
   }
 
   forward_operands<T, P> in_;
-  batch_norm_options options_;
-  batch_norm_saved* saved_;
 };
 
 /// `batch_norm_forward` by the kernels of `Kernels`.

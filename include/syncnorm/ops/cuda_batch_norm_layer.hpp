@@ -17,7 +17,6 @@
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/kernels.hpp>
-#include <syncnorm/cuda/workspace.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_double_backward.hpp>
@@ -26,9 +25,9 @@
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/cuda_layer.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
-#include <syncnorm/ops/detail/exchange_choice.hpp>
 
 namespace syncnorm::cuda {
 
@@ -52,37 +51,29 @@ namespace syncnorm::cuda {
 /// counter are as they were before the pass that failed. What CUDA refuses, as a kernel that the device has no code for, is thrown on that
 /// rank at once, after it has joined.
 template <mutable_element T, communicator C, class P, class Kernels>
-class basic_batch_norm {
+class basic_batch_norm : public detail::device_layer<C> {
+  using base = detail::device_layer<C>;
+
 public:
   /// Local; checks nothing but that memory can be had: cuda_error.
   explicit basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {})
-      : basic_batch_norm{std::move(comm), channels, options, current_limits()} {}
+      : base{std::move(comm), channels, channels, options, current_limits()} {
+    base::allocate([&](detail::memory_cutter& cutter) { cut(cutter); });
+    (void)kept_of(1);
+    base::fill(gamma_, from_double<P>(1));
+    base::fill(running_var_, from_double<P>(1));
+  }
 
   /// Loads the kernels of forward and backward passes, lets the ranks agree, and runs each collective of these passes once, in the first
   /// of which NCCL connects ranks. Collective, waits for the stream; not for a stream that is being captured. Of double backward
   /// passes, and of those in two phases and in groups, run one each before they are captured.
   void prepare(cudaStream_t stream) {
-    detail::device_scope const there{workspace_.device()}; // kernels are loaded on the current one
-    auto const load = [] { kernels_of<T, Kernels>::load_kernels(); };
-    if (syncnorm::size(comm_) == 1 || workspace_.agreed()) return load();
-    detail::require_capturable(comm_, "batch_norm preparation", false, stream);
-    detail::device_check check{workspace_.device()};
-    syncnorm::detail::look_into(check, load);
-    check.options(options_.norm, running(), channels_);
-    auto own = syncnorm::detail::make_forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
-    own.policy = static_cast<std::int16_t>(resolved(detail::merge_rule::moments));
-    workspace_.agree(comm_, own, stream);
-    // What a rank gets that runs a pass meanwhile.
-    syncnorm::detail::set_text(own.pass, "batch_norm preparation");
-    syncnorm::detail::require_cuda(
-        cudaMemcpyAsync(workspace_.packets().own_headers().data(), &own, sizeof own, cudaMemcpyHostToDevice, stream),
-        "cudaMemcpyAsync");
-    using detail::merge_rule;
-    auto const forward = resolved(merge_rule::moments), backward = resolved(merge_rule::sums);
-    detail::rehearse_exchange(comm_, workspace_.packets(), merge_rule::moments, forward, stream);
-    if (backward == exchange_policy::reduce || backward != forward) // else it is the same allgather
-      detail::rehearse_exchange(comm_, workspace_.packets(), merge_rule::sums, backward, stream);
-    batch_norm_workspace::wait(comm_, stream);
+    base::prepare_passes(
+        stream, [] { kernels_of<T, Kernels>::load_kernels(); },
+        [&](detail::device_check& check) {
+          check.options(options_.norm, running(), channels_);
+          return syncnorm::detail::make_forward_header<T>(channels_, 0, affine(), running(), options_.norm, check);
+        });
   }
 
   /// y = batch_norm(x), `[N, C, S]` in device memory; as on the host.
@@ -198,7 +189,7 @@ public:
   }
   [[nodiscard]] pending_passes begin_forward(tensor_view<T const> x, tensor_view<T> y,
                                              batch_norm_epilogue<T> const& epilogue, cudaStream_t stream) {
-    return begin(plan_forward(x, y, epilogue), stream);
+    return base::begin(plan_forward(x, y, epilogue), stream);
   }
   /// `backward` in two phases.
   [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
@@ -208,7 +199,7 @@ public:
   [[nodiscard]] pending_passes begin_backward(tensor_view<T const> x, tensor_view<T const> dy, tensor_view<T> dx,
                                               batch_norm_epilogue<T> const& epilogue, tensor_view<T> dresidual,
                                               batch_norm_backward_options const& options, cudaStream_t stream) {
-    return begin(plan_backward(x, dy, dx, epilogue, dresidual, options), stream);
+    return base::begin(plan_backward(x, dy, dx, epilogue, dresidual, options), stream);
   }
 
   /// `forward`, described for a `batch_norm_group`. The layer must stay where it is until the pass is finished.
@@ -272,48 +263,19 @@ public:
     workspace_.reserve_double_backward();
   }
 
-  /// Throws what has failed in passes so far, as far as it is known on this rank, and in the communicator. Does not wait.
-  void check() {
-    workspace_.raise();
-    syncnorm::check(comm_);
-  }
-  /// Waits for the stream, as long as the communicator lets it, and throws what has failed in what was enqueued there, the
-  /// same on every rank.
-  void synchronize(cudaStream_t stream) {
-    batch_norm_workspace::wait(comm_, stream);
-    check();
-  }
-
-  void train(bool on = true) noexcept { training_ = on; }
-  void eval() noexcept { training_ = false; }
-  [[nodiscard]] bool is_training() const noexcept { return training_; }
-  /// On: training, too, normalizes by the running statistics; as on the host.
-  void freeze_statistics(bool on = true) noexcept { frozen_ = on; }
-  [[nodiscard]] bool has_frozen_statistics() const noexcept { return frozen_; }
-
   /// The running statistics as they were at first: mean 0, var 1, no batches tracked. Local; the same on every rank. Waits for the
   /// stream; not for one that is being captured.
   void reset_running_stats(cudaStream_t stream) {
     detail::device_scope const there{workspace_.device()};
     batch_norm_workspace::wait(comm_, stream);
-    fill(running_mean_, 0);
-    fill(running_var_, 1);
-    std::int64_t const none = 0;
-    detail::copy_to_device(num_batches_tracked_, &none, sizeof none);
+    base::fill(running_mean_, from_double<P>(0));
+    base::fill(running_var_, from_double<P>(1));
+    base::reset_counter();
   }
 
   void zero_grad(cudaStream_t stream) {
-    for (auto const gradient : {gamma_grad_, beta_grad_})
-      if (!gradient.empty())
-        syncnorm::detail::require_cuda(cudaMemsetAsync(gradient.data(), 0, gradient.size_bytes(), stream),
-                                       "cudaMemsetAsync");
+    for (auto const gradient : {gamma_grad_, beta_grad_}) base::zero(gradient, stream);
   }
-
-  [[nodiscard]] std::int64_t channels() const noexcept { return channels_; }
-  [[nodiscard]] C const& comm() const noexcept { return comm_; }
-  [[nodiscard]] batch_norm_layer_options const& options() const noexcept { return options_; }
-  /// Statistics of the latest forward pass, in device memory.
-  [[nodiscard]] batch_norm_saved const& saved() const noexcept { return saved_; }
 
   /// `[C]` each, in device memory; empty where the layer has no such parameters.
   [[nodiscard]] std::span<P> gamma() noexcept { return gamma_; }
@@ -329,64 +291,26 @@ public:
   [[nodiscard]] std::span<P const> running_mean() const noexcept { return running_mean_; }
   [[nodiscard]] std::span<P> running_var() noexcept { return running_var_; }
   [[nodiscard]] std::span<P const> running_var() const noexcept { return running_var_; }
-  /// Training batches that the running statistics have seen, in device memory.
-  [[nodiscard]] std::int64_t* num_batches_tracked() noexcept { return num_batches_tracked_; }
-  [[nodiscard]] std::int64_t const* num_batches_tracked() const noexcept { return num_batches_tracked_; }
 
 private:
-  basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options, device_limits const& limits)
-      : comm_{std::move(comm)}, options_{options}, channels_{channels}, saved_{channels},
-        workspace_{channels, syncnorm::size(comm_), limits, workspace_bytes(channels, limits), gathers(2), gathers(7)} {
-    detail::memory_cutter sizes;
-    cut(sizes);
-    memory_ = detail::device_memory{sizes.used()};
-    detail::memory_cutter cutter{memory_.data()};
-    cut(cutter);
-    (void)kept_of(1);
-    fill(gamma_, 1);
-    fill(running_var_, 1);
-    saved_.exchange = options_.norm.exchange; // lest ranks differ where one lacks a forward pass
-  }
-
-  /// How the ranks exchange in fact.
-  [[nodiscard]] exchange_policy resolved(detail::merge_rule rule) const {
-    return detail::resolve_on_stream(options_.norm.exchange, comm_, rule, channels_);
-  }
-  [[nodiscard]] bool gathers(std::size_t values) const {
-    return syncnorm::detail::gathers_on_stream(options_.norm.exchange, comm_, channels_, values);
-  }
-
   void cut(detail::memory_cutter& cutter) {
-    auto const c = static_cast<std::size_t>(channels_ > 0 ? channels_ : 0);
+    auto const c = base::channel_count();
     auto const take = [&](std::span<P>& values, bool exists) {
       if (exists) values = {cutter.take<P>(c), c};
     };
-    bool const has_gamma = options_.affine && options_.parts != affine_parts::beta;
-    bool const has_beta = options_.affine && options_.parts != affine_parts::gamma;
-    take(gamma_, has_gamma);
-    take(gamma_grad_, has_gamma);
-    take(beta_, has_beta);
-    take(beta_grad_, has_beta);
+    take(gamma_, base::has_gamma());
+    take(gamma_grad_, base::has_gamma());
+    take(beta_, base::has_beta());
+    take(beta_grad_, base::has_beta());
     take(running_mean_, options_.track_running_stats);
     take(running_var_, options_.track_running_stats);
-    num_batches_tracked_ = cutter.take<std::int64_t>(1);
-  }
-
-  static void fill(std::span<P> values, double value) {
-    if (values.empty()) return;
-    std::vector<P> const filled(values.size(), from_double<P>(value));
-    detail::copy_to_device(values.data(), filled.data(), values.size_bytes());
   }
 
   [[nodiscard]] detail::forward_operands<T, P> forward_operands(std::span<tensor_view<T const> const> x,
                                                                 std::span<tensor_view<T> const> y,
                                                                 std::span<batch_norm_epilogue<T> const> epilogues,
                                                                 std::span<batch_norm_kept<T>> kept) const {
-    bool const by_batch = training_ && !frozen_;
-    auto const scope = by_batch                       ? statistics_scope::all_ranks
-                       : options_.track_running_stats ? statistics_scope::constant
-                                                      : statistics_scope::this_rank;
-    return {x, y, affine(), running(), scope, epilogues, kept};
+    return {x, y, affine(), running(), base::scope_of_forward(), epilogues, kept};
   }
   void run_forward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T> const> y,
                    std::span<batch_norm_epilogue<T> const> epilogues, std::span<batch_norm_kept<T>> kept,
@@ -399,10 +323,6 @@ private:
   /// Waits for a stream, no longer than the communicator lets it.
   [[nodiscard]] auto waits() const {
     return [this](cudaStream_t stream) { batch_norm_workspace::wait(comm_, stream); };
-  }
-  [[nodiscard]] pending_passes begin(batch_norm_pass pass, cudaStream_t stream) {
-    bool agreed = workspace_.agreed();
-    return pending_passes::begin(comm_, {&pass, 1}, workspace_.pool(), workspace_.passes_report(), agreed, stream);
   }
   void run_backward(detail::backward_operands<T, P> const& in, batch_norm_backward_options const& options,
                     cudaStream_t stream, batch_norm_caller const& caller = {}) {
@@ -431,15 +351,8 @@ private:
     return {running_mean_, running_var_, num_batches_tracked_};
   }
 
-  C comm_;
-  batch_norm_layer_options options_;
-  std::int64_t channels_;
-  detail::device_memory memory_;
+  using base::comm_, base::options_, base::channels_, base::num_batches_tracked_, base::saved_, base::workspace_;
   std::span<P> gamma_, beta_, gamma_grad_, beta_grad_, running_mean_, running_var_;
-  std::int64_t* num_batches_tracked_ = nullptr;
-  bool training_ = true, frozen_ = false;
-  batch_norm_saved saved_;
-  batch_norm_workspace workspace_;
   std::vector<batch_norm_kept<T>> kept_; // of as many micro-batches as there were, of one at least
   /// Of the latest forward pass in place: `saved_.passes` after it, and how many micro-batches it had.
   struct {

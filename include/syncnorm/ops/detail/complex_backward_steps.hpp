@@ -25,22 +25,13 @@
 #include <syncnorm/ops/detail/backward_steps.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/complex_operands.hpp>
+#include <syncnorm/ops/detail/complex_pass_operands.hpp>
 #include <syncnorm/ops/detail/complex_steps.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 #include <syncnorm/ops/detail/pass_tensors.hpp>
 
 namespace syncnorm::detail {
-
-/// What a backward pass over complex numbers reads and writes: the K micro-batches of the forward pass. No dx: not needed.
-template <complex_component T>
-struct complex_backward_operands {
-  complex_batches<T> dy, x;
-  complex_outputs<T> dx;
-  complex_affine_parameters<T> affine;
-  complex_affine_gradients<T> gradients;
-  std::span<batch_norm_mask const> masks{}; ///< those of the forward pass: none, or K
-};
 
 /// The steps of a backward pass over complex numbers.
 template <complex_component T>

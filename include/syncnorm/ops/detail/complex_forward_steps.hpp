@@ -22,6 +22,7 @@
 #include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/complex_operands.hpp>
+#include <syncnorm/ops/detail/complex_pass_operands.hpp>
 #include <syncnorm/ops/detail/complex_steps.hpp>
 #include <syncnorm/ops/detail/forward_steps.hpp>
 #include <syncnorm/ops/detail/pass_buffers.hpp>
@@ -29,17 +30,6 @@
 #include <syncnorm/ops/detail/pass_tensors.hpp>
 
 namespace syncnorm::detail {
-
-/// What a forward pass over complex numbers reads and writes: K micro-batches that share one statistic, and the state of the layer.
-template <complex_component T>
-struct complex_forward_operands {
-  complex_batches<T> x;
-  complex_outputs<T> y;
-  complex_affine_parameters<T> affine;
-  complex_running_statistics<T> running;
-  statistics_scope scope = statistics_scope::all_ranks; ///< or this_rank, which exchanges nothing
-  std::span<batch_norm_mask const> masks{};             ///< none, or K
-};
 
 /// Says in `check` what is wrong with x and y.
 template <complex_component T>

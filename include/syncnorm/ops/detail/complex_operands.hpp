@@ -21,13 +21,13 @@
 #include <syncnorm/host/prepared_epilogue.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/complex_pass_operands.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 #include <syncnorm/ops/detail/parts.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 #include <syncnorm/ops/detail/run_pass.hpp>
 
-// Ranks exchange complex channels as their components, twice as many real ones.
 namespace syncnorm::detail {
 
 /// The complex channels of a span of components, which begins and ends with one.
@@ -41,22 +41,6 @@ static_assert(head_channels % 2 == 0);
   return {2 * numbers.first, 2 * numbers.length};
 }
 
-/// The numbers of a `[C]` array one after the other, real part and imaginary part.
-template <class T>
-[[nodiscard]] std::span<T> components_of(std::span<std::complex<T>> numbers) {
-  return {reinterpret_cast<T*>(numbers.data()), 2 * numbers.size()};
-}
-template <class T>
-[[nodiscard]] std::span<T const> components_of(std::span<std::complex<T> const> numbers) {
-  return {reinterpret_cast<T const*>(numbers.data()), 2 * numbers.size()};
-}
-
-/// What a header says of complex numbers.
-template <complex_component T>
-void name_complex(packet_header& own) {
-  set_text(own.element, element_traits<std::complex<T>>::name);
-}
-
 /// Gives both components of each number the sum of the two.
 inline void pair_up(std::span<double> values) {
   for (std::size_t i = 0; i + 1 < values.size(); i += 2) values[i] = values[i + 1] = values[i] + values[i + 1];
@@ -68,18 +52,6 @@ void check_complex_affine(call_check& check, complex_affine_parameters<T> const&
   check.channel_values(of.gamma, "gamma", channels);
   check.channel_values(of.gamma_imag, "the imaginary part of gamma", channels);
   check.channel_values(of.beta, "beta", channels);
-}
-
-/// Whether gamma is complex, by which ranks add up other sums in a backward pass.
-template <complex_component T>
-[[nodiscard]] bool has_complex_gamma(complex_affine_parameters<T> const& of) {
-  return !of.gamma_imag.empty();
-}
-
-/// What is said of it in a header's `affine`.
-template <complex_component T>
-void name_complex_gamma(packet_header& own, complex_affine_parameters<T> const& of) {
-  if (has_complex_gamma(of)) own.affine += 4;
 }
 
 /// Gamma of channel c.
@@ -117,12 +89,6 @@ private:
   kept_vector<double> gamma_;
   std::span<std::complex<T> const> beta_;
 };
-
-/// K micro-batches.
-template <complex_component T>
-using complex_batches = std::span<tensor_view<std::complex<T> const> const>;
-template <complex_component T>
-using complex_outputs = std::span<tensor_view<std::complex<T>> const>;
 
 /// Whether of all of them the components of a position follow each other in memory.
 template <class Views>

@@ -9,6 +9,7 @@
 
 #include <syncnorm/core/detail/cuda_check.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
@@ -81,11 +82,17 @@ public:
   void epilogue_of(batch_norm_epilogue<T> const& given, tensor_view<T const> const& x, std::size_t k = 0,
                    std::size_t batches = 1) {
     using syncnorm::detail::batch_name;
-    batch_name const residual{"the residual", k, batches}, mask{"the mask", k, batches};
-    epilogue(given, x, residual, mask);
+    batch_name const residual{"the residual", k, batches};
+    epilogue(given, x, residual, batch_name{"the mask", k, batches});
     if (failed()) return;
     if (given.has_residual() && x.size() != 0) memory(given.residual.data, residual);
-    if (given.mask && x.count() != 0) memory(given.mask.data, mask);
+    mask_of(given.mask, x, k, batches);
+  }
+  template <class T>
+  void mask_of(mask_view const& given, tensor_view<T const> const& x, std::size_t k, std::size_t batches) {
+    syncnorm::detail::batch_name const name{"the mask", k, batches};
+    mask(given, name, x);
+    if (!failed() && given && x.count() != 0) memory(given.data, name);
   }
 
   /// `of` is what passes of so many channels leave.

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <complex>
+#include <span>
+
+#include <syncnorm/core/complex.hpp>
+#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/packet.hpp>
+
+// What passes over complex numbers are called with, on the host and on a device. Ranks exchange complex channels as their components,
+// twice as many real ones.
+namespace syncnorm::detail {
+
+/// K micro-batches.
+template <complex_component T>
+using complex_batches = std::span<tensor_view<std::complex<T> const> const>;
+template <complex_component T>
+using complex_outputs = std::span<tensor_view<std::complex<T>> const>;
+
+/// What a forward pass over complex numbers reads and writes: K micro-batches that share one statistic, and the state of the layer.
+template <complex_component T>
+struct complex_forward_operands {
+  complex_batches<T> x;
+  complex_outputs<T> y;
+  complex_affine_parameters<T> affine;
+  complex_running_statistics<T> running;
+  statistics_scope scope = statistics_scope::all_ranks; ///< or this_rank, which exchanges nothing
+  std::span<batch_norm_mask const> masks{};             ///< none, or K
+};
+
+/// What a backward pass over complex numbers reads and writes: the K micro-batches of the forward pass. No dx: not needed.
+template <complex_component T>
+struct complex_backward_operands {
+  complex_batches<T> dy, x;
+  complex_outputs<T> dx;
+  complex_affine_parameters<T> affine;
+  complex_affine_gradients<T> gradients;
+  std::span<batch_norm_mask const> masks{}; ///< those of the forward pass: none, or K
+};
+
+/// The numbers of a `[C]` array one after the other, real part and imaginary part.
+template <class T>
+[[nodiscard]] std::span<T> components_of(std::span<std::complex<T>> numbers) {
+  return {reinterpret_cast<T*>(numbers.data()), 2 * numbers.size()};
+}
+template <class T>
+[[nodiscard]] std::span<T const> components_of(std::span<std::complex<T> const> numbers) {
+  return {reinterpret_cast<T const*>(numbers.data()), 2 * numbers.size()};
+}
+
+/// What a header says of complex numbers.
+template <complex_component T>
+void name_complex(packet_header& own) {
+  set_text(own.element, element_traits<std::complex<T>>::name);
+}
+
+/// Whether gamma is complex, by which ranks add up other sums in a backward pass.
+template <complex_component T>
+[[nodiscard]] bool has_complex_gamma(complex_affine_parameters<T> const& of) {
+  return !of.gamma_imag.empty();
+}
+
+/// What is said of it in a header's `affine`.
+template <complex_component T>
+void name_complex_gamma(packet_header& own, complex_affine_parameters<T> const& of) {
+  if (has_complex_gamma(of)) own.affine += 4;
+}
+
+} // namespace syncnorm::detail

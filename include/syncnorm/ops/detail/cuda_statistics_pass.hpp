@@ -1,0 +1,92 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include <cuda_runtime_api.h>
+
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/core/error.hpp>
+#include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
+#include <syncnorm/ops/detail/cuda_pass.hpp>
+
+// What passes of real and of complex numbers have of the statistics that a forward pass saves.
+namespace syncnorm::cuda::detail {
+
+/// A forward pass, which saves statistics.
+class saving_pass : public groupable_pass {
+public:
+  [[nodiscard]] std::string_view name() const override {
+    return constant() ? "batch_norm inference" : "batch_norm forward";
+  }
+  [[nodiscard]] merge_rule rule() const override { return merge_rule::moments; }
+  [[nodiscard]] bool collective() const override { return scope_ == statistics_scope::all_ranks; }
+  [[nodiscard]] batch_norm_saved const* saves_to() const override { return saved_; }
+  void forgo(cudaStream_t stream) override {
+    static constexpr std::int64_t failed = -1;
+    save();
+    syncnorm::detail::require_cuda(
+        cudaMemcpyAsync(saved_->statistics().count, &failed, sizeof failed, cudaMemcpyHostToDevice, stream),
+        "cudaMemcpyAsync");
+  }
+  void fail() noexcept override {
+    ++saved_->passes;
+    saved_->exists = false;
+    saved_->scope = statistics_scope::constant; // so that no backward pass is collective: the others may have none
+  }
+
+protected:
+  saving_pass(statistics_scope scope, batch_norm_options const& options, batch_norm_saved& saved,
+              batch_norm_workspace& workspace, batch_norm_caller const& caller)
+      : groupable_pass{workspace, caller}, scope_{scope}, options_{options}, saved_{&saved} {}
+
+  [[nodiscard]] bool constant() const { return scope_ == statistics_scope::constant; }
+  /// Of a pass without masks, by which the count is known.
+  void check_count(bool alone, std::int64_t count) {
+    if (alone && !constant())
+      check_.require(count != 1, [&] { return syncnorm::detail::one_value_fault(collective()); });
+  }
+  void save() {
+    ++saved_->passes;
+    saved_->scope = scope_;
+    saved_->exists = true;
+    saved_->own_count = constant() || check_.failed() ? -1 : header_.count;
+    saved_->exchange = options_.exchange;
+    saved_->normalized_by = options_.normalize_by;
+  }
+
+  statistics_scope scope_;
+  batch_norm_options options_;
+  batch_norm_saved* saved_;
+};
+
+/// A backward pass by what a forward pass has saved.
+class following_pass : public groupable_pass {
+public:
+  [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
+  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
+  void require_current() const override {
+    if (saved_->passes != saved_passes_)
+      throw invalid_argument_error{"batch_norm backward: the layer has had another forward pass since this one began"};
+  }
+
+protected:
+  following_pass(bool exchange, batch_norm_saved const& saved, batch_norm_workspace& workspace,
+                 batch_norm_caller const& caller)
+      : groupable_pass{workspace, caller}, exchange_{exchange}, saved_{&saved}, saved_passes_{saved.passes} {}
+
+  void check_forward(cudaStream_t stream) {
+    check_.place(stream);
+    check_.require(saved_->exists, [] { return "there was no forward pass"; });
+    check_.saved(*saved_, workspace_->channels());
+  }
+
+  bool exchange_;
+  batch_norm_saved const* saved_;
+  std::int64_t saved_passes_; ///< when the pass was made
+};
+
+} // namespace syncnorm::cuda::detail
