@@ -1,6 +1,7 @@
 #include <syncnorm/ops/cuda_batch_norm_layer.hpp>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <thread>
@@ -17,6 +18,7 @@
 #include <syncnorm/core/cuda_element.hpp>
 #include <syncnorm/cuda/kernels.hpp>
 
+#include "cuda/complex_layer.hpp"
 #include "cuda/double_backward_case.hpp"
 #include "cuda/echo.hpp"
 #include "cuda/in_place_case.hpp"
@@ -24,6 +26,7 @@
 #include "cuda/micro_batch_case.hpp"
 #include "cuda/pending_cases.hpp"
 #include "cuda/stream_contract.hpp"
+#include "ops/complex_case.hpp"
 
 // What needs a GPU: everything once on a stream, and, where the communicator allows it, once replayed from a graph.
 namespace {
@@ -152,6 +155,33 @@ TEST_CASE("one rank on a GPU agrees with the oracle, in every element type") {
     check_long_columns<__half>(captured);
     check_long_columns<__nv_bfloat16>(captured);
   }
+}
+
+TEST_CASE("complex numbers on a GPU agree with the oracle, of one rank, of ranks on one GPU and over NCCL") {
+  using test::layout;
+  using kernels = syncnorm::cuda::compiled_kernels;
+  auto const check = []<class T>(T, test::complex_case const& of, auto const& host, auto const& comm, bool captured) {
+    for (auto const& failure : test::run_complex_case_on_device<T, kernels>(of, host, comm, captured))
+      FAIL_CHECK(failure);
+  };
+  for (auto const order : {layout::nchw, layout::nhwc, layout::strided})
+    for (auto const gamma : {syncnorm::gamma_numbers::real, syncnorm::gamma_numbers::complex})
+      for (std::int64_t const spatial : {7, 28 * 28}) {
+        test::complex_case of{{{20}}, 40, spatial, order};
+        of.gamma = gamma;
+        if (spatial == 7) of.masked = syncnorm::masked_outputs::zero;
+        syncnorm::self_communicator const self;
+        check(float{}, of, self, self, true);
+        check(double{}, of, self, self, true);
+        of.shares = {{3, 9}, {}, {0, 8}};
+        over_threads(3, [&](staged_threads const& comm) { check(float{}, of, comm.host(), comm, false); });
+        over_nccl([&](nccl_thread const& comm) {
+          auto const ranks = static_cast<std::size_t>(syncnorm::size(comm.host));
+          auto each = of;
+          each.shares.assign(ranks, {5});
+          check(float{}, each, comm.host, comm, true);
+        });
+      }
 }
 
 TEST_CASE("equal elements have exactly their mean on a GPU, and no spread") {

@@ -13,6 +13,7 @@
 
 #include <syncnorm/cuda/agreement.hpp>
 #include <syncnorm/cuda/backward.hpp>
+#include <syncnorm/cuda/complex_passes.hpp>
 #include <syncnorm/cuda/detail/launch.hpp>
 #include <syncnorm/cuda/double_backward.hpp>
 #include <syncnorm/cuda/forward.hpp>

@@ -13,6 +13,7 @@
 #include <syncnorm/host/compiled_primitives.hpp>
 
 #include <ops/complex_case.hpp>
+#include <ops/complex_host_case.hpp>
 #include <ops/double_backward_cases.hpp>
 #include <ops/epilogue_cases.hpp>
 #include <ops/grid.hpp>

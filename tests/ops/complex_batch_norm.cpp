@@ -20,6 +20,7 @@
 #include <syncnorm/ops/complex_batch_norm.hpp>
 
 #include <ops/complex_case.hpp>
+#include <ops/complex_host_case.hpp>
 #include <ops/complex_step.hpp>
 #include <ops/grid_case.hpp>
 #include <ops/micro_batches.hpp>

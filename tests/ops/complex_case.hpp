@@ -14,11 +14,11 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
-#include <syncnorm/ops/complex_batch_norm.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/complex.hpp>
 
 #include <ops/grid.hpp>
 #include <ops/grid_case.hpp>
-#include <ops/micro_batches.hpp>
 #include <support/noise.hpp>
 
 namespace test {
@@ -111,7 +111,7 @@ private:
 
 /// How complex numbers are spread over ranks and micro-batches, lie in memory, and are normalized.
 struct complex_case {
-  micro_batch_share shares;
+  std::vector<std::vector<std::int64_t>> shares; // samples of each micro-batch of each rank
   std::int64_t channels, spatial;
   layout order;
   syncnorm::batch_norm_options norm{.eps = 1e-3, .momentum = 0.3};
@@ -162,9 +162,9 @@ struct complex_operands {
   }
 };
 
-/// Two steps of a layer and one in evaluation, each with its backward pass, against the oracle; returns what is wrong.
-template <class T, syncnorm::communicator C>
-std::vector<std::string> run_complex_case(complex_case const& of, C const& comm) {
+/// Two steps of the layer of `make()` and one in evaluation, each with its backward pass, against the oracle; returns what is wrong.
+template <class T, syncnorm::communicator C, class Make>
+std::vector<std::string> run_complex_case(complex_case const& of, C const& comm, Make const& make) {
   auto const rank = static_cast<std::size_t>(syncnorm::rank(comm));
   std::int64_t samples = 0, first = 0, last = 0;
   for (std::size_t r = 0; r < of.shares.size(); ++r) {
@@ -197,7 +197,7 @@ std::vector<std::string> run_complex_case(complex_case const& of, C const& comm)
                         of.norm.normalize_by == syncnorm::batch_variance::unbiased ? 1.0L : 0.0L};
   oracle.learn(x);
   complex_operands<T> own{of, rank, first, x, dy, counts};
-  syncnorm::complex_batch_norm<T, C> layer{comm, of.channels, {.norm = of.norm}, {}, of.gamma};
+  auto layer = make();
   for (std::size_t c = 0; c < beta.size(); ++c) {
     layer.gamma()[c] = static_cast<T>(gamma[c].real()), layer.beta()[c] = std::complex<T>{beta[c]};
     if (complex_gamma) layer.gamma_imag()[c] = static_cast<T>(gamma[c].imag());

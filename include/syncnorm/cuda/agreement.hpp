@@ -10,19 +10,32 @@
 // The members of kernels_of for what comes between the two kernels of a pass where ranks exchange sums, or in groups.
 namespace syncnorm::cuda {
 
+namespace detail {
+
+template <class Kernels>
+void launch_accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) {
+  int const threads = Kernels::threads(accept_entry::threads);
+  launch<Kernels, accept_entry>("accept_sums", {accept_blocks(of, threads), threads}, {of, report}, stream);
+}
+
+template <class Kernels>
+void launch_agree_on_group(gathered_headers const& headers, bool forward, fault_report const& report,
+                           cudaStream_t stream) {
+  launch<Kernels, group_entry>("agree_on_group", {1, Kernels::threads(group_entry::threads)},
+                               {headers, forward, report}, stream);
+}
+
+} // namespace detail
+
 template <class T, class Kernels>
 void kernels_of<T, Kernels>::accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream) {
-  using entry = detail::accept_entry;
-  int const threads = Kernels::threads(entry::threads);
-  detail::launch<Kernels, entry>("accept_sums", {detail::accept_blocks(of, threads), threads}, {of, report}, stream);
+  detail::launch_accept_sums<Kernels>(of, report, stream);
 }
 
 template <class T, class Kernels>
 void kernels_of<T, Kernels>::agree_on_group(gathered_headers const& headers, bool forward, fault_report const& report,
                                             cudaStream_t stream) {
-  using entry = detail::group_entry;
-  detail::launch<Kernels, entry>("agree_on_group", {1, Kernels::threads(entry::threads)}, {headers, forward, report},
-                                 stream);
+  detail::launch_agree_on_group<Kernels>(headers, forward, report, stream);
 }
 
 } // namespace syncnorm::cuda

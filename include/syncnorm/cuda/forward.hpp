@@ -20,6 +20,16 @@ namespace syncnorm::cuda {
 
 namespace detail {
 
+/// Running statistics that are read alone.
+[[nodiscard]] inline running_outputs read_running(operand_check const& check, channel_values const& mean,
+                                                  channel_values const& var, std::int64_t channels) {
+  check.require((mean.data != nullptr && var.data != nullptr) || channels == 0, "the running statistics are null");
+  running_outputs running;
+  running.mean.data = const_cast<void*>(mean.data), running.mean.kind = mean.kind;
+  running.var.data = const_cast<void*>(var.data), running.var.kind = var.kind;
+  return running;
+}
+
 template <class Kernels, class T>
 void launch_normalize(char const* call, tensor_view<T const> x, tensor_view<T> y,
                       batch_norm_epilogue<T> const& epilogue, forward_statistics const& statistics,
@@ -77,11 +87,7 @@ void kernels_of<T, Kernels>::normalize_constant(in x, out y, affine_values const
   check.tensor(x, "x");
   check.like(y, "y", x);
   check.epilogue(done, x);
-  check.require((running_mean.data != nullptr && running_var.data != nullptr) || x.channels == 0,
-                "the running statistics are null");
-  running_outputs running; // which are read alone
-  running.mean.data = const_cast<void*>(running_mean.data), running.mean.kind = running_mean.kind;
-  running.var.data = const_cast<void*>(running_var.data), running.var.kind = running_var.kind;
+  auto const running = detail::read_running(check, running_mean, running_var, x.channels);
   auto const statistics = detail::make_statistics(affine, options, {}, saved, running, report, nullptr, kept_state);
   detail::launch_normalize<Kernels>(call, x, y, done, statistics, limits, stream);
 }

@@ -9,6 +9,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/complex.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -18,6 +19,7 @@
 #include <syncnorm/ops/cuda_batch_norm_group.hpp>
 #include <syncnorm/ops/cuda_batch_norm_layer.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/cuda_complex_batch_norm_layer.hpp>
 
 namespace syncnorm::cuda {
 
@@ -25,6 +27,10 @@ namespace syncnorm::cuda {
 template <mutable_element T, communicator C = self_communicator, class P = accumulate_t<T>,
           class Kernels = gpu_kernels<>>
 using batch_norm = basic_batch_norm<T, C, P, Kernels>;
+
+/// The same of complex numbers, `std::complex<T>`; see `basic_complex_batch_norm`.
+template <complex_component T, communicator C = self_communicator, class Kernels = gpu_kernels<>>
+using complex_batch_norm = basic_complex_batch_norm<T, C, Kernels>;
 
 /// `syncnorm::batch_norm_forward` of device memory, enqueued on the stream.
 ///

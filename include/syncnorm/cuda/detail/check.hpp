@@ -6,6 +6,7 @@
 
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/error.hpp>
+#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
 
@@ -27,7 +28,7 @@ public:
     require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0, name, " has a negative extent");
     require(x.channels < std::int64_t{1} << 31, name, " has more than 2^31 - 1 channels");
     require(x.data != nullptr || x.size() == 0, name, " is null");
-    require(x.size() == 0 || reinterpret_cast<std::uintptr_t>(x.data) % sizeof(T) == 0, name,
+    require(x.size() == 0 || reinterpret_cast<std::uintptr_t>(x.data) % alignof(T) == 0, name,
             " is not aligned to its elements");
   }
   template <class T, class X>
@@ -47,9 +48,13 @@ public:
   template <class T>
   void epilogue(batch_norm_epilogue<T> const& of, tensor_view<T const> const& x) const {
     if (of.has_residual()) like(of.residual, "the residual", x);
-    if (!of.mask) return;
-    require(of.mask.samples == x.samples && of.mask.spatial == x.spatial, "the mask has other extents than x");
-    require(of.mask.data != nullptr || x.count() == 0, "the mask is null");
+    mask(of.mask, x);
+  }
+  template <class T>
+  void mask(mask_view const& of, tensor_view<T> const& x) const {
+    if (!of) return;
+    require(of.samples == x.samples && of.spatial == x.spatial, "the mask has other extents than x");
+    require(of.data != nullptr || x.count() == 0, "the mask is null");
   }
   void kept(kept_channels const& of) const {
     require(of.list != nullptr && of.state != nullptr, "there is no memory for the list of kept channels");

@@ -103,15 +103,23 @@ struct forward_statistics {
       if (c == 0) hw.store(saved.count, s.count);
     }
     if (constant() || running.mean.data == nullptr || s.count == 0) return;
+    learn(hw, running.mean, c, s.mean);
+    learn(hw, running.var, c, running_value(s.m2, s.count));
+  }
+  /// Moves number c of a running statistic towards that of this batch.
+  template <class Hw>
+  SYNCNORM_DEVICE void learn(Hw const& hw, channel_outputs const& to, std::int64_t c, double value) const {
     double weight = momentum;
     if (momentum < 0) {
       std::int64_t const tracked = hw.load(running.num_batches_tracked);
       weight = 1 / static_cast<double>(tracked < 0 ? 1 : tracked + 1);
     }
-    double value = s.m2 / static_cast<double>(running_degrees_of_freedom(variance, {s.count, saved.normalized_by}));
-    if (variance == running_variance::standard_deviation) value = std::sqrt(value + eps);
-    store_value(hw, running.mean, c, (1 - weight) * load_value(hw, running.mean, c, 0) + weight * s.mean);
-    store_value(hw, running.var, c, (1 - weight) * load_value(hw, running.var, c, 1) + weight * value);
+    store_value(hw, to, c, (1 - weight) * load_value(hw, to, c, 0) + weight * value);
+  }
+  /// What the running variance is to hold of a batch.
+  [[nodiscard]] SYNCNORM_DEVICE double running_value(double m2, std::int64_t count) const {
+    double const value = m2 / static_cast<double>(running_degrees_of_freedom(variance, {count, saved.normalized_by}));
+    return variance == running_variance::standard_deviation ? std::sqrt(value + eps) : value;
   }
   /// Counts the pass, when the last of `groups` blocks has read the counter. By one block of each group, all threads of it.
   template <class Hw>

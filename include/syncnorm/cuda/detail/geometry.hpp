@@ -282,7 +282,7 @@ template <axis Axis, class T, known K, class Hw>
   std::uint8_t const* const bytes = address(mask, at);
   if constexpr (Axis == axis::channels) {
     return at.part.last > at.part.first ? hw.load(bytes) : word{0};
-  } else if constexpr (K == known::whole) {
+  } else if constexpr (K == known::whole && pack_length<T> > 1) {
     return hw.load(reinterpret_cast<word const*>(bytes));
   } else {
     word all = 0;

@@ -45,8 +45,9 @@ struct coefficient_set {
     if constexpr (sets > 1) hw.forget();
     SYNCNORM_UNROLL
     for (int i = 0; i < Op::coefficients; ++i) {
-      if constexpr (sets == 1) {
-        of[0][i] = hw.load(&shared.k[i][0]);
+      if constexpr (sets < pack_length<A>) {
+        SYNCNORM_UNROLL
+        for (int e = 0; e < sets; ++e) of[e][i] = hw.load(&shared.k[i][first + e]);
       } else {
         constexpr int step = pack_length<A>;
         SYNCNORM_UNROLL
@@ -148,8 +149,11 @@ SYNCNORM_DEVICE void map_kernel(Hw const& hw, map_arguments<Op> const& a) {
   if (has_channel) {
     of_channel = statistics.merge_ranks(hw, channels, channel);
     if constexpr (requires { statistics.refuses(hw, of_channel); }) refused = statistics.refuses(hw, of_channel);
-    a.op.coefficients_of(of_channel, load_value(hw, statistics.affine.gamma, channel, 1),
-                         load_value(hw, statistics.affine.beta, channel, 0), made);
+    if constexpr (requires { a.op.coefficients_at(hw, channel, of_channel, made); })
+      a.op.coefficients_at(hw, channel, of_channel, made);
+    else
+      a.op.coefficients_of(of_channel, load_value(hw, statistics.affine.gamma, channel, 1),
+                           load_value(hw, statistics.affine.beta, channel, 0), made);
   }
   bool const disagree = exchanged && from.disagree(hw, seen);
   if (hw.thread() < columns) {

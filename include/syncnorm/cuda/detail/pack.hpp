@@ -65,6 +65,26 @@ enum class cached : bool { normally, last };
 /// and may be there in part, or not at all.
 enum class known : std::uint8_t { nothing, aligned, whole };
 
+/// One element; of a complex number each component, to which alone it has to be aligned.
+template <class Hw, class T>
+SYNCNORM_DEVICE void load_element(Hw const& hw, T const* at, T& value) {
+  if constexpr (requires { at->im; }) {
+    value.re = hw.load(&at->re);
+    value.im = hw.load(&at->im);
+  } else {
+    value = hw.load(at);
+  }
+}
+template <class Hw, class T>
+SYNCNORM_DEVICE void store_element(Hw const& hw, T* at, T const& value) {
+  if constexpr (requires { at->im; }) {
+    hw.store(&at->re, value.re);
+    hw.store(&at->im, value.im);
+  } else {
+    hw.store(at, value);
+  }
+}
+
 /// The elements of `part`, `step` apart, of which `at` is number 0; the others are unspecified. What is aligned is one access of 16
 /// bytes that are all the tensor's: see `walk::within`.
 template <known K, class Hw, class T>
@@ -81,7 +101,7 @@ template <known K, class Hw, class T>
     T some[pack_length<T>]{};
     SYNCNORM_UNROLL
     for (int e = 0; e < pack_length<T>; ++e)
-      if (e >= part.first && e < part.last) some[e] = hw.load(at + e * step);
+      if (e >= part.first && e < part.last) load_element(hw, at + e * step, some[e]);
     return pack<T>{some};
   }
 }
@@ -96,7 +116,7 @@ SYNCNORM_DEVICE void store_pack(Hw const& hw, T* at, std::int64_t step, extent_o
     if (one_access && part.template full<T>()) return hw.store_pack(at, some, use);
     SYNCNORM_UNROLL
     for (int e = 0; e < pack_length<T>; ++e)
-      if (e >= part.first && e < part.last) hw.store(K == known::aligned ? at + e : at + e * step, some[e]);
+      if (e >= part.first && e < part.last) store_element(hw, K == known::aligned ? at + e : at + e * step, some[e]);
   }
 }
 

@@ -35,6 +35,15 @@ struct small_divisor {
   }
 };
 
+/// Channels that a channel of an op's tensors is in packets.
+template <class Op>
+inline constexpr int components_of = [] {
+  if constexpr (requires { Op::components; })
+    return Op::components;
+  else
+    return 1;
+}();
+
 /// What the blocks of a group put together.
 template <class Op, axis Axis>
 inline constexpr int most_channels = Axis == axis::positions ? 1 : line_lanes* pack_length<typename Op::element_type>;
@@ -102,8 +111,8 @@ public:
     auto const of_row = [&](int i, int p) { return at(i * rows + row, p); };
     Op::combine(of_row, k > row ? (k - row + rows - 1) / rows : 0, all);
     hw.barrier(); // the parts may be where the scratch is
-    double* const scratch = &shared.cells.of[0][0][0];
-    static_assert(sizeof(shared.cells.of) >= Op::parts * Threads * sizeof(double));
+    double* const scratch = reinterpret_cast<double*>(&shared.cells);
+    static_assert(sizeof(shared.cells) >= Op::parts * Threads * sizeof(double));
     while (rows > 1) {
       SYNCNORM_UNROLL
       for (int p = 0; p < Op::parts; ++p) hw.store(scratch + p * Threads + hw.thread(), all[p]);
@@ -213,14 +222,18 @@ SYNCNORM_DEVICE void reduce_kernel(Hw const& hw, reduce_arguments<Op> const& a) 
   if (lane >= channels || channel >= all_channels) return;
   double value[Op::values];
   a.op.values_of(hw, channel, all, value);
+  constexpr int components = components_of<Op>;
+  std::int64_t const row = all_channels * components, first = channel * components;
   if (a.packet.to.before != nullptr)
-    Op::add_before(hw, incoming_packets{{a.packet.to.before, 1}, all_channels}, channel, all, value);
+    Op::add_before(hw, incoming_packets{{a.packet.to.before, 1}, row}, channel, all, value);
   SYNCNORM_UNROLL
-  for (int v = 0; v < Op::values; ++v) hw.store(values_of(a.packet.to) + v * all_channels + channel, value[v]);
+  for (int v = 0; v < Op::values; ++v)
+    hw.store(values_of(a.packet.to) + v / components * row + first + v % components, value[v]);
   if constexpr (Op::counts)
     if (double* const weighted = a.packet.to.weighted; weighted != nullptr) {
-      hw.store(weighted + channel, all[0] * value[0]);
-      if (channel == 0) hw.store(weighted + all_channels, all[0]);
+      SYNCNORM_UNROLL
+      for (int i = 0; i < components; ++i) hw.store(weighted + first + i, all[0] * value[i]);
+      if (channel == 0) hw.store(weighted + row, all[0]);
     }
   if (channel == 0) write_header(hw, a.packet, all[0], Op::counts);
 }

@@ -108,7 +108,7 @@ struct moments_op {
     in[0] = load_at<Axis, K>(hw, x, at, cached::normally);
   }
   static SYNCNORM_DEVICE void set_pivot(fine& to, T value) { to.pivot = to_accumulate(value); }
-  SYNCNORM_DEVICE void add(fine& to, constants const&, T const (&in)[inputs], bool counts_too) const {
+  static SYNCNORM_DEVICE void add(fine& to, constants const&, T const (&in)[inputs], bool counts_too) {
     A const d = counts_too ? to_accumulate(in[0]) - to.pivot : A{0};
     to.first += d;
     to.second += d * d;
@@ -127,8 +127,8 @@ struct moments_op {
     sum[0] += count * moved;
     from.pivot = pivot;
   }
-  SYNCNORM_DEVICE void finish(fine const& from, constants const&, double const (&sum)[sums], std::int64_t n,
-                              double one_of, double (&part)[parts]) const {
+  static SYNCNORM_DEVICE void finish(fine const& from, constants const&, double const (&sum)[sums], std::int64_t n,
+                                     double one_of, double (&part)[parts]) {
     double const shift = sum[0] * one_of, m2 = sum[1] - sum[0] * shift;
     part[0] = static_cast<double>(n);
     part[1] = static_cast<double>(from.pivot) + shift;
