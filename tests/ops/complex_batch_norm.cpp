@@ -1,7 +1,6 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cmath>
 #include <complex>
@@ -75,15 +74,7 @@ TEST_CASE_TEMPLATE("complex batch norm over threads agrees with the oracle on th
         if (test::sanitized && turn % 3 != 0 && channels > 3) continue;
         std::int64_t const spatial = order == layout::nc ? 1 : channels == 3 ? 150 : 7; // rows that are long, and short
         test::complex_case of{share, channels, spatial, order};
-        constexpr std::array policies{syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce};
-        of.norm.exchange = policies[turn % 2];
-        if (turn % 3 == 1) of.masked = syncnorm::masked_outputs::normalized;
-        if (turn % 3 == 2) of.masked = syncnorm::masked_outputs::zero;
-        if (turn % 5 == 1) of.norm.normalize_by = syncnorm::batch_variance::unbiased;
-        if (turn % 5 == 2) of.norm.variance = syncnorm::running_variance::biased;
-        if (turn % 5 == 3) of.norm.variance = syncnorm::running_variance::standard_deviation;
-        if (turn % 5 == 4) of.norm.momentum = std::nullopt;
-        if (turn % 7 > 3) of.gamma = gamma_numbers::complex;
+        of.take_turn(turn);
         ++turn;
         check_case<T>(of);
       }

@@ -118,6 +118,18 @@ struct complex_case {
   std::optional<syncnorm::masked_outputs> masked{};
   syncnorm::gamma_numbers gamma = syncnorm::gamma_numbers::real;
 
+  /// What else there is to choose, of which each turn has something else.
+  void take_turn(std::size_t turn) {
+    norm.exchange = turn % 2 == 0 ? syncnorm::exchange_policy::gather : syncnorm::exchange_policy::reduce;
+    if (turn % 3 == 1) masked = syncnorm::masked_outputs::normalized;
+    if (turn % 3 == 2) masked = syncnorm::masked_outputs::zero;
+    if (turn % 5 == 1) norm.normalize_by = syncnorm::batch_variance::unbiased;
+    if (turn % 5 == 2) norm.variance = syncnorm::running_variance::biased;
+    if (turn % 5 == 3) norm.variance = syncnorm::running_variance::standard_deviation;
+    if (turn % 5 == 4) norm.momentum = std::nullopt;
+    if (turn % 7 > 3) gamma = syncnorm::gamma_numbers::complex;
+  }
+
   [[nodiscard]] std::string name() const {
     return std::to_string(shares.size()) + " ranks, C " + std::to_string(channels) + ", S " + std::to_string(spatial) +
            ", layout " + std::to_string(static_cast<int>(order)) + (masked ? ", masked" : "") +

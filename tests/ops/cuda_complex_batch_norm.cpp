@@ -1,6 +1,5 @@
 #include "ops/cuda_support.hpp"
 
-#include <array>
 #include <barrier>
 #include <cmath>
 #include <complex>
@@ -8,7 +7,6 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
-#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -137,15 +135,7 @@ TEST_CASE_TEMPLATE("complex batch norm on a device agrees with the oracle on the
         ++turn;
         if (test::sanitized && turn % 4 != 0) continue;
         test::complex_case of{share, channels, order == layout::nc ? 1 : channels == 3 ? 150 : 7, order};
-        constexpr std::array policies{syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce};
-        of.norm.exchange = policies[turn % 2];
-        if (turn % 3 == 1) of.masked = syncnorm::masked_outputs::normalized;
-        if (turn % 3 == 2) of.masked = syncnorm::masked_outputs::zero;
-        if (turn % 5 == 1) of.norm.normalize_by = syncnorm::batch_variance::unbiased;
-        if (turn % 5 == 2) of.norm.variance = syncnorm::running_variance::biased;
-        if (turn % 5 == 3) of.norm.variance = syncnorm::running_variance::standard_deviation;
-        if (turn % 5 == 4) of.norm.momentum = std::nullopt;
-        if (turn % 7 > 3) of.gamma = gamma_numbers::complex;
+        of.take_turn(turn);
         check_complex_case<T>(of, turn % 4 == 3, turn % 4 == 3 && turn % 8 > 3);
       }
   test::check_no_violations();

@@ -81,14 +81,7 @@ public:
     auto const count = check_.count_of(in_.x);
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
-    if (constant())
-      check_.eps(options_.eps);
-    else
-      check_.options(options_, in_.running, channels);
-    check_.values(in_.running.mean, "running_mean", channels);
-    check_.values(in_.running.var, "running_var", channels);
-    if (in_.running.num_batches_tracked != nullptr)
-      check_.memory(in_.running.num_batches_tracked, "num_batches_tracked");
+    check_running(in_.running, channels);
     check_count(alone, masked ? 0 : count);
     if (!in_.kept.empty() && !check_.failed()) {
       auto fault = syncnorm::detail::find_shared_in_place(in_.y, in_.epilogues);

@@ -84,14 +84,7 @@ public:
     check_.values(in_.affine.gamma, "gamma", channels);
     check_.values(in_.affine.gamma_imag, "the imaginary part of gamma", channels);
     check_.values(in_.affine.beta, "beta", channels);
-    if (constant())
-      check_.eps(options_.eps);
-    else
-      check_.options(options_, in_.running, channels);
-    check_.values(in_.running.mean, "running_mean", channels);
-    check_.values(in_.running.var, "running_var", channels);
-    if (in_.running.num_batches_tracked != nullptr)
-      check_.memory(in_.running.num_batches_tracked, "num_batches_tracked");
+    check_running(in_.running, channels);
     check_count(alone, masked ? 0 : count);
     header_ = syncnorm::detail::make_forward_header<T>(components, count, in_.affine, in_.running, options_, check_);
     syncnorm::detail::name_complex<T>(header_);

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <complex>
 #include <type_traits>
 
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/cuda/detail/device_element.hpp>
 
 namespace syncnorm::cuda::detail {
 
@@ -13,25 +13,10 @@ struct complex_element {
   T re, im;
 };
 
-template <class T>
-[[nodiscard]] tensor_view<complex_element<T>> complex_view(tensor_view<std::complex<T>> const& x) {
-  return {reinterpret_cast<complex_element<T>*>(x.data),
-          x.samples,
-          x.channels,
-          x.spatial,
-          x.stride_n,
-          x.stride_c,
-          x.stride_s};
-}
-template <class T>
-[[nodiscard]] tensor_view<complex_element<T> const> complex_view(tensor_view<std::complex<T> const> const& x) {
-  return {reinterpret_cast<complex_element<T> const*>(x.data),
-          x.samples,
-          x.channels,
-          x.spatial,
-          x.stride_n,
-          x.stride_c,
-          x.stride_s};
+/// `Z`: std::complex, or that to be read.
+template <class Z>
+[[nodiscard]] auto complex_view(tensor_view<Z> const& x) {
+  return view_as<as_const_as<Z, complex_element<typename std::remove_const_t<Z>::value_type>>>(x);
 }
 
 } // namespace syncnorm::cuda::detail

@@ -21,15 +21,16 @@ using device_element_t =
     std::conditional_t<format_of<T> == element_format::binary16, as_const_as<T, __half>,
                        std::conditional_t<format_of<T> == element_format::bfloat16, as_const_as<T, __nv_bfloat16>, T>>;
 
+/// The same of elements `As`, of the same size.
+template <class As, class T>
+[[nodiscard]] tensor_view<As> view_as(tensor_view<T> const& x) {
+  static_assert(sizeof(As) == sizeof(T));
+  return {reinterpret_cast<As*>(x.data), x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s};
+}
+
 template <class T>
 [[nodiscard]] tensor_view<device_element_t<T>> device_view(tensor_view<T> const& x) {
-  return {reinterpret_cast<device_element_t<T>*>(x.data),
-          x.samples,
-          x.channels,
-          x.spatial,
-          x.stride_n,
-          x.stride_c,
-          x.stride_s};
+  return view_as<device_element_t<T>>(x);
 }
 
 template <class T>

@@ -12,6 +12,7 @@
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/dense_rows.hpp>
+#include <syncnorm/cuda/detail/device_element.hpp>
 #include <syncnorm/cuda/detail/fused_kernel.hpp>
 #include <syncnorm/cuda/detail/kept_kernels.hpp>
 #include <syncnorm/cuda/detail/map_kernel.hpp>
@@ -289,9 +290,7 @@ template <class T>
 [[nodiscard]] copy_arguments<copied_word<T>> make_copy(tensor_view<T> const& x, kept_channels const& kept,
                                                        std::int64_t const* saved_count) {
   using word = copied_word<T>;
-  return {{reinterpret_cast<word*>(x.data), x.samples, x.channels, x.spatial, x.stride_n, x.stride_c, x.stride_s},
-          kept,
-          saved_count};
+  return {view_as<word>(x), kept, saved_count};
 }
 
 /// Blocks of 256 threads of a copy: as many as are resident, or as there are elements for at most.

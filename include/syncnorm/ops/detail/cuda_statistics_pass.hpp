@@ -44,6 +44,17 @@ protected:
       : groupable_pass{workspace, caller}, scope_{scope}, options_{options}, saved_{&saved} {}
 
   [[nodiscard]] bool constant() const { return scope_ == statistics_scope::constant; }
+  /// Options, and what `running_statistics`, or those of complex channels, have in memory of the device.
+  template <class Running>
+  void check_running(Running const& running, std::int64_t channels) {
+    if (constant())
+      check_.eps(options_.eps);
+    else
+      check_.options(options_, running, channels);
+    check_.values(running.mean, "running_mean", channels);
+    check_.values(running.var, "running_var", channels);
+    if (running.num_batches_tracked != nullptr) check_.memory(running.num_batches_tracked, "num_batches_tracked");
+  }
   /// Of a pass without masks, by which the count is known.
   void check_count(bool alone, std::int64_t count) {
     if (alone && !constant())
