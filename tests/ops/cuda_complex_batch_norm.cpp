@@ -346,3 +346,46 @@ TEST_CASE("a step of complex numbers allocates nothing on a device, and loads no
   });
   test::check_no_violations();
 }
+
+TEST_CASE("what no kernel of complex numbers can take is an error, and nothing is launched") {
+  using kernels = cuda::complex_kernels_of<float, test::simt_kernels>;
+  constexpr std::int64_t channels = complex_step_memory::channels;
+  cuda::device_limits const limits{4, 48 * 1024};
+  test::stream const on;
+  complex_step_memory of;
+  test::device_buffer<std::byte> const packet_bytes{std::vector<std::byte>(cuda::packet_bytes(2 * channels))},
+      work_bytes{std::vector<std::byte>(cuda::workspace_bytes(channels, limits))};
+  test::device_buffer<double> const statistics{std::vector<double>(4 * channels)};
+  test::device_buffer<std::int64_t> const count{std::vector<std::int64_t>(1)};
+  cuda::packet_place const packet{packet_bytes.data()};
+  cuda::workspace const work{work_bytes.data(), work_bytes.size()};
+  cuda::saved_statistics const saved{statistics.data(), statistics.data() + 2 * channels, count.data()};
+  syncnorm::tensor_view<number const> const x = of.x_view;
+  auto no_x = x, flat = x;
+  no_x.data = nullptr, flat.spatial = 1;
+  auto flat_y = of.y_view;
+  flat_y.spatial = 1;
+  syncnorm::batch_norm_mask const wide{syncnorm::mask_of(of.counts.data(), 2, 6)};
+  fake_cuda::reset();
+  auto const said = [](auto const& f) { return test::thrown<syncnorm::invalid_argument_error>(f); };
+  CHECK(said([&] { kernels::local_moments(no_x, {}, {}, packet, work, limits, on); }) == "local_moments: x is null");
+  CHECK(said([&] { kernels::local_moments(x, wide.mask, {}, packet, work, limits, on); }) ==
+        "local_moments: the mask has other extents than x");
+  CHECK(said([&] {
+          kernels::local_moments(x, {}, {}, packet, {work.data, 16}, limits, on);
+        }) == "local_moments: the workspace has 16 bytes, of " + std::to_string(work.bytes));
+  CHECK(said([&] { kernels::normalize(x, flat_y, {}, {}, {}, own_packet(packet), saved, {}, {}, work, limits, on); }) ==
+        "normalize: y has other extents than x");
+  CHECK(said([&] { kernels::normalize(x, of.y_view, {}, {}, {}, {}, saved, {}, {}, work, limits, on); }) ==
+        "normalize: a packet is null or not aligned to 8 bytes");
+  CHECK(said([&] { kernels::normalize_constant(x, of.y_view, {}, {}, {}, {}, {}, saved, limits, on); }) ==
+        "normalize_constant: the running statistics are null");
+  CHECK(said([&] { kernels::backward_reduce(flat, x, false, {}, saved, {}, packet, work, limits, on); }) ==
+        "backward_reduce: dy has other extents than x");
+  CHECK(said([&] { kernels::backward_reduce(x, x, false, {}, {}, {}, packet, work, limits, on); }) ==
+        "backward_reduce: the saved statistics are null");
+  CHECK(said([&] {
+          kernels::backward_elemt(x, x, of.dx_view, {}, wide, saved, own_packet(packet), packet, {}, {}, limits, on);
+        }) == "backward_elemt: the mask has other extents than x");
+  CHECK(fake_cuda::calls("kernel") == 0);
+}
