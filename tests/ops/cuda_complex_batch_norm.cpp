@@ -178,7 +178,7 @@ TEST_CASE("complex numbers that begin in the midst of 16 bytes, or of a number, 
                               all.begin() + static_cast<std::ptrdiff_t>(floats + 2 * n * c * s));
   };
   auto const expected = run(0);
-  for (std::size_t const floats : {1, 2, 3}) CHECK(layer_cases::error_of(run(floats), expected) < 1e-6);
+  for (std::size_t const floats : {1U, 2U, 3U}) CHECK(layer_cases::error_of(run(floats), expected) < 1e-6);
   test::check_no_violations();
 }
 
