@@ -99,9 +99,10 @@ struct complex_forward_statistics : forward_statistics {
     }
     if (c == 0) hw.store(saved.count, s.count);
     if (constant() || running.mean.data == nullptr || s.count == 0) return;
+    double const weight = weight_of_batch(hw);
     SYNCNORM_UNROLL
-    for (int i = 0; i < 2; ++i) learn(hw, running.mean, 2 * c + i, mean[i]);
-    learn(hw, running.var, c, running_value(s.m2, s.count));
+    for (int i = 0; i < 2; ++i) learn(hw, running.mean, 2 * c + i, weight, mean[i]);
+    learn(hw, running.var, c, weight, running_value(s.m2, s.count));
   }
 };
 

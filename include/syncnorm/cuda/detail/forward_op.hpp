@@ -103,17 +103,21 @@ struct forward_statistics {
       if (c == 0) hw.store(saved.count, s.count);
     }
     if (constant() || running.mean.data == nullptr || s.count == 0) return;
-    learn(hw, running.mean, c, s.mean);
-    learn(hw, running.var, c, running_value(s.m2, s.count));
+    double const weight = weight_of_batch(hw);
+    learn(hw, running.mean, c, weight, s.mean);
+    learn(hw, running.var, c, weight, running_value(s.m2, s.count));
   }
-  /// Moves number c of a running statistic towards that of this batch.
+  /// Of this batch in the running statistics.
   template <class Hw>
-  SYNCNORM_DEVICE void learn(Hw const& hw, channel_outputs const& to, std::int64_t c, double value) const {
-    double weight = momentum;
-    if (momentum < 0) {
-      std::int64_t const tracked = hw.load(running.num_batches_tracked);
-      weight = 1 / static_cast<double>(tracked < 0 ? 1 : tracked + 1);
-    }
+  [[nodiscard]] SYNCNORM_DEVICE double weight_of_batch(Hw const& hw) const {
+    if (momentum >= 0) return momentum;
+    std::int64_t const tracked = hw.load(running.num_batches_tracked);
+    return 1 / static_cast<double>(tracked < 0 ? 1 : tracked + 1);
+  }
+  /// Moves number c of a running statistic towards `value`.
+  template <class Hw>
+  static SYNCNORM_DEVICE void learn(Hw const& hw, channel_outputs const& to, std::int64_t c, double weight,
+                                    double value) {
     store_value(hw, to, c, (1 - weight) * load_value(hw, to, c, 0) + weight * value);
   }
   /// What the running variance is to hold of a batch.
