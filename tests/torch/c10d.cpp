@@ -259,9 +259,11 @@ TEST_CASE("collectives of other lengths or kinds than the others' are an error o
 }
 
 TEST_CASE("the group's own timeout and a lost peer are errors of syncnorm") {
+  std::latch connected{2}; // a rank that is lost before is one that the other's group cannot be made with
   run_group(
       2,
-      [](group_ptr const& group) {
+      [&](group_ptr const& group) {
+        connected.arrive_and_wait();
         if (group->getRank() == 1) return;
         c10d_communicator const comm{group};
         std::vector<double> data(5);
