@@ -1,20 +1,18 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
-#include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/double_backward.hpp>
 #include <syncnorm/host/executor.hpp>
@@ -22,7 +20,7 @@
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/double_backward_buffers.hpp>
 #include <syncnorm/ops/detail/double_backward_operands.hpp>
-#include <syncnorm/ops/detail/exchange_choice.hpp>
+#include <syncnorm/ops/detail/double_backward_steps.hpp>
 #include <syncnorm/ops/detail/pass_epilogues.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 #include <syncnorm/ops/detail/turned_batches.hpp>
@@ -31,37 +29,21 @@ namespace syncnorm::detail {
 
 /// A double backward pass, as `batch_norm_double_backward` documents it.
 template <class T, class P>
-class double_backward {
-  using buffers_type = double_backward_buffers;
-  using row = buffers_type::row;
-
+class double_backward final : public double_backward_steps {
 public:
-  static constexpr std::string_view name = "batch_norm 2nd backward";
-
   /// Everything is borrowed, and checked.
   double_backward(host::executor_ref exec, std::int64_t channels, double_backward_operands<T, P> const& operands,
                   batch_norm_saved const& saved, batch_norm_caller const& caller)
-      : exec_{exec}, channels_{channels}, length_{static_cast<std::size_t>(std::max<std::int64_t>(0, channels))},
-        in_{operands}, saved_{&saved} {
+      : double_backward_steps{channels, saved}, exec_{exec}, in_{operands} {
     look_into(check_, [&] {
       check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
-      check_.require(saved.mean.size() == length_ && saved.inv_std.size() == length_, [&] {
-        return check_.text("the saved statistics have ", saved.mean.size(), " channels, expected ", channels,
-                           "; was there a forward pass?");
-      });
+      check_saved(1);
       auto const batches = in_.x.size();
-      auto const as_many = [&](std::size_t count, char const* what) {
-        check_.require(count == batches || count == 0, [&] {
-          return check_.text("there are ", count, " micro-batches of ", what, ", expected ", batches, " as of x");
-        });
-      };
-      check_.require(in_.dy.size() == batches, [&] {
-        return check_.text("there are ", in_.dy.size(), " micro-batches of dy, expected ", batches, " as of x");
-      });
-      as_many(in_.u.size(), "the gradient with respect to dx");
-      as_many(in_.v.size(), "the gradient with respect to dresidual");
-      as_many(in_.to_dy.size(), "the gradient to dy");
-      as_many(in_.to_x.size(), "the gradient to x");
+      check_count(in_.dy.size(), batches, "dy", true);
+      check_count(in_.u.size(), batches, "the gradient with respect to dx");
+      check_count(in_.v.size(), batches, "the gradient with respect to dresidual");
+      check_count(in_.to_dy.size(), batches, "the gradient to dy");
+      check_count(in_.to_x.size(), batches, "the gradient to x");
       for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
       check_.own_count(check_.count_of(in_.x), saved.own_count);
       pass_epilogues<T>::validate(check_, in_.epilogues, in_.x);
@@ -81,40 +63,7 @@ public:
     });
   }
 
-  template <communicator C>
-  void run(C const& comm, bool exchange, batch_norm_workspace& workspace) {
-    buffers_ = &workspace.double_buffers;
-    buffers_->prepare(length_);
-    if (size(comm) == 1 || saved_->scope != statistics_scope::all_ranks || !exchange) {
-      throw_fault(name, check_);
-      return run_alone();
-    }
-    auto& packets = workspace.double_packets;
-    if (workspace.exchange.agreed()) packets.agree();
-    packets.prepare(size(comm));
-    packets.header(0) = make_header<T>(name, channels_, check_.count_of(in_.x), saved_->exchange, check_);
-    report_what_throws(packets.header(0), [&] {
-      if (!check_.failed()) local();
-    });
-    for (std::size_t v = 0; v < buffers_type::rows; ++v)
-      std::ranges::copy(own(static_cast<row>(v)), packets.own(0, v).begin());
-    auto const rule = merge_rule::sums;
-    auto const policy = resolve(saved_->exchange, comm, rule, channels_, buffers_type::rows);
-    auto const work = packets.start(comm, rule, policy, false);
-    explaining_mismatches([&] { packets.finish(); });
-    std::array<std::span<double>, buffers_type::rows> totals;
-    for (std::size_t v = 0; v < buffers_type::rows; ++v) totals[v] = all(static_cast<row>(v));
-    packets.total(0, totals);
-    finish(0, channels_);
-    map_all();
-    commit();
-  }
-
 private:
-  template <class View>
-  [[nodiscard]] static View of(std::span<View const> views, std::size_t k) {
-    return views.empty() ? View{} : views[k];
-  }
   [[nodiscard]] static double value_of(std::span<P const> values, std::size_t c, double otherwise) {
     return values.empty() ? otherwise : as_double(values[c]);
   }
@@ -135,8 +84,9 @@ private:
     written(of(in_.to_x, k), "the gradient to x");
   }
 
-  [[nodiscard]] std::span<double> own(row which) const { return buffers_type::of(buffers_->own, which); }
-  [[nodiscard]] std::span<double> all(row which) const { return buffers_type::of(buffers_->all, which); }
+  [[nodiscard]] packet_header header() const override {
+    return make_header<T>(name, channels_, check_.count_of(in_.x), saved_->exchange, check_);
+  }
 
   [[nodiscard]] host::second_order_operands<T> operands(std::size_t k) const {
     return {in_.dy[k],       in_.x[k],     of(in_.u, k),    of(in_.v, k), of(in_.to_dy, k),
@@ -147,8 +97,7 @@ private:
     return {of(row::g), of(row::g_xmu), of(row::u), of(row::u_xmu), of(row::u_g)};
   }
 
-  /// The sums of this rank.
-  void local() {
+  void local() override {
     for (std::size_t k = 0; k < in_.x.size(); ++k) {
       bool const first = k == 0;
       host::double_backward_reduce(exec_, operands(k), sums_in(first ? buffers_->own : buffers_->more));
@@ -157,19 +106,21 @@ private:
     weigh(0, channels_);
   }
 
+  void apply() override {
+    finish(0, channels_);
+    map_all();
+  }
   void map_all() {
     for (std::size_t k = 0; k < in_.x.size(); ++k)
       host::double_backward_elemt(exec_, operands(k), std::span<combination const>{buffers_->for_dy},
                                   std::span<combination const>{buffers_->for_x});
   }
 
-  void run_alone() {
+  void run_alone() override {
     if (in_.x.size() != 1) {
       local();
       buffers_->all = buffers_->own;
-      finish(0, channels_);
-      map_all();
-      return commit();
+      return apply();
     }
     host::double_backward_in_blocks(
         exec_, operands(0), sums_in(buffers_->own), std::span<combination const>{buffers_->for_dy},
@@ -182,7 +133,6 @@ private:
           }
           finish(first, length);
         });
-    commit();
   }
 
   /// The sums times a, which is each rank's own.
@@ -205,8 +155,7 @@ private:
     }
   }
 
-  /// Adds to gamma's gradient, when nothing throws any more.
-  void commit() {
+  void commit() override {
     for (std::size_t c = 0; c < in_.gamma_gradient.size(); ++c) {
       double const r = saved_->inv_std[c];
       double const more = second_order_gamma(r, own(row::u)[c], r * own(row::u_xmu)[c], own(row::u_g)[c], sums_of(c),
@@ -224,16 +173,11 @@ private:
   }
 
   host::executor_ref exec_;
-  std::int64_t channels_;
-  std::size_t length_;
   double_backward_operands<T, P> in_;
   turned_batches<tensor_view<T const>, tensor_view<T const>, tensor_view<T const>, tensor_view<T const>, tensor_view<T>,
                  tensor_view<T>, batch_norm_epilogue<T>>
       turned_;
-  batch_norm_saved const* saved_;
-  call_check check_;
   std::optional<pass_epilogues<T>> epilogues_;
-  buffers_type* buffers_ = nullptr;
 };
 
 } // namespace syncnorm::detail
