@@ -242,6 +242,8 @@ int of_complex_numbers(int ranks, extents const& of, bool masked) {
           a.backward(view(x), view(x), view(y), mask);
           b.begin_forward(view(x), view(y), mask).finish();
           b.begin_backward(view(x), view(x), view(y), mask).finish();
+          syncnorm::tensor_view<number const> const second = view(x);
+          a.double_backward({.dx = {&second, 1}, .gamma_gradient = b.gamma()}, view(x), view(x), {}, view(y), mask);
         };
   });
 }

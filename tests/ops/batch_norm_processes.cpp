@@ -14,6 +14,7 @@
 
 #include <ops/complex_case.hpp>
 #include <ops/complex_host_case.hpp>
+#include <ops/complex_second_order.hpp>
 #include <ops/double_backward_cases.hpp>
 #include <ops/epilogue_cases.hpp>
 #include <ops/grid.hpp>
@@ -50,6 +51,9 @@ void check_batch_norm_over_processes(syncnorm::any_communicator const& world) {
           for (auto const gamma : {syncnorm::gamma_numbers::real, syncnorm::gamma_numbers::complex}) {
             of.gamma = gamma;
             for (auto const& failure : run_complex_case<float>(of, comm)) FAIL_CHECK(failure);
+            complex_second_order_case<double> second{of};
+            second.of.channels = 2;
+            for (auto const& failure : check_complex_double_backward(second, comm)) FAIL_CHECK(failure);
           }
         }
     if (ranks > 3) continue;

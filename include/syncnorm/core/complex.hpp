@@ -10,6 +10,7 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/mask_view.hpp>
+#include <syncnorm/core/tensor_view.hpp>
 
 namespace syncnorm {
 
@@ -42,6 +43,16 @@ struct complex_affine_gradients {
   std::span<P> gamma{};
   std::span<std::complex<P>> beta{};
   std::span<P> gamma_imag{};
+};
+
+/// The gradients of a loss with respect to what a backward pass of K micro-batches gave: dx `[N_k, C, S_k]`, none or one for each, and
+/// this rank's gradients of gamma and beta, `[C]` each. A default view and empty spans stand for 0.
+template <complex_component T>
+struct complex_second_order {
+  std::span<tensor_view<std::complex<T> const> const> dx{};
+  std::span<T const> gamma_gradient{}; ///< of its real part
+  std::span<std::complex<T> const> beta_gradient{};
+  std::span<T const> gamma_imag_gradient{};
 };
 
 /// The running statistics of complex channels, `[C]` each, and their counter. Empty spans: not tracked.

@@ -17,6 +17,7 @@
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_pass.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/complex_batch_norm_double_backward.hpp>
 #include <syncnorm/ops/complex_batch_norm_passes.hpp>
 #include <syncnorm/ops/pending_passes.hpp>
 
@@ -26,7 +27,7 @@ namespace syncnorm {
 /// `complex_batch_norm_forward` and `complex_batch_norm_backward`. It owns the parameters (gamma = 1, beta = 0), their gradients, the
 /// running statistics (mean 0, var 1) and what its latest forward pass saved. `batch_norm` of real numbers says what is wrong, when, and
 /// on which ranks, and so does this, but that ranks which disagree on the number of channels name that of components, 2·C. Its epilogues are
-/// not there but for masks, nor passes in place, nor double backward.
+/// not there but for masks, nor passes in place.
 template <complex_component T, communicator C = self_communicator, host::executor E = host::serial_executor>
 requires allgathers<C, std::byte>
 class complex_batch_norm {
@@ -83,6 +84,20 @@ public:
   void backward(std::span<input const> x, std::span<input const> dy, std::span<output const> dx,
                 std::span<batch_norm_mask const> masks = {}, batch_norm_backward_options const& options = {}) {
     complex_batch_norm_backward<T>(exec_, comm_, dy, x, dx, affine(), saved_, gradients(), options, workspace_, masks);
+  }
+
+  /// The gradients of the latest backward pass, whose x, dy and mask these have to be; adds to the gradient of gamma. As
+  /// `complex_batch_norm_double_backward`.
+  void double_backward(complex_second_order<T> const& second, input x, input dy, output to_dy, output to_x,
+                       batch_norm_mask const& mask = {}, batch_norm_backward_options const& options = {}) {
+    double_backward(second, {&x, 1}, {&dy, 1}, {&to_dy, 1}, {&to_x, 1}, {&mask, 1}, options);
+  }
+  /// The same of K micro-batches.
+  void double_backward(complex_second_order<T> const& second, std::span<input const> x, std::span<input const> dy,
+                       std::span<output const> to_dy, std::span<output const> to_x,
+                       std::span<batch_norm_mask const> masks = {}, batch_norm_backward_options const& options = {}) {
+    complex_batch_norm_double_backward<T>(exec_, comm_, second, dy, x, affine(), saved_, to_dy, to_x, gradients(),
+                                          options, workspace_, masks);
   }
 
   /// `forward` and `backward` up to the exchange; `finish` of what is returned completes them.

@@ -145,7 +145,7 @@ private:
     std::array<vector_t<T, lanes>, Count> values;
 
     [[gnu::always_inline]] of_one(T const* at, std::int64_t step) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (std::size_t j = 0; j < Count; ++j, at += step) values[j] = repeated(at);
     }
     [[gnu::always_inline]] static vector_t<T, lanes> repeated(T const* pair) {
@@ -199,10 +199,10 @@ public:
         2 * run.numbers, [&]<int L>(std::int64_t i) __attribute__((always_inline)) {
           double* const at = of + (positions_ ? i : 0);
           std::array<vector_t<double, L>, Count> sums;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
           for (std::size_t j = 0; j < Count; ++j) sums[j] = load<L>(at + static_cast<std::int64_t>(j) * step_);
           add.template operator()<L>(i, sums);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
           for (std::size_t j = 0; j < Count; ++j) store<L>(at + static_cast<std::int64_t>(j) * step_, sums[j]);
         });
   }

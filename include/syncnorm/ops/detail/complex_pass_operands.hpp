@@ -7,6 +7,8 @@
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
+#include <syncnorm/ops/detail/apart.hpp>
+#include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
 // What passes over complex numbers are called with, on the host and on a device. Ranks exchange complex channels as their components,
@@ -39,6 +41,25 @@ struct complex_backward_operands {
   complex_affine_gradients<T> gradients;
   std::span<batch_norm_mask const> masks{}; ///< those of the forward pass: none, or K
 };
+
+/// What a double backward pass over complex numbers reads and writes: the K micro-batches of the backward pass. Of `gradients` gamma's alone.
+template <complex_component T>
+struct complex_double_backward_operands {
+  complex_batches<T> dy, x;
+  complex_second_order<T> second;
+  complex_affine_parameters<T> affine;
+  complex_outputs<T> to_dy, to_x; ///< none, or K; default views: not needed
+  complex_affine_gradients<T> gradients;
+  std::span<batch_norm_mask const> masks{}; ///< those of the forward pass: none, or K
+};
+
+/// What such a pass writes is apart from all that it reads, which it is yet to read for the other output.
+template <complex_component T>
+void check_outputs_apart(call_check& check, complex_double_backward_operands<T> const& of) {
+  check_outputs_apart<std::complex<T>>(
+      check, of.x.size(), {"the gradient to dy", of.to_dy}, {"the gradient to x", of.to_x},
+      {{"dy", of.dy}, {"x", of.x}, {"the gradient with respect to dx", of.second.dx}}, false);
+}
 
 /// The numbers of a `[C]` array one after the other, real part and imaginary part.
 template <class T>
