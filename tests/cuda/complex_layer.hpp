@@ -21,6 +21,7 @@
 #include "cuda/device_buffer.hpp"
 #include "cuda/layer_cases.hpp"
 #include "ops/complex_case.hpp"
+#include "ops/complex_second_order.hpp"
 
 namespace test {
 
@@ -59,6 +60,29 @@ public:
       auto const device_masks = of.put(masks);
       run_on(on_, captured_,
              [&](cudaStream_t stream) { layer_.backward(device_x, device_dy, device_dx, device_masks, {}, stream); });
+    });
+  }
+  void double_backward(syncnorm::complex_second_order<T> second, std::vector<input> const& x,
+                       std::vector<input> const& dy, std::vector<output> const& to_dy, std::vector<output> const& to_x,
+                       std::vector<syncnorm::batch_norm_mask> const& masks) {
+    if (captured_) layer_.reserve_double_backward();
+    step([&](session& of) {
+      auto const device_x = of.put(x), device_dy = of.put(dy),
+                 u = of.put(std::vector<input>(second.dx.begin(), second.dx.end()));
+      auto const device_to_dy = of.put(to_dy), device_to_x = of.put(to_x);
+      auto const device_masks = of.put(masks);
+      auto const copied = [](auto const& values) {
+        return device_buffer{std::vector<std::remove_cv_t<typename std::decay_t<decltype(values)>::value_type>>(
+            values.begin(), values.end())};
+      };
+      device_buffer<T> const a = copied(second.gamma_gradient), a_imag = copied(second.gamma_imag_gradient);
+      device_buffer<number> const b = copied(second.beta_gradient);
+      second.dx = u;
+      second.gamma_gradient = a.span(), second.gamma_imag_gradient = a_imag.span(), second.beta_gradient = b.span();
+      run_on(on_, captured_, [&](cudaStream_t stream) {
+        layer_.double_backward(second, device_x, device_dy, device_to_dy, device_to_x, device_masks, {}, stream);
+      });
+      on_.wait();
     });
   }
   void eval() { layer_.eval(); }
@@ -169,6 +193,16 @@ template <class T, class Kernels, class Host, class C>
 std::vector<std::string> run_complex_case_on_device(complex_case const& of, Host const& host, C const& comm,
                                                     bool captured) {
   return run_complex_case<T>(of, host, [&] {
+    return complex_layer<T, C, Kernels>{comm, of.channels, {.norm = of.norm}, of.gamma, captured};
+  });
+}
+
+/// And `check_complex_double_backward`.
+template <class T, class Kernels, class Host, class C>
+std::vector<std::string> check_complex_double_backward_on_device(complex_second_order_case<T> const& problem,
+                                                                 Host const& host, C const& comm, bool captured) {
+  auto const& of = problem.of;
+  return check_complex_double_backward(problem, host, [&] {
     return complex_layer<T, C, Kernels>{comm, of.channels, {.norm = of.norm}, of.gamma, captured};
   });
 }

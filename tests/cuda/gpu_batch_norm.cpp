@@ -27,6 +27,7 @@
 #include "cuda/pending_cases.hpp"
 #include "cuda/stream_contract.hpp"
 #include "ops/complex_case.hpp"
+#include "ops/complex_second_order.hpp"
 
 // What needs a GPU: everything once on a stream, and, where the communicator allows it, once replayed from a graph.
 namespace {
@@ -182,6 +183,21 @@ TEST_CASE("complex numbers on a GPU agree with the oracle, of one rank, of ranks
           check(float{}, each, comm.host, comm, true);
         });
       }
+}
+
+TEST_CASE("double backward of complex numbers on a GPU agrees with differences of the oracle") {
+  using kernels = syncnorm::cuda::compiled_kernels;
+  auto const check = []<class T>(test::complex_second_order_case<T> const& problem, auto const& host, auto const& comm,
+                                 bool captured) {
+    for (auto const& failure : test::check_complex_double_backward_on_device<T, kernels>(problem, host, comm, captured))
+      FAIL_CHECK(failure);
+  };
+  test::for_each_complex_second_order<double>([&](test::complex_second_order_case<double> const& problem) {
+    auto const ranks = static_cast<int>(problem.of.shares.size());
+    syncnorm::self_communicator const self;
+    if (ranks == 1) check(problem, self, self, true);
+    over_threads(ranks, [&](staged_threads const& comm) { check(problem, comm.host(), comm, false); });
+  });
 }
 
 TEST_CASE("equal elements have exactly their mean on a GPU, and no spread") {

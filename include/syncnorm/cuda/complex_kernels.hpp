@@ -27,8 +27,9 @@ struct complex_kernels_of {
   using out = tensor_view<std::complex<T>>;
   using header = syncnorm::detail::packet_header;
 
-  /// As `kernels_of::load_kernels`.
+  /// As those of `kernels_of`.
   static void load_kernels();
+  static void load_double_backward_kernels();
 
   /// Writes the packet of this rank: `own`, with its count, and mean and m2 of each component over the positions that count. Of a header
   /// with a fault nothing but the header is written.
@@ -69,6 +70,21 @@ struct complex_kernels_of {
                              saved_statistics const& saved, gathered_packets const& packets, packet_place const& own,
                              complex_affine_outputs const& gradients, fault_report const& report,
                              device_limits const& limits, cudaStream_t stream);
+
+  /// Writes the packet of this rank for double backward, by the formulae of ops/complex_batch_norm_double_backward.hpp, of seven values a
+  /// component, `packet_bytes(2·C, 7)`: those of `kernels_of::double_backward_reduce`.
+  static void double_backward_reduce(complex_second_order_values<T> const& second, in dy, in x, bool turns,
+                                     batch_norm_mask const& mask, saved_statistics const& saved, header const& own,
+                                     packet_place const& packet, workspace const& work, device_limits const& limits,
+                                     cudaStream_t stream);
+
+  /// Adds the packets in rank order, adds this rank's part to the gradient of gamma, and writes to_dy and to_x, of which a default one is
+  /// not needed. Neither may be an input. Where packets disagree or have a fault it writes `report` and nothing else.
+  static void double_backward_elemt(complex_second_order_values<T> const& second, in dy, in x, out to_dy, out to_x,
+                                    complex_affine_values const& affine, batch_norm_mask const& mask,
+                                    saved_statistics const& saved, gathered_packets const& packets,
+                                    packet_place const& own, complex_affine_outputs const& gradients,
+                                    fault_report const& report, device_limits const& limits, cudaStream_t stream);
 
   /// Those of `kernels_of`.
   static void accept_sums(reduced_packets const& of, fault_report const& report, cudaStream_t stream);

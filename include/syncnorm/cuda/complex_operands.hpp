@@ -1,5 +1,9 @@
 #pragma once
 
+#include <complex>
+
+#include <syncnorm/core/complex.hpp>
+#include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
 
 namespace syncnorm::cuda {
@@ -16,6 +20,14 @@ struct complex_affine_values {
 /// Where their gradients are added, alike; absent ones are not needed.
 struct complex_affine_outputs {
   channel_outputs gamma{}, beta{}, gamma_imag{};
+};
+
+/// The gradients with respect to what a backward pass gave: dx `[N, C, S]`, and this rank's gradients of gamma, `[C]` each part, and of
+/// beta, `[C, 2]`. Absent ones stand for 0.
+template <complex_component T>
+struct complex_second_order_values {
+  tensor_view<std::complex<T> const> dx{};
+  channel_values gamma_gradient{}, beta_gradient{}, gamma_imag_gradient{};
 };
 
 } // namespace syncnorm::cuda

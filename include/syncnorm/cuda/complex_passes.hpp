@@ -14,6 +14,7 @@
 #include <syncnorm/cuda/complex_operands.hpp>
 #include <syncnorm/cuda/detail/check.hpp>
 #include <syncnorm/cuda/detail/complex_backward_op.hpp>
+#include <syncnorm/cuda/detail/complex_double_backward_op.hpp>
 #include <syncnorm/cuda/detail/complex_element.hpp>
 #include <syncnorm/cuda/detail/complex_forward_op.hpp>
 #include <syncnorm/cuda/detail/complex_reduce_ops.hpp>
@@ -55,6 +56,12 @@ void complex_kernels_of<T, Kernels>::load_kernels() {
   load<Kernels, accept_entry, group_entry>();
   load_two_launches<Kernels, complex_moments_op<T>, complex_normalize_op<T>>();
   load_two_launches<Kernels, complex_backward_sums_op<T>, complex_gradient_op<T>>();
+}
+
+template <complex_component T, class Kernels>
+void complex_kernels_of<T, Kernels>::load_double_backward_kernels() {
+  using namespace detail;
+  load_two_launches<Kernels, complex_double_backward_sums_op<T>, complex_double_gradient_op<T>>();
 }
 
 template <complex_component T, class Kernels>
@@ -155,6 +162,64 @@ void complex_kernels_of<T, Kernels>::backward_elemt(in dy, in x, out dx, complex
   op.turns = affine.turns();
   op.use = detail::use_of(x);
   detail::set_statistics(op, detail::complex_backward_statistics{packets, own, saved, affine, gradients, report});
+  detail::launch_map<Kernels>(call, op, limits, stream);
+}
+
+template <complex_component T, class Kernels>
+void complex_kernels_of<T, Kernels>::double_backward_reduce(complex_second_order_values<T> const& second, in dy, in x,
+                                                            bool turns, batch_norm_mask const& mask,
+                                                            saved_statistics const& saved, header const& own,
+                                                            packet_place const& packet, workspace const& work,
+                                                            device_limits const& limits, cudaStream_t stream) {
+  auto const* const call = "double_backward_reduce";
+  detail::operand_check const check{call};
+  check.tensor(x, "x");
+  check.like(dy, "dy", x);
+  check.optional(second.dx, "the gradient with respect to dx", x);
+  check.mask(mask.mask, x);
+  check.saved(saved, x.channels);
+  check.packet(packet);
+  check.work(work, workspace_bytes(x.channels, limits));
+  detail::complex_double_backward_sums_op<T> op;
+  op.u = detail::complex_view(second.dx), op.dy = detail::complex_view(dy), op.x = detail::complex_view(x);
+  op.mask = mask.mask;
+  op.zeroes = mask.masked == masked_outputs::zero;
+  op.turns = turns;
+  op.saved = saved;
+  op.gamma_gradient = second.gamma_gradient, op.gamma_imag_gradient = second.gamma_imag_gradient;
+  detail::launch_reduction<Kernels>(call, op, own, packet, work, limits, stream);
+}
+
+template <complex_component T, class Kernels>
+void complex_kernels_of<T, Kernels>::double_backward_elemt(complex_second_order_values<T> const& second, in dy, in x,
+                                                           out to_dy, out to_x, complex_affine_values const& affine,
+                                                           batch_norm_mask const& mask, saved_statistics const& saved,
+                                                           gathered_packets const& packets, packet_place const& own,
+                                                           complex_affine_outputs const& gradients,
+                                                           fault_report const& report, device_limits const& limits,
+                                                           cudaStream_t stream) {
+  auto const* const call = "double_backward_elemt";
+  detail::operand_check const check{call};
+  check.tensor(x, "x");
+  check.like(dy, "dy", x);
+  check.optional(second.dx, "the gradient with respect to dx", x);
+  check.optional(to_dy, "the gradient to dy", x);
+  check.optional(to_x, "the gradient to x", x);
+  check.apart(to_dy, to_x, "the gradients to dy and x are the same memory");
+  check.mask(mask.mask, x);
+  check.saved(saved, x.channels);
+  check.packets(packets);
+  check.packet(own);
+  detail::complex_double_gradient_op<T> op;
+  op.u = detail::complex_view(second.dx), op.dy = detail::complex_view(dy), op.x = detail::complex_view(x);
+  op.to_dy = detail::complex_view(to_dy), op.to_x = detail::complex_view(to_x);
+  op.mask = mask.mask;
+  op.zeroes = mask.masked == masked_outputs::zero;
+  op.turns = affine.turns();
+  op.use = detail::use_of(x);
+  detail::set_statistics(op, detail::complex_double_backward_statistics{
+                                 packets, own, saved, affine, second.gamma_gradient, second.gamma_imag_gradient,
+                                 second.beta_gradient, gradients, report});
   detail::launch_map<Kernels>(call, op, limits, stream);
 }
 

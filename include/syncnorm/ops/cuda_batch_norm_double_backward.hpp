@@ -1,8 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <string>
-#include <string_view>
 
 #include <cuda_runtime_api.h>
 
@@ -10,7 +8,6 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/kernels.hpp>
@@ -19,6 +16,7 @@
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
+#include <syncnorm/ops/detail/cuda_statistics_pass.hpp>
 #include <syncnorm/ops/detail/double_backward_operands.hpp>
 
 namespace syncnorm::cuda::detail {
@@ -27,31 +25,22 @@ using syncnorm::detail::double_backward_operands;
 
 /// A double backward pass by the kernels of `Kernels`.
 template <class Kernels, class T, class P>
-class double_backward_pass final : public device_pass {
+class double_backward_pass final : public second_order_pass {
   using kernels = kernels_of<T, Kernels>;
 
 public:
   /// Borrows everything.
   double_backward_pass(double_backward_operands<T, P> const& in, bool exchange, batch_norm_saved const& saved,
                        batch_norm_workspace& workspace, batch_norm_caller const& caller = {})
-      : device_pass{workspace, caller}, in_{in}, exchange_{exchange}, saved_{&saved} {}
-
-  [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
-  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
-  [[nodiscard]] pass_packets const& packets() const override { return workspace_->double_packets(); }
+      : second_order_pass{exchange, saved, workspace, caller}, in_{in} {}
 
   void check(bool, cudaStream_t stream) override {
     auto const channels = workspace_->channels();
     auto const batches = in_.x.size();
     check_caller();
-    check_.place(stream);
-    check_.require(saved_->exists, [] { return "there was no forward pass"; });
-    check_.saved(*saved_, channels);
-    check_.batches_of(in_.dy.size(), batches, "micro-batches of dy", false);
-    check_.batches_of(in_.u.size(), batches, "micro-batches of the gradient with respect to dx", true);
+    check_forward(stream);
+    check_batches(batches, in_.dy.size(), in_.u.size(), in_.to_dy.size(), in_.to_x.size());
     check_.batches_of(in_.v.size(), batches, "micro-batches of the gradient with respect to dresidual", true);
-    check_.batches_of(in_.to_dy.size(), batches, "micro-batches of the gradient to dy", true);
-    check_.batches_of(in_.to_x.size(), batches, "micro-batches of the gradient to x", true);
     check_.batches_of(in_.epilogues.size(), batches, "epilogues", true);
     for (std::size_t k = 0; k < batches && !check_.failed(); ++k) check_batch(k, batches);
     syncnorm::detail::check_outputs_apart(check_, in_);
@@ -62,7 +51,7 @@ public:
     check_.values(in_.a, "the gradient with respect to that of gamma", channels);
     check_.values(in_.b, "the gradient with respect to that of beta", channels);
     check_.values(in_.gamma_gradient, "the gradient of gamma", channels);
-    if (packets().empty()) reserve(stream);
+    reserve(stream);
     header_ = syncnorm::detail::make_header<T>(name(), channels, count, saved_->exchange, check_);
     // Kernels get nothing of a call that is wrong.
     if (check_.failed()) in_ = {};
@@ -99,12 +88,6 @@ public:
     for (std::size_t k = 0; k < in_.x.size(); ++k) gradients(in_.dy[k], in_.x[k], k);
   }
 
-  void run_alone(cudaStream_t stream) override {
-    packet_place const own{packets().own().data()};
-    local(header(), own, stream);
-    apply(own_packet(own), own, workspace_->report(), stream);
-  }
-
 private:
   [[nodiscard]] second_order<T> second(std::size_t k) const {
     return {of_batch(in_.u, k), values_of(in_.a), values_of(in_.b), of_batch(in_.v, k)};
@@ -129,18 +112,7 @@ private:
     check_.not_exponential(epilogue.activation, "double backward");
   }
 
-  /// Without room for its packet, not even a fault can be told the other ranks.
-  void reserve(cudaStream_t stream) {
-    if (is_capturing(stream))
-      throw invalid_argument_error{std::string{name()} +
-                                   ": the stream is being captured in a graph before there is memory "
-                                   "for it: call reserve_double_backward() first"};
-    workspace_->reserve_double_backward();
-  }
-
   double_backward_operands<T, P> in_;
-  bool exchange_;
-  batch_norm_saved const* saved_;
 };
 
 /// `batch_norm_double_backward` by the kernels of `Kernels`.

@@ -258,9 +258,7 @@ public:
   /// Allocates what double backward passes exchange, seven numbers a channel and rank, and loads their kernels. Local; before a
   /// first double backward pass is captured in a graph.
   void reserve_double_backward() {
-    detail::device_scope const there{workspace_.device()};
-    kernels_of<T, Kernels>::load_double_backward_kernels();
-    workspace_.reserve_double_backward();
+    base::reserve_double_backward([] { kernels_of<T, Kernels>::load_double_backward_kernels(); });
   }
 
   /// The running statistics as they were at first: mean 0, var 1, no batches tracked. Local; the same on every rank. Waits for the

@@ -15,6 +15,7 @@
 #include <syncnorm/cuda/complex_kernels.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
+#include <syncnorm/ops/cuda_complex_batch_norm_double_backward.hpp>
 #include <syncnorm/ops/cuda_complex_batch_norm_passes.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
@@ -88,6 +89,26 @@ public:
     detail::complex_backward_pass<Kernels, T> pass{
         {dy, x, dx, affine(), gradients(), masks}, options.exchange, saved_, workspace_};
     detail::run_pass(comm_, pass, stream);
+  }
+
+  /// The gradients of the latest backward pass, whose x, dy and mask these have to be; adds to the gradient of gamma. As
+  /// `complex_batch_norm_double_backward` on the host. The first one allocates, unless `reserve_double_backward` has.
+  void double_backward(complex_second_order<T> const& second, input x, input dy, output to_dy, output to_x,
+                       batch_norm_mask const& mask, batch_norm_backward_options const& options, cudaStream_t stream) {
+    double_backward(second, {&x, 1}, {&dy, 1}, {&to_dy, 1}, {&to_x, 1}, {&mask, 1}, options, stream);
+  }
+  /// The same of K micro-batches. No to_dy or to_x: not needed.
+  void double_backward(complex_second_order<T> const& second, std::span<input const> x, std::span<input const> dy,
+                       std::span<output const> to_dy, std::span<output const> to_x,
+                       std::span<batch_norm_mask const> masks, batch_norm_backward_options const& options,
+                       cudaStream_t stream) {
+    detail::complex_double_backward_pass<Kernels, T> pass{
+        {dy, x, second, affine(), to_dy, to_x, gradients(), masks}, options.exchange, saved_, workspace_};
+    detail::run_pass(comm_, pass, stream);
+  }
+  /// As of `basic_batch_norm`, seven numbers a component.
+  void reserve_double_backward() {
+    base::reserve_double_backward([] { complex_kernels_of<T, Kernels>::load_double_backward_kernels(); });
   }
 
   /// `forward` and `backward` up to the exchange; as of `basic_batch_norm`.

@@ -7,7 +7,6 @@
 #include <functional>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include <syncnorm/core/complex.hpp>
@@ -57,9 +56,7 @@ public:
       check_.channel_values(in_.second.beta_gradient, "the gradient with respect to that of beta", channels);
       check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
       check_.channel_values(in_.gradients.gamma_imag, "the gradient of the imaginary part of gamma", channels);
-      check_.require((in_.gradients.gamma_imag.empty() && in_.second.gamma_imag_gradient.empty()) ||
-                         has_complex_gamma(in_.affine),
-                     [] { return std::string{"gamma is real, but there is a gradient of its imaginary part"}; });
+      check_gamma_gradients(check_, in_);
       masks_.emplace(check_, in_.masks, in_.x);
     });
   }

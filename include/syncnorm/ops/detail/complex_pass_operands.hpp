@@ -42,6 +42,12 @@ struct complex_backward_operands {
   std::span<batch_norm_mask const> masks{}; ///< those of the forward pass: none, or K
 };
 
+/// Whether gamma is complex, by which ranks add up other sums in a backward pass.
+template <complex_component T>
+[[nodiscard]] bool has_complex_gamma(complex_affine_parameters<T> const& of) {
+  return !of.gamma_imag.empty();
+}
+
 /// What a double backward pass over complex numbers reads and writes: the K micro-batches of the backward pass. Of `gradients` gamma's alone.
 template <complex_component T>
 struct complex_double_backward_operands {
@@ -61,6 +67,14 @@ void check_outputs_apart(call_check& check, complex_double_backward_operands<T> 
       {{"dy", of.dy}, {"x", of.x}, {"the gradient with respect to dx", of.second.dx}}, false);
 }
 
+/// Says that there is a gradient of the imaginary part of gamma only where gamma has one.
+template <complex_component T>
+void check_gamma_gradients(call_check& check, complex_double_backward_operands<T> const& of) {
+  check.require((of.gradients.gamma_imag.empty() && of.second.gamma_imag_gradient.empty()) ||
+                    has_complex_gamma(of.affine),
+                [] { return "gamma is real, but there is a gradient of its imaginary part"; });
+}
+
 /// The numbers of a `[C]` array one after the other, real part and imaginary part.
 template <class T>
 [[nodiscard]] std::span<T> components_of(std::span<std::complex<T>> numbers) {
@@ -77,13 +91,7 @@ void name_complex(packet_header& own) {
   set_text(own.element, element_traits<std::complex<T>>::name);
 }
 
-/// Whether gamma is complex, by which ranks add up other sums in a backward pass.
-template <complex_component T>
-[[nodiscard]] bool has_complex_gamma(complex_affine_parameters<T> const& of) {
-  return !of.gamma_imag.empty();
-}
-
-/// What is said of it in a header's `affine`.
+/// What is said of a complex gamma in a header's `affine`.
 template <complex_component T>
 void name_complex_gamma(packet_header& own, complex_affine_parameters<T> const& of) {
   if (has_complex_gamma(of)) own.affine += 4;

@@ -104,6 +104,14 @@ protected:
       syncnorm::detail::require_cuda(cudaMemsetAsync(values.data(), 0, values.size_bytes(), stream), "cudaMemsetAsync");
   }
 
+  /// `load()` loads kernels.
+  template <class Load>
+  void reserve_double_backward(Load const& load) {
+    device_scope const there{workspace_.device()};
+    load();
+    workspace_.reserve_double_backward();
+  }
+
   /// `load()` loads kernels; `describe(check)` is the header of a forward pass without a batch, of which `check` says what is wrong.
   template <class Load, class Describe>
   void prepare_passes(cudaStream_t stream, Load const& load, Describe const& describe) {

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include <cuda_runtime_api.h>
@@ -98,6 +100,49 @@ protected:
   bool exchange_;
   batch_norm_saved const* saved_;
   std::int64_t saved_passes_; ///< when the pass was made
+};
+
+/// A double backward pass by what a forward pass has saved. It has packets of its own.
+class second_order_pass : public device_pass {
+public:
+  [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
+  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
+  [[nodiscard]] pass_packets const& packets() const override { return workspace_->double_packets(); }
+  void run_alone(cudaStream_t stream) override {
+    packet_place const own{packets().own().data()};
+    local(header(), own, stream);
+    apply(own_packet(own), own, workspace_->report(), stream);
+  }
+
+protected:
+  second_order_pass(bool exchange, batch_norm_saved const& saved, batch_norm_workspace& workspace,
+                    batch_norm_caller const& caller)
+      : device_pass{workspace, caller}, exchange_{exchange}, saved_{&saved} {}
+
+  void check_forward(cudaStream_t stream) {
+    check_.place(stream);
+    check_.require(saved_->exists, [] { return "there was no forward pass"; });
+    check_.saved(*saved_, workspace_->channels());
+  }
+  /// As many micro-batches as of x.
+  void check_batches(std::size_t batches, std::size_t dy, std::size_t u, std::size_t to_dy, std::size_t to_x) {
+    check_.batches_of(dy, batches, "micro-batches of dy", false);
+    check_.batches_of(u, batches, "micro-batches of the gradient with respect to dx", true);
+    check_.batches_of(to_dy, batches, "micro-batches of the gradient to dy", true);
+    check_.batches_of(to_x, batches, "micro-batches of the gradient to x", true);
+  }
+  /// Without room for its packet, not even a fault can be told the other ranks.
+  void reserve(cudaStream_t stream) {
+    if (!packets().empty()) return;
+    if (is_capturing(stream))
+      throw invalid_argument_error{std::string{name()} +
+                                   ": the stream is being captured in a graph before there is memory "
+                                   "for it: call reserve_double_backward() first"};
+    workspace_->reserve_double_backward();
+  }
+
+  bool exchange_;
+  batch_norm_saved const* saved_;
 };
 
 } // namespace syncnorm::cuda::detail
