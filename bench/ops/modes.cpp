@@ -8,6 +8,7 @@
 #include <iostream>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <omp.h>
@@ -72,27 +73,33 @@ void add_evaluation(std::vector<bench::row>& rows, std::string const& layout, st
   }
 }
 
+using number = std::complex<float>;
+using complex_layer = syncnorm::complex_batch_norm<float, syncnorm::self_communicator, syncnorm::host::openmp_executor>;
+
+/// A layer of complex numbers, whose gamma is complex where the name of what it does ends so.
+[[nodiscard]] std::shared_ptr<complex_layer> make_complex_layer(bench::row_key const& key) {
+  using syncnorm::gamma_numbers;
+  return std::make_shared<complex_layer>(syncnorm::self_communicator{}, key.shape[1],
+                                         syncnorm::batch_norm_layer_options{}, syncnorm::host::openmp_executor{threads},
+                                         key.op.ends_with("gamma") ? gamma_numbers::complex : gamma_numbers::real);
+}
+
 /// Passes over complex numbers, by a real and by a complex gamma.
 void add_complex(std::vector<bench::row>& rows, std::string const& layout, std::array<std::int64_t, 3> shape) {
-  using number = std::complex<float>;
-  using layer_type = syncnorm::complex_batch_norm<float, syncnorm::self_communicator, syncnorm::host::openmp_executor>;
   for (std::string const op : {"forward", "backward", "forward+complex_gamma", "backward+complex_gamma"}) {
-    auto const gamma = op.ends_with("gamma") ? syncnorm::gamma_numbers::complex : syncnorm::gamma_numbers::real;
     bench::row_key const key{op, layout, bench::type_name<number>(), shape, "self", 1, threads};
     bench::add_row<number>(rows, key, [=](bench::rank_tensors<number> const& data) -> bench::contender::step {
-      auto const layer = std::make_shared<layer_type>(syncnorm::self_communicator{}, key.shape[1],
-                                                      syncnorm::batch_norm_layer_options{},
-                                                      syncnorm::host::openmp_executor{threads}, gamma);
-      return bench::layer_step<number>(key, data, layer);
+      return bench::layer_step<number>(key, data, make_complex_layer(key));
     });
   }
 }
 
-/// Double backward, which reads x, dy and the gradient with respect to dx, and writes those to dy and to x.
-template <class T>
-void add_double_backward(std::vector<bench::row>& rows, std::string const& with, std::string const& layout,
-                         std::array<std::int64_t, 3> shape) {
-  bench::row_key const key{"double_backward" + with, layout, bench::type_name<T>(), shape, "self", 1, threads};
+/// Double backward, which reads x, dy and the gradient u with respect to dx, and writes those to dy and to x, by steps
+/// `make_step(key)`, each of which is called with (first, x, dy, u, to_dy, to_x).
+template <class T, class MakeStep>
+void add_double_backward(std::vector<bench::row>& rows, std::string const& op, std::string const& layout,
+                         std::array<std::int64_t, 3> shape, MakeStep const& make_step) {
+  bench::row_key const key{op, layout, bench::type_name<T>(), shape, "self", 1, threads};
   std::vector<bench::traffic> const traffic{{3, 3, 2}};
   double const bytes = bench::floor_bytes<T>(key, traffic);
   auto const make = [=] {
@@ -101,17 +108,12 @@ void add_double_backward(std::vector<bench::row>& rows, std::string const& with,
     for (std::uint32_t seed : {21U, 22U}) more->emplace_back(bench::tensors<T>::size(key), seed);
     auto const steps = bench::iterations_for(bytes);
     auto const ours = [=] {
-      auto const layer = make_layer<T>(key);
+      auto const step = make_step(key);
       auto const has_run = std::make_shared<bool>(false);
       return [=](int) {
         auto const& tensor = data->front();
-        auto const x = bench::view_of(key, tensor.x), dy = bench::view_of(key, tensor.dy);
-        auto const to_dy = bench::view_of(key, tensor.out), to_x = bench::view_of(key, (*more)[1]);
-        syncnorm::batch_norm_epilogue<T> epilogue;
-        if (!with.empty()) epilogue.activation = syncnorm::activation::relu();
-        if (!*has_run) layer->forward(x, to_x, epilogue);
-        *has_run = true;
-        layer->double_backward({.dx = bench::view_of(key, (*more)[0])}, x, dy, to_dy, to_x, epilogue);
+        step(!std::exchange(*has_run, true), bench::view_of(key, tensor.x), bench::view_of(key, tensor.dy),
+             bench::view_of(key, (*more)[0]), bench::view_of(key, tensor.out), bench::view_of(key, (*more)[1]));
       };
     };
     std::vector<bench::contender> contenders{{"ours", ours, steps, bench::settling_steps}};
@@ -123,6 +125,33 @@ void add_double_backward(std::vector<bench::row>& rows, std::string const& with,
     return contenders;
   };
   rows.push_back({key, bytes, make});
+}
+
+template <class T>
+void add_double_backward_of_real(std::vector<bench::row>& rows, bool activates, std::string const& layout,
+                                 std::array<std::int64_t, 3> shape) {
+  add_double_backward<T>(rows, activates ? "double_backward+relu" : "double_backward", layout, shape,
+                         [=](bench::row_key const& key) {
+                           syncnorm::batch_norm_epilogue<T> epilogue;
+                           if (activates) epilogue.activation = syncnorm::activation::relu();
+                           return [=, layer = make_layer<T>(key)](bool first, auto const& x, auto const& dy,
+                                                                  auto const& u, auto const& to_dy, auto const& to_x) {
+                             if (first) layer->forward(x, to_x, epilogue);
+                             layer->double_backward({.dx = u}, x, dy, to_dy, to_x, epilogue);
+                           };
+                         });
+}
+
+void add_double_backward_of_complex(std::vector<bench::row>& rows, std::string const& layout,
+                                    std::array<std::int64_t, 3> shape) {
+  for (std::string const op : {"double_backward", "double_backward+complex_gamma"})
+    add_double_backward<number>(rows, op, layout, shape, [](bench::row_key const& key) {
+      return [layer = make_complex_layer(key)](bool first, auto const& x, auto const& dy, complex_layer::input const& u,
+                                               auto const& to_dy, auto const& to_x) {
+        if (first) layer->forward(x, to_x);
+        layer->double_backward({.dx = {&u, 1}}, x, dy, to_dy, to_x);
+      };
+    });
 }
 
 } // namespace
@@ -139,8 +168,8 @@ int main(int argc, char** argv) {
       add_micro_batches<float>(rows, layout, images);
       add_evaluation<float>(rows, layout, images);
       add_complex(rows, layout, {32, 128, 3136});
-      add_double_backward<float>(rows, "", layout, images);
-      add_double_backward<float>(rows, "+relu", layout, images);
+      for (bool const activates : {false, true}) add_double_backward_of_real<float>(rows, activates, layout, images);
+      add_double_backward_of_complex(rows, layout, {32, 128, 3136});
     }
     return bench::run(how, rows);
   } catch (std::exception const& error) {
