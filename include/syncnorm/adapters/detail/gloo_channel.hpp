@@ -313,6 +313,7 @@ private:
   std::unique_ptr<gloo_slot> make_slot() {
     free_.reserve(slots_ + 1); // lest `close` fails
     auto slot = std::make_unique<gloo_slot>();
+    slot->reserve(index(size()));
     slot->memory = std::make_unique_for_overwrite<std::byte[]>(stride() * index(size()));
     slot->own = context_->createUnboundBuffer(packet(*slot, rank()), stride());
     slot->packets = context_->createUnboundBuffer(slot->memory.get(), stride() * index(size()));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -23,7 +24,10 @@ public:
   void add(gloo_slot& slot) {
     {
       std::lock_guard const lock{mutex_};
-      if (!thread_.joinable()) thread_ = std::thread{[this] { run(); }};
+      if (!thread_.joinable()) {
+        queue_.reserve(in_queue); // how many there are at a time is a matter of timing, and not of the first step alone
+        thread_ = std::thread{[this] { run(); }};
+      }
       queue_.push_back(&slot);
       slot.queued = true;
     }
@@ -48,6 +52,8 @@ public:
   }
 
 private:
+  static constexpr std::size_t in_queue = 64; // without an allocation
+
   void run() {
     std::unique_lock lock{mutex_};
     for (;;) {

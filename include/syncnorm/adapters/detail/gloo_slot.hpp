@@ -86,6 +86,12 @@ struct gloo_slot {
   std::vector<gloo_transfer> bulk_receives, bulk_sends;
   std::vector<std::byte> scratch;
   std::vector<std::unique_ptr<gloo_buffer>> bulk; // over memory of the user, or over scratch, which goes after them
+
+  /// Room for what an operation of so many ranks notes, lest a slot that comes into use late allocates then.
+  void reserve(std::size_t ranks) {
+    for (auto* const transfers : {&pending, &bulk_receives, &bulk_sends}) transfers->reserve(ranks);
+    bulk.reserve(2 * ranks);
+  }
 };
 
 } // namespace syncnorm::detail
