@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -293,6 +294,10 @@ TEST_CASE("double backward by constant statistics, and of this rank alone") {
 }
 
 TEST_CASE("what is wrong with a double backward pass on one rank is an error on every rank") {
+  syncnorm::batch_norm<float> negative{{}, -1};
+  CHECK(test_support::message_of<syncnorm::invalid_argument_error>([&] {
+          negative.double_backward({}, std::span<syncnorm::tensor_view<float const> const>{}, {}, {}, {});
+        }).find("the number of channels is negative: -1") != std::string::npos);
   for (auto const policy : {exchange_policy::gather, exchange_policy::reduce})
     syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
       test::layer_data<float, thread_communicator> data{comm, 130, policy};

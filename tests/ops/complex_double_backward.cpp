@@ -189,9 +189,21 @@ TEST_CASE("one output of double backward of complex numbers is what it is beside
   }
 }
 
+TEST_CASE("double backward of complex numbers of no micro-batches, or of no channels, is none") {
+  syncnorm::complex_batch_norm<float> none{{}, 0}, negative{{}, -1};
+  CHECK_NOTHROW(none.double_backward({}, std::span<decltype(none)::input const>{}, {}, {}, {}));
+  test::check_throws<syncnorm::invalid_argument_error>(
+      [&] { negative.double_backward({}, std::span<decltype(none)::input const>{}, {}, {}, {}); },
+      {"batch_norm 2nd backward", "the number of channels is negative: -1"});
+  syncnorm::complex_batch_norm<float> layer{{}, 2};
+  layer.forward(std::span<decltype(layer)::input const>{}, {});
+  CHECK_NOTHROW(layer.double_backward({}, std::span<decltype(layer)::input const>{}, {}, {}, {}));
+  CHECK(layer.gamma_grad()[1] == 0);
+}
+
 TEST_CASE("what is wrong with double backward of complex numbers on one rank is an error on every rank") {
   using complex = std::complex<float>;
-  using layer_type = syncnorm::complex_batch_norm<float, thread_communicator>;
+  using of_threads = syncnorm::complex_batch_norm<float, thread_communicator>;
   using syncnorm::invalid_argument_error;
   for (std::int64_t const channels : {3, 100})
     syncnorm::run_ranks(3, [&](thread_communicator const& comm) {
@@ -199,7 +211,7 @@ TEST_CASE("what is wrong with double backward of complex numbers on one rank is 
       test::complex_step in{channels};
       std::vector<complex> to_dy(in.x.size()), to_x(in.x.size());
       auto const of_dy = test::complex_step::view(to_dy, channels), of_x = test::complex_step::view(to_x, channels);
-      layer_type layer{comm, channels};
+      of_threads layer{comm, channels};
       syncnorm::tensor_view<complex const> u = in.y_view;
       std::vector<float> const short_gamma(static_cast<std::size_t>(channels - 1));
       auto const c = std::to_string(channels);
@@ -247,8 +259,8 @@ TEST_CASE("what is wrong with double backward of complex numbers on one rank is 
           "gamma is real, but there is a gradient of its imaginary part");
       fails(
           [&] {
-            std::vector<layer_type::input> const us(wrong ? 2 : 1, u);
-            layer_type::input const x = in.x_view, dy = in.dy_view;
+            std::vector<of_threads::input> const us(wrong ? 2 : 1, u);
+            of_threads::input const x = in.x_view, dy = in.dy_view;
             layer.double_backward({.dx = us}, {&x, 1}, {&dy, 1}, {&of_dy, 1}, {&of_x, 1});
           },
           "there are 2 micro-batches of the gradient with respect to dx, expected 1 as of x");
@@ -262,13 +274,13 @@ TEST_CASE("what is wrong with double backward of complex numbers on one rank is 
       CHECK_NOTHROW(layer.double_backward({.dx = {&u, 1}}, in.x_view, in.dy_view, of_dy, of_x));
 
       // Ranks of which one has a complex gamma.
-      layer_type other{comm, channels, {}, {}, wrong ? gamma_numbers::complex : gamma_numbers::real};
+      of_threads other{comm, channels, {}, {}, wrong ? gamma_numbers::complex : gamma_numbers::real};
       test::check_throws<syncnorm::mismatch_error>(
           [&] {
             syncnorm::batch_norm_workspace workspace{2 * channels};
             syncnorm::complex_affine_parameters<float> affine{.gamma = other.gamma()};
             if (wrong) affine.gamma_imag = other.gamma_imag();
-            layer_type::input const x = in.x_view, dy = in.dy_view;
+            of_threads::input const x = in.x_view, dy = in.dy_view;
             syncnorm::complex_batch_norm_double_backward<float>(
                 syncnorm::host::serial_executor{}, comm, {.dx = {&u, 1}}, {&dy, 1}, {&x, 1}, affine, layer.saved(),
                 {&of_dy, 1}, {&of_x, 1}, {}, {}, workspace);

@@ -136,7 +136,7 @@ private:
   }
 
   void commit() override {
-    for (std::size_t c = 0; c < static_cast<std::size_t>(numbers_); ++c) {
+    for (std::size_t c = 0; c < own(row::u).size() / 2; ++c) {
       double const r = saved_->inv_std[2 * c];
       auto const more = complex_second_order_gamma(r, at(own(row::u), c), r * at(own(row::u_xmu), c).re,
                                                    at(own(row::u_g), c), sums_of(c), saved_->normalized());

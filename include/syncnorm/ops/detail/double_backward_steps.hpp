@@ -71,8 +71,10 @@ protected:
   [[nodiscard]] static View of(std::span<View const> views, std::size_t k) {
     return views.empty() ? View{} : views[k];
   }
-  /// Says what is wrong with the number of saved statistics, or of micro-batches of something other than x.
+  /// Says what is wrong with the number of channels, or of saved statistics, or of micro-batches of something other than x.
   void check_saved(std::int64_t per_channel) {
+    check_.require(channels_ >= 0,
+                   [&] { return check_.text("the number of channels is negative: ", channels_ / per_channel); });
     auto const length = static_cast<std::size_t>(std::max<std::int64_t>(0, channels_));
     check_.require(saved_->mean.size() == length && saved_->inv_std.size() == length, [&] {
       auto const per = static_cast<std::size_t>(per_channel);
