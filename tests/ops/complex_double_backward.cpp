@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <complex>
 #include <cstddef>
@@ -9,6 +10,7 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <syncnorm/comm/self.hpp>
@@ -90,6 +92,69 @@ TEST_CASE("double backward of long rows and of many channels of complex numbers 
         for (std::size_t i = 0; i < wide.size(); ++i) worst = std::max(worst, std::abs(by_one[i] - wide[i]));
         CHECK(worst < 2e-5);
       }
+}
+
+TEST_CASE_TEMPLATE("complex numbers that are written past the cache are those that are written through it", T,
+                   float AND_UNSANITIZED(double)) {
+  using complex = std::complex<T>;
+  namespace host = syncnorm::host;
+  constexpr std::int64_t n = 2, most = 8;
+  for (auto const& extents : {std::pair{1, 400}, {16, 3}, {37, 9}, {200, 2}, {3, 64}})
+    for (bool const nhwc : {false, true})
+      for (std::int64_t const offset : {0, 1, 5})
+        for (bool const masked : {false, true}) {
+          std::int64_t const channels = extents.first, spatial = extents.second;
+          auto const size = static_cast<std::size_t>(n * channels * spatial);
+          auto const view = [&](std::vector<complex>& of, std::int64_t first = 0) {
+            return nhwc ? syncnorm::nhwc(of.data() + first, n, channels, spatial)
+                        : syncnorm::nchw(of.data() + first, n, channels, spatial);
+          };
+          auto const make = [&](std::uint64_t stream) {
+            std::vector<complex> values(size + most);
+            for (std::size_t i = 0; i < values.size(); ++i)
+              values[i] = {static_cast<T>(test::noise(stream, i)), static_cast<T>(test::noise(stream + 1, i))};
+            return values;
+          };
+          auto x = make(1), dy = make(3), u = make(5);
+          std::vector<std::uint8_t> counts(static_cast<std::size_t>(n * spatial), 1);
+          for (std::size_t i = 0; i < counts.size(); i += 3) counts[i] = masked ? 0 : 1;
+          syncnorm::batch_norm_mask const mask{syncnorm::mask_of(counts.data(), n, spatial),
+                                               syncnorm::masked_outputs::zero};
+          std::vector<double> const mean(static_cast<std::size_t>(2 * channels), 0.25);
+          auto const run = [&](host::stores how, bool turns) {
+            std::array<std::vector<complex>, 4> out{make(7), make(7), make(7), make(7)};
+            host::serial_executor const exec;
+            T const imag = turns ? T{0.5} : T{0};
+            host::normalize_complex<T>(
+                exec, view(x), view(out[0], offset),
+                [&](std::int64_t c) {
+                  return host::complex_normalize_coefficients<T>{{T{0.5}, 1}, {static_cast<T>(c + 1), imag}, {1, 2}};
+                },
+                turns, mask, how);
+            host::backward_elemt_complex<T>(
+                exec, view(dy), view(x), view(out[1], offset),
+                [&](std::int64_t c) {
+                  return host::complex_backward_coefficients<T>{
+                      {static_cast<T>(c + 1), imag}, {T{0.5}, 1}, {1, 2}, T{0.75}};
+                },
+                turns, false, mask, how);
+            host::double_backward_elemt_complex(
+                exec,
+                host::complex_second_order_operands<T>{view(dy), view(x), view(u), view(out[2], offset),
+                                                       view(out[3], offset), mask, turns},
+                mean,
+                [&](std::int64_t c) {
+                  syncnorm::complex_second_order_coefficients k;
+                  k.for_dy = {{static_cast<double>(c), imag}, {1, imag}, {2, 3}};
+                  k.for_x = {{1, imag}, {2, -1}, 3, static_cast<double>(c)};
+                  return k;
+                },
+                how);
+            return out;
+          };
+          for (bool const turns : {false, true})
+            CHECK(run(host::stores::streaming, turns) == run(host::stores::cached, turns));
+        }
 }
 
 TEST_CASE("double backward of complex numbers without an exchange is that by sums of this rank alone") {

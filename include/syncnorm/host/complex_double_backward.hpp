@@ -16,6 +16,7 @@
 #include <syncnorm/host/detail/complex_lanes.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host {
 
@@ -124,7 +125,8 @@ void double_backward_reduce_complex(executor_ref exec, complex_second_order_oper
 /// coefficients `terms(channel)`, and `mean`, `[C, 2]`. What a scale of 0 meets may be anything. Local.
 template <complex_component T, class Terms>
 void double_backward_elemt_complex(executor_ref exec, complex_second_order_operands<T> const& of,
-                                   std::span<double const> mean, Terms const& terms) {
+                                   std::span<double const> mean, Terms const& terms, stores how = stores::automatic) {
+  if (how == stores::automatic) how = stores_for(of.x);
   bool const has_dy = of.to_dy.data != nullptr, has_x = of.to_x.data != nullptr;
   if (!has_dy && !has_x) return;
   bool const zeroes = of.mask.masked == masked_outputs::zero;
@@ -164,20 +166,23 @@ void double_backward_elemt_complex(executor_ref exec, complex_second_order_opera
     }
     table.with(
         run, positions, [&](auto const& k) __attribute__((always_inline)) {
-          detail::for_each_numbers<detail::native_lanes<T>>(
-              2 * run.numbers, [&]<int L>(std::int64_t i) __attribute__((always_inline)) {
+          std::int64_t const n = 2 * run.numbers;
+          bool const streams = detail::may_stream(of_dy, n, how) &&
+                               detail::elements_since_line(of_dy) == detail::elements_since_line(of_x);
+          detail::for_each_numbers_written(
+              of_dy, n, streams, [&]<int L, bool Stream>(std::int64_t i) __attribute__((always_inline)) {
                 using vector = detail::vector_t<T, L>;
                 auto const get = [&](std::size_t j) __attribute__((always_inline)) { return k.template get<L>(j, i); };
                 vector const d = detail::load<L>(from_x + i) - get(0), v = detail::load<L>(from_u + i);
                 vector const g = detail::load<L>(from_dy + i);
                 if (has_dy) {
                   vector const sum = detail::add_given<T, L>(get(5), d, get(3), get(4), of.turns);
-                  detail::store<L>(of_dy + i, detail::add_given<T, L>(sum, v, get(1), get(2), of.turns));
+                  detail::write<Stream, L>(of_dy + i, detail::add_given<T, L>(sum, v, get(1), get(2), of.turns));
                 }
                 if (!has_x) return;
                 vector sum{};
                 if (run.counts) sum = detail::add_given<T, L>(detail::add_given<T, L>(get(10), d, get(9)), v, get(8));
-                detail::store<L>(of_x + i, detail::add_given<T, L>(sum, g, get(6), get(7), of.turns));
+                detail::write<Stream, L>(of_x + i, detail::add_given<T, L>(sum, g, get(6), get(7), of.turns));
               });
         });
   };

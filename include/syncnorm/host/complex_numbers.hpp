@@ -16,6 +16,7 @@
 #include <syncnorm/host/detail/complex_lanes.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
 
 // Primitives of complex numbers in any layout, which are not those of real channels: for a complex gamma, which makes of each component a
 // sum of both, and where components of a channel do not lie as those of real channels can.
@@ -145,7 +146,9 @@ void complex_moments(executor_ref exec, tensor_view<Z> const& x, mask_view const
 /// of a number leaves the other as it is. Shapes: `[N, C, S]`; y may be x. Local.
 template <complex_component T, class Terms>
 void normalize_complex(executor_ref exec, std::type_identity_t<tensor_view<std::complex<T> const>> x,
-                       tensor_view<std::complex<T>> y, Terms const& terms, bool turns, batch_norm_mask const& mask) {
+                       tensor_view<std::complex<T>> y, Terms const& terms, bool turns, batch_norm_mask const& mask,
+                       stores how = stores::automatic) {
+  if (how == stores::automatic) how = stores_for(y);
   bool const zeroes = mask.masked == masked_outputs::zero, positions = detail::goes_by_positions(y, x);
   detail::component_table<T, 4> table{y.channels};
   for (std::int64_t c = 0; c < y.channels; ++c) {
@@ -159,13 +162,15 @@ void normalize_complex(executor_ref exec, std::type_identity_t<tensor_view<std::
     if (!run.counts && zeroes) return static_cast<void>(std::fill_n(to, 2 * run.numbers, T{0}));
     table.with(
         run, positions, [&](auto const& k) __attribute__((always_inline)) {
-          detail::for_each_numbers<detail::native_lanes<T>>(
-              2 * run.numbers, [&]<int L>(std::int64_t i) __attribute__((always_inline)) {
+          std::int64_t const n = 2 * run.numbers;
+          detail::for_each_numbers_written(
+              to, n,
+              detail::may_stream(to, n, how), [&]<int L, bool Stream>(std::int64_t i) __attribute__((always_inline)) {
                 using vector = detail::vector_t<T, L>;
                 vector const d = detail::load<L>(from + i) - k.template get<L>(0, i);
                 vector const real = k.template get<L>(1, i), shift = k.template get<L>(3, i);
-                detail::store<L>(to + i, turns ? detail::times<T, L>(d, real, k.template get<L>(2, i)) + shift
-                                               : detail::multiply_add<vector>(d, real, shift));
+                detail::write<Stream, L>(to + i, turns ? detail::times<T, L>(d, real, k.template get<L>(2, i)) + shift
+                                                       : detail::multiply_add<vector>(d, real, shift));
               });
         });
   };
@@ -223,7 +228,9 @@ void backward_reduce_complex(executor_ref exec, tensor_view<std::complex<T> cons
 template <complex_component T, class Terms>
 void backward_elemt_complex(executor_ref exec, std::type_identity_t<tensor_view<std::complex<T> const>> dy,
                             std::type_identity_t<tensor_view<std::complex<T> const>> x, tensor_view<std::complex<T>> dx,
-                            Terms const& terms, bool turns, bool constant, batch_norm_mask const& mask) {
+                            Terms const& terms, bool turns, bool constant, batch_norm_mask const& mask,
+                            stores how = stores::automatic) {
+  if (how == stores::automatic) how = stores_for(dx);
   bool const zeroes = mask.masked == masked_outputs::zero, positions = detail::goes_by_positions(dx, dy, x);
   detail::component_table<T, 5> table{dx.channels};
   for (std::int64_t c = 0; c < dx.channels; ++c) {
@@ -239,17 +246,19 @@ void backward_elemt_complex(executor_ref exec, std::type_identity_t<tensor_view<
     bool const alone = !run.counts || constant;
     table.with(
         run, positions, [&](auto const& k) __attribute__((always_inline)) {
-          detail::for_each_numbers<detail::native_lanes<T>>(
-              2 * run.numbers, [&]<int L>(std::int64_t i) __attribute__((always_inline)) {
+          std::int64_t const n = 2 * run.numbers;
+          detail::for_each_numbers_written(
+              to, n,
+              detail::may_stream(to, n, how), [&]<int L, bool Stream>(std::int64_t i) __attribute__((always_inline)) {
                 using vector = detail::vector_t<T, L>;
                 vector const g = detail::load<L>(of_dy + i), real = k.template get<L>(0, i);
                 auto const scaled = [&](vector const& more) __attribute__((always_inline)) {
                   return turns ? detail::times<T, L>(g, real, k.template get<L>(1, i)) + more
                                : detail::multiply_add<vector>(g, real, more);
                 };
-                if (alone) return detail::store<L>(to + i, scaled(vector{}));
+                if (alone) return detail::write<Stream, L>(to + i, scaled(vector{}));
                 vector const d = detail::load<L>(of_x + i) - k.template get<L>(2, i);
-                detail::store<L>(
+                detail::write<Stream, L>(
                     to + i, detail::multiply_add<vector>(d, k.template get<L>(3, i), scaled(k.template get<L>(4, i))));
               });
         });

@@ -36,7 +36,7 @@ public:
   using input = tensor_view<value_type const>;
   using output = tensor_view<value_type>;
 
-  /// A complex `gamma` turns the phases of numbers, too; its passes take up to 2.2 times as long.
+  /// A complex `gamma` turns the phases of numbers, too; its passes take up to twice as long.
   explicit complex_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {}, E exec = {},
                               gamma_numbers gamma = gamma_numbers::real)
       : comm_{std::move(comm)}, exec_{std::move(exec)}, options_{options}, channels_{channels},

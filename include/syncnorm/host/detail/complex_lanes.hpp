@@ -13,7 +13,9 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/streaming.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
 
 // Vectors of complex numbers, whose lanes are real part and imaginary part in turn.
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -45,6 +47,41 @@ template <int Lanes, class F>
   std::int64_t i = 0;
   for (; i + Lanes <= n; i += Lanes) f.template operator()<Lanes>(i);
   for (; i < n; i += 2) f.template operator()<2>(i);
+}
+
+/// Whether numbers whose n lanes are written from `to` on may go past the cache, where `how` says so: whole lines of it, but for the
+/// ends of what is long.
+template <class T>
+[[nodiscard, gnu::always_inline]] inline bool may_stream(T const* to, std::int64_t n, stores how) {
+  constexpr std::int64_t line = line_elements<T>, long_run = 16 * line;
+  std::int64_t const before = elements_since_line(to);
+  return can_stream<T> && how == stores::streaming && before % 2 == 0 &&
+         (n >= long_run || (before == 0 && n % line == 0));
+}
+
+/// `for_each_numbers` of n lanes that are written from `to` on: f.operator()<L, Stream>(i), of which those to be streamed are whole lines.
+template <class T, class F>
+[[gnu::always_inline]] inline void for_each_numbers_written(T const* to, std::int64_t n, bool streams, F const& f) {
+  constexpr int lanes = native_lanes<T>;
+  std::int64_t i = 0;
+  if (streams) {
+    constexpr std::int64_t line = line_elements<T>;
+    std::int64_t const before = elements_since_line(to), begin = std::min(n, before == 0 ? 0 : line - before);
+    std::int64_t const end = begin + (n - begin) / line * line;
+    for (; i < begin; i += 2) f.template operator()<2, false>(i);
+    for (; i < end; i += lanes) f.template operator()<lanes, true>(i);
+  }
+  for (; i + lanes <= n; i += lanes) f.template operator()<lanes, false>(i);
+  for (; i < n; i += 2) f.template operator()<2, false>(i);
+}
+
+/// A vector, past the cache if `Stream`.
+template <bool Stream, int L, class T>
+[[gnu::always_inline]] inline void write(T* to, vector_t<T, L> const& v) {
+  if constexpr (Stream)
+    stream<L>(to, v);
+  else
+    store<L>(to, v);
 }
 
 /// Numbers that follow each other: of consecutive channels at one position, or at consecutive positions of one channel. All count, or none.
@@ -92,7 +129,10 @@ void for_each_run(bool positions, std::int64_t first, std::int64_t last, mask_vi
 template <class T, class F>
 void for_each_part(executor_ref exec, tensor_view<T> const& x, F const& f) {
   constexpr std::int64_t part = 16384;
-  exec.for_each(ceil_div(x.size(), part), [&](std::int64_t i) { f(i * part, std::min(x.size(), (i + 1) * part)); });
+  exec.for_each(ceil_div(x.size(), part), [&](std::int64_t i) {
+    f(i * part, std::min(x.size(), (i + 1) * part));
+    stream_fence();
+  });
 }
 
 /// Calls f(first, length) for parts of the channels of a tensor, possibly at the same time.
@@ -195,16 +235,12 @@ public:
   template <class Add>
   [[gnu::always_inline]] void add(number_run const& run, Add const& add) {
     double* const of = memory_.data() + run.channel * of_channel_;
-    for_each_numbers<lanes>(
-        2 * run.numbers, [&]<int L>(std::int64_t i) __attribute__((always_inline)) {
-          double* const at = of + (positions_ ? i : 0);
-          std::array<vector_t<double, L>, Count> sums;
-#pragma GCC unroll 16
-          for (std::size_t j = 0; j < Count; ++j) sums[j] = load<L>(at + static_cast<std::int64_t>(j) * step_);
-          add.template operator()<L>(i, sums);
-#pragma GCC unroll 16
-          for (std::size_t j = 0; j < Count; ++j) store<L>(at + static_cast<std::int64_t>(j) * step_, sums[j]);
-        });
+    std::int64_t const n = 2 * run.numbers;
+    if (positions_)
+      for_each_numbers<lanes>(
+          n, [&]<int L>(std::int64_t i) __attribute__((always_inline)) { add_to<L>(of + i, i, add); });
+    else
+      add_row(of, n, add);
   }
 
   /// Sum j of a channel: of the lanes of real parts, and of those of imaginary parts.
@@ -216,6 +252,45 @@ public:
   }
 
 private:
+  /// Sums that are made beside each other, as far as registers go, since each waits for the one before.
+  static constexpr std::size_t chains = std::clamp<std::size_t>(8 / Count, 1, 4);
+
+  template <int L, class Add>
+  [[gnu::always_inline]] void add_to(double* at, std::int64_t i, Add const& add) {
+    std::array<vector_t<double, L>, Count> sums;
+#pragma GCC unroll 16
+    for (std::size_t j = 0; j < Count; ++j) sums[j] = load<L>(at + static_cast<std::int64_t>(j) * step_);
+    add.template operator()<L>(i, sums);
+#pragma GCC unroll 16
+    for (std::size_t j = 0; j < Count; ++j) store<L>(at + static_cast<std::int64_t>(j) * step_, sums[j]);
+  }
+
+  /// Of numbers of one channel.
+  template <class Add>
+  [[gnu::always_inline]] void add_row(double* of, std::int64_t n, Add const& add) {
+    constexpr auto together = static_cast<std::int64_t>(chains) * lanes;
+    if (n < together)
+      return for_each_numbers<lanes>(
+          n, [&]<int L>(std::int64_t i) __attribute__((always_inline)) { add_to<L>(of, i, add); });
+    std::array<std::array<vector_t<double, lanes>, Count>, chains> sums{};
+    std::int64_t i = 0;
+    for (; i + together <= n; i += together) {
+#pragma GCC unroll 4
+      for (std::size_t k = 0; k < chains; ++k)
+        add.template operator()<lanes>(i + static_cast<std::int64_t>(k) * lanes, sums[k]);
+    }
+    for (; i + lanes <= n; i += lanes) add.template operator()<lanes>(i, sums[0]);
+#pragma GCC unroll 16
+    for (std::size_t j = 0; j < Count; ++j) {
+      double* const at = of + static_cast<std::int64_t>(j) * step_;
+      auto all = load<lanes>(at);
+#pragma GCC unroll 4
+      for (std::size_t k = 0; k < chains; ++k) all += sums[k][j];
+      store<lanes>(at, all);
+    }
+    for (; i < n; i += 2) add_to<2>(of, i, add);
+  }
+
   bool positions_;
   std::int64_t of_channel_, step_;
   scratch_lease<double> memory_;

@@ -168,7 +168,8 @@ private:
     };
     for (auto k = in_.dx.size(); k-- > 0;)
       host::backward_elemt_complex<T>(exec, part_of(in_.dy[k], range), part_of(in_.x[k], range),
-                                      part_of(in_.dx[k], range), terms, is_complex, count.n == 0, masks_->given(k));
+                                      part_of(in_.dx[k], range), terms, is_complex, count.n == 0, masks_->given(k),
+                                      host::stores_for(in_.dx[k]));
   }
 
   complex_backward_operands<T> in_;

@@ -16,6 +16,7 @@
 #include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/complex_double_backward.hpp>
 #include <syncnorm/host/executor.hpp>
+#include <syncnorm/host/stores.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/backward_steps.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
@@ -132,7 +133,8 @@ private:
                                                     second_gamma(c), {b.real(), b.imag()}, sums_of(c),
                                                     saved_->normalized());
     };
-    for (auto k = in_.x.size(); k-- > 0;) host::double_backward_elemt_complex(exec, operands(k, range), mean, terms);
+    for (auto k = in_.x.size(); k-- > 0;)
+      host::double_backward_elemt_complex(exec, operands(k, range), mean, terms, host::stores_for(in_.x[k]));
   }
 
   void commit() override {

@@ -50,7 +50,7 @@ void normalize_by_numbers(host::executor_ref exec, channel_span range, complex_f
   };
   for (auto k = in.x.size(); k-- > 0;)
     host::normalize_complex<T>(exec, part_of(in.x[k], range), part_of(in.y[k], range), terms,
-                               has_complex_gamma(in.affine), masks.given(k));
+                               has_complex_gamma(in.affine), masks.given(k), host::stores_for(in.y[k]));
 }
 
 /// Normalizes a range of complex channels `by_numbers`, or of those whose components follow each other, or one of them.
