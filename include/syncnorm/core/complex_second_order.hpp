@@ -3,27 +3,9 @@
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/complex_value.hpp>
 
 namespace syncnorm {
-
-/// A complex number, on the host and on a device.
-struct complex_value {
-  double re = 0, im = 0;
-
-  [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr complex_value conjugate() const { return {re, -im}; }
-};
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr complex_value operator+(complex_value a, complex_value b) {
-  return {a.re + b.re, a.im + b.im};
-}
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr complex_value operator-(complex_value a, complex_value b) {
-  return {a.re - b.re, a.im - b.im};
-}
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr complex_value operator*(double a, complex_value b) {
-  return {a * b.re, a * b.im};
-}
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr complex_value operator*(complex_value a, complex_value b) {
-  return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
-}
 
 /// given·other by parts. A part that is not given is 0 and stays so, whatever it meets.
 [[nodiscard]] SYNCNORM_HOST_DEVICE constexpr complex_value times_given(complex_value given, complex_value other) {

@@ -4,6 +4,7 @@
 
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/complex_value.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/complex_operands.hpp>
@@ -30,10 +31,10 @@ struct complex_backward_statistics {
   static constexpr int values = 4;
 
   struct sums {
-    complex_element<double> dy, dy_xmu;
+    complex_value dy, dy_xmu;
   };
   struct summary {
-    complex_element<double> mean;
+    complex_value mean;
     double inv_std;
     sums all, own;
     std::int64_t count;
@@ -67,10 +68,8 @@ struct complex_backward_statistics {
 private:
   template <class Hw>
   static SYNCNORM_DEVICE void add(Hw const& hw, incoming_packets const& from, int rank, std::int64_t c, sums& to) {
-    to.dy.re += from.value(hw, rank, 0, 2 * c);
-    to.dy.im += from.value(hw, rank, 0, 2 * c + 1);
-    to.dy_xmu.re += from.value(hw, rank, 1, 2 * c);
-    to.dy_xmu.im += from.value(hw, rank, 1, 2 * c + 1);
+    to.dy = to.dy + number_of(hw, from, rank, 0, c);
+    to.dy_xmu = to.dy_xmu + number_of(hw, from, rank, 1, c);
   }
 };
 
@@ -106,15 +105,15 @@ struct complex_gradient_op {
   SYNCNORM_DEVICE void coefficients_at(Hw const& hw, std::int64_t c, complex_backward_statistics::summary const& s,
                                        A (&k)[coefficients]) const {
     auto const gamma = load_gamma(hw, statistics.numbers, c);
-    complex_element<double> const turned{gamma.re * s.inv_std, -gamma.im * s.inv_std};
+    auto const turned = s.inv_std * gamma.conjugate();
     k[0] = static_cast<A>(turned.re), k[1] = static_cast<A>(turned.im);
     k[2] = static_cast<A>(s.mean.re), k[3] = static_cast<A>(s.mean.im);
     k[4] = k[5] = k[6] = 0;
     if (s.count == 0) return; // by constant statistics
     normalized_count const n{s.count, statistics.saved.normalized_by};
-    double const along = product(turned, s.all.dy_xmu).re;
+    double const along = (turned * s.all.dy_xmu).re;
     double const x_scale = -(s.inv_std / static_cast<double>(n.degrees_of_freedom())) * (s.inv_std * along);
-    auto const of_dy = product(turned, s.all.dy), lost = lost_of<T>(s.mean);
+    auto const of_dy = turned * s.all.dy, lost = lost_of<T>(s.mean);
     auto const count = static_cast<double>(s.count);
     k[4] = static_cast<A>(x_scale);
     k[5] = static_cast<A>(-of_dy.re / count - lost.re * x_scale);

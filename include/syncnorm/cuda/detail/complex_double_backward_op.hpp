@@ -5,6 +5,7 @@
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/complex_second_order.hpp>
+#include <syncnorm/core/complex_value.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/complex_operands.hpp>
@@ -30,10 +31,10 @@ template <class Hw>
 /// Σ w·dy, Σ w·dy·conj(X), Σ m·u, Re Σ m·u·conj(X) and Σ w·dy·conj(u), where X = x − mean; of these products the real parts alone where
 /// gamma is real.
 template <class T>
-struct complex_double_backward_sums_op : added_parts<9> {
+struct complex_double_backward_sums_op : added_parts<9, 2> {
   using element_type = complex_element<T>;
   using A = T;
-  static constexpr int inputs = 3, components = 2, values = 14, threads = 128;
+  static constexpr int inputs = 3, values = 14, threads = 128;
   static constexpr int unroll[2] = {1, 1}, unroll_aligned = 1;
   static constexpr int resident[2] = {4, 2};
   static constexpr bool pivoted = false;
@@ -119,12 +120,6 @@ struct complex_double_backward_sums_op : added_parts<9> {
     value[10] = a_dy.re, value[11] = a_dy.im;
     value[12] = times_given(turned, dy_xmu).re, value[13] = 0;
   }
-  template <class Hw>
-  static SYNCNORM_DEVICE void add_before(Hw const& hw, incoming_packets const& before, std::int64_t c,
-                                         double (&)[parts], double (&value)[values]) {
-    SYNCNORM_UNROLL
-    for (int v = 0; v < values; ++v) value[v] += before.value(hw, 0, v / 2, 2 * c + v % 2);
-  }
 };
 
 /// Those sums over all ranks, and of this one.
@@ -155,16 +150,16 @@ struct complex_double_backward_statistics {
     incoming_packets const from{packets, 2 * channels}, mine{own_packet(own), 2 * channels};
     complex_value sum[values / 2];
     for (int v = 0; v < values / 2; ++v)
-      for (int rank = 0; rank < from.ranks(); ++rank) sum[v] = sum[v] + number(hw, from, rank, v, c);
+      for (int rank = 0; rank < from.ranks(); ++rank) sum[v] = sum[v] + number_of(hw, from, rank, v, c);
     double const r = hw.load(saved.inv_std + 2 * c);
     return {{hw.load(saved.mean + 2 * c), hw.load(saved.mean + 2 * c + 1)},
             r,
             load_second_gamma(hw, gamma_gradient, gamma_imag_gradient, c),
-            {load_value(hw, beta_gradient, 2 * c, 0), load_value(hw, beta_gradient, 2 * c + 1, 0)},
+            load_number(hw, beta_gradient, c),
             {sum[0], r * sum[1], sum[2], r * sum[3].re, sum[4], sum[5], r * sum[6].re},
-            number(hw, mine, 0, 4, c),
-            number(hw, mine, 0, 2, c),
-            r * number(hw, mine, 0, 3, c).re,
+            number_of(hw, mine, 0, 4, c),
+            number_of(hw, mine, 0, 2, c),
+            r * number_of(hw, mine, 0, 3, c).re,
             hw.load(saved.count)};
   }
   template <class Hw>
@@ -179,13 +174,6 @@ struct complex_double_backward_statistics {
   template <class Hw>
   SYNCNORM_DEVICE void fail(Hw const& hw, incoming_packets const& from, pass_fault fault) const {
     from.tell(hw, report, fault);
-  }
-
-private:
-  template <class Hw>
-  [[nodiscard]] static SYNCNORM_DEVICE complex_value number(Hw const& hw, incoming_packets const& from, int rank,
-                                                            int row, std::int64_t c) {
-    return {from.value(hw, rank, row, 2 * c), from.value(hw, rank, row, 2 * c + 1)};
   }
 };
 
@@ -217,20 +205,18 @@ struct complex_double_gradient_op {
   SYNCNORM_DEVICE void coefficients_at(Hw const& hw, std::int64_t c,
                                        complex_double_backward_statistics::summary const& s,
                                        A (&k)[coefficients]) const {
-    auto const gamma = load_gamma(hw, statistics.numbers, c);
-    auto const made = make_complex_second_order_coefficients(s.inv_std, {gamma.re, gamma.im}, s.a, s.b, s.all,
-                                                             {s.count, statistics.saved.normalized_by});
-    auto const lost = lost_of<T>({s.mean.re, s.mean.im});
-    complex_value const of_lost{lost.re, lost.im};
+    auto const made = make_complex_second_order_coefficients(s.inv_std, load_gamma(hw, statistics.numbers, c), s.a, s.b,
+                                                             s.all, {s.count, statistics.saved.normalized_by});
+    auto const lost = lost_of<T>(s.mean);
     auto const set = [&](int at, complex_value value) {
       k[at] = static_cast<A>(value.re), k[at + 1] = static_cast<A>(value.im);
     };
     set(0, s.mean);
     set(2, made.for_dy.u_scale);
     set(4, made.for_dy.x_scale);
-    set(6, made.for_dy.shift - of_lost * made.for_dy.x_scale);
+    set(6, made.for_dy.shift - lost * made.for_dy.x_scale);
     set(8, made.for_x.dy_scale);
-    set(10, made.for_x.shift - made.for_x.x_scale * of_lost);
+    set(10, made.for_x.shift - made.for_x.x_scale * lost);
     k[12] = static_cast<A>(made.for_x.u_scale), k[13] = static_cast<A>(made.for_x.x_scale);
   }
   template <axis Axis, known K, class Hw>

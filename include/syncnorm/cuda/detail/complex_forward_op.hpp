@@ -4,6 +4,7 @@
 
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/complex_value.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/moments.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -17,12 +18,6 @@
 
 namespace syncnorm::cuda::detail {
 
-/// (a.re + i·a.im)·(b.re + i·b.im)
-[[nodiscard]] SYNCNORM_HOST_DEVICE constexpr complex_element<double> product(complex_element<double> a,
-                                                                             complex_element<double> b) {
-  return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
-}
-
 /// value·(re + i·im), or, unless it `turns`, value·re, of which no part depends on the other.
 template <class T>
 [[nodiscard]] SYNCNORM_DEVICE complex_element<T> scaled(complex_element<T> value, T re, T im, bool turns) {
@@ -33,21 +28,27 @@ template <class T>
 
 /// What rounding to `T` loses.
 template <class T>
-[[nodiscard]] SYNCNORM_DEVICE complex_element<double> lost_of(complex_element<double> value) {
+[[nodiscard]] SYNCNORM_DEVICE complex_value lost_of(complex_value value) {
   auto const of = [](double part) { return part - static_cast<double>(static_cast<T>(part)); };
   return {of(value.re), of(value.im)};
 }
 
 /// gamma of a channel, and number c of `[C, 2]`.
 template <class Hw>
-[[nodiscard]] SYNCNORM_DEVICE complex_element<double> load_gamma(Hw const& hw, complex_affine_values const& from,
-                                                                 std::int64_t c) {
+[[nodiscard]] SYNCNORM_DEVICE complex_value load_gamma(Hw const& hw, complex_affine_values const& from,
+                                                       std::int64_t c) {
   return {load_value(hw, from.gamma, c, 1), load_value(hw, from.gamma_imag, c, 0)};
 }
 template <class Hw>
-[[nodiscard]] SYNCNORM_DEVICE complex_element<double> load_number(Hw const& hw, channel_values const& from,
-                                                                  std::int64_t c) {
+[[nodiscard]] SYNCNORM_DEVICE complex_value load_number(Hw const& hw, channel_values const& from, std::int64_t c) {
   return {load_value(hw, from, 2 * c, 0), load_value(hw, from, 2 * c + 1, 0)};
+}
+
+/// Number c of a row of a packet.
+template <class Hw>
+[[nodiscard]] SYNCNORM_DEVICE complex_value number_of(Hw const& hw, incoming_packets const& from, int rank, int row,
+                                                      std::int64_t c) {
+  return {from.value(hw, rank, row, 2 * c), from.value(hw, rank, row, 2 * c + 1)};
 }
 
 /// Those of complex channels: mean and running mean `[C, 2]`, inv_std `[C, 2]` of equal components, the running variance `[C]`.
@@ -57,7 +58,7 @@ struct complex_forward_statistics : forward_statistics {
   static constexpr int values = 4;
 
   struct summary {
-    complex_element<double> mean;
+    complex_value mean;
     double inv_std, m2; ///< m2: of both components; 0 where statistics are constant
     std::int64_t count;
   };
@@ -133,8 +134,7 @@ struct complex_normalize_op {
   SYNCNORM_DEVICE void coefficients_at(Hw const& hw, std::int64_t c, complex_forward_statistics::summary const& s,
                                        A (&k)[coefficients]) const {
     auto const gamma = load_gamma(hw, statistics.numbers, c), beta = load_number(hw, statistics.numbers.beta, c);
-    complex_element<double> const scale{gamma.re * s.inv_std, gamma.im * s.inv_std};
-    auto const lost = product(lost_of<T>(s.mean), scale);
+    auto const scale = s.inv_std * gamma, lost = lost_of<T>(s.mean) * scale;
     k[0] = static_cast<A>(s.mean.re), k[1] = static_cast<A>(s.mean.im);
     k[2] = static_cast<A>(scale.re), k[3] = static_cast<A>(scale.im);
     k[4] = static_cast<A>(beta.re - lost.re), k[5] = static_cast<A>(beta.im - lost.im);

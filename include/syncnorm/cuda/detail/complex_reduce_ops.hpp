@@ -127,10 +127,10 @@ private:
 
 /// Σ dy and Σ dy·conj(x − mean), of which a real gamma needs the real part alone, and has no other.
 template <class T>
-struct complex_backward_sums_op : added_parts<4> {
+struct complex_backward_sums_op : added_parts<4, 2> {
   using element_type = complex_element<T>;
   using A = T;
-  static constexpr int inputs = 2, needed_inputs = 2, components = 2, values = 4, threads = 256;
+  static constexpr int inputs = 2, needed_inputs = 2, values = 4, threads = 256;
   static constexpr int unroll[2] = {2, 2}, unroll_aligned = 1;
   static constexpr int resident[2] = {2, 2};
   static constexpr bool pivoted = false;
@@ -199,12 +199,6 @@ struct complex_backward_sums_op : added_parts<4> {
     value[0] = all[0], value[1] = all[1];
     value[2] = all[2] - (re * all[0] + im * all[1]);
     value[3] = turns ? all[3] - (re * all[1] - im * all[0]) : 0;
-  }
-  template <class Hw>
-  static SYNCNORM_DEVICE void add_before(Hw const& hw, incoming_packets const& before, std::int64_t c,
-                                         double (&)[parts], double (&value)[values]) {
-    SYNCNORM_UNROLL
-    for (int v = 0; v < values; ++v) value[v] += before.value(hw, 0, v / 2, 2 * c + v % 2);
   }
 };
 

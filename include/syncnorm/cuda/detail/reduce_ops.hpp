@@ -35,10 +35,10 @@ template <class Hw>
   return lanes == 0 ? 0 : hw.population((lanes & (0u - lanes)) - 1);
 }
 
-/// Parts that are put together by adding.
-template <int Parts>
+/// Parts that are put together by adding, of channels that are so many `Components` of packets.
+template <int Parts, int Components = 1>
 struct added_parts {
-  static constexpr int parts = Parts, sums = Parts;
+  static constexpr int parts = Parts, sums = Parts, components = Components;
   static constexpr bool counts = false;
 
   template <class At>
@@ -60,7 +60,7 @@ struct added_parts {
   static SYNCNORM_DEVICE void add_before(Hw const& hw, incoming_packets const& before, std::int64_t c,
                                          double (&)[Parts], double (&value)[Values]) {
     SYNCNORM_UNROLL
-    for (int v = 0; v < Values; ++v) value[v] += before.value(hw, 0, v, c);
+    for (int v = 0; v < Values; ++v) value[v] += before.value(hw, 0, v / Components, Components * c + v % Components);
   }
 };
 

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -58,7 +57,7 @@ public:
       check_.channel_values(in_.gradients.gamma, "the gradient of gamma", channels);
       check_.channel_values(in_.gradients.gamma_imag, "the gradient of the imaginary part of gamma", channels);
       check_gamma_gradients(check_, in_);
-      masks_.emplace(check_, in_.masks, in_.x);
+      check_masks<T>(check_, in_.masks, in_.x);
     });
   }
 
@@ -150,7 +149,7 @@ private:
   [[nodiscard]] host::complex_second_order_operands<T> operands(std::size_t k, channel_span range) const {
     auto const part = [&](auto const& view) { return view.is_given() ? part_of(view, range) : view; };
     return {part(in_.dy[k]),       part(in_.x[k]),   part(of(in_.second.dx, k)),   part(of(in_.to_dy, k)),
-            part(of(in_.to_x, k)), masks_->given(k), has_complex_gamma(in_.affine)};
+            part(of(in_.to_x, k)), of(in_.masks, k), has_complex_gamma(in_.affine)};
   }
 
   [[nodiscard]] static complex_value at(std::span<double const> components, std::size_t c) {
@@ -175,7 +174,6 @@ private:
   host::executor_ref exec_;
   std::int64_t numbers_; ///< complex channels
   complex_double_backward_operands<T> in_;
-  std::optional<complex_masks<T>> masks_;
 };
 
 } // namespace syncnorm::detail

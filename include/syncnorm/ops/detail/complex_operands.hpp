@@ -122,18 +122,24 @@ void for_each_range(host::executor_ref exec, channel_span channels, bool once, F
   for (std::int64_t c = 0; c < channels.length; ++c) f(exec, channel_span{channels.first + c, 1});
 }
 
+/// Says in `check` what is wrong with the masks of K micro-batches: none, or one for each of `x`.
+template <complex_component T>
+void check_masks(call_check& check, std::span<batch_norm_mask const> masks, complex_batches<T> x) {
+  auto const batches = x.size();
+  check.require(masks.empty() || masks.size() == batches, [&] {
+    return check.text("there are ", masks.size(), " masks, expected ", batches, " as micro-batches of x");
+  });
+  for (std::size_t k = 0; k < masks.size() && !check.failed(); ++k)
+    check.mask(masks[k].mask, batch_name{"the mask", k, batches}, x[k]);
+}
+
 /// The masks of the K micro-batches of a pass, checked and ready.
 template <complex_component T>
 class complex_masks {
 public:
-  /// None, or one for each of `x`. Says in `check` what is wrong.
+  /// As `check_masks`.
   complex_masks(call_check& check, std::span<batch_norm_mask const> masks, complex_batches<T> x) : given_{masks} {
-    auto const batches = x.size();
-    check.require(masks.empty() || masks.size() == batches, [&] {
-      return check.text("there are ", masks.size(), " masks, expected ", batches, " as micro-batches of x");
-    });
-    for (std::size_t k = 0; k < masks.size() && !check.failed(); ++k)
-      check.mask(masks[k].mask, batch_name{"the mask", k, batches}, x[k]);
+    check_masks<T>(check, masks, x);
     if (check.failed()) return;
     prepared_.reserve(masks.size());
     for (std::size_t k = 0; k < masks.size(); ++k)

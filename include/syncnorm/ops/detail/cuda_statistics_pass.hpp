@@ -76,11 +76,31 @@ protected:
   batch_norm_saved* saved_;
 };
 
-/// A backward pass by what a forward pass has saved.
-class following_pass : public groupable_pass {
+/// A `Pass` by what a forward pass has saved.
+template <class Pass>
+class by_saved : public Pass {
+public:
+  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
+
+protected:
+  by_saved(bool exchange, batch_norm_saved const& saved, batch_norm_workspace& workspace,
+           batch_norm_caller const& caller)
+      : Pass{workspace, caller}, exchange_{exchange}, saved_{&saved} {}
+
+  void check_forward(cudaStream_t stream) {
+    this->check_.place(stream);
+    this->check_.require(saved_->exists, [] { return "there was no forward pass"; });
+    this->check_.saved(*saved_, this->workspace_->channels());
+  }
+
+  bool exchange_;
+  batch_norm_saved const* saved_;
+};
+
+/// A backward pass.
+class following_pass : public by_saved<groupable_pass> {
 public:
   [[nodiscard]] std::string_view name() const override { return "batch_norm backward"; }
-  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
   void require_current() const override {
     if (saved_->passes != saved_passes_)
       throw invalid_argument_error{"batch_norm backward: the layer has had another forward pass since this one began"};
@@ -89,24 +109,15 @@ public:
 protected:
   following_pass(bool exchange, batch_norm_saved const& saved, batch_norm_workspace& workspace,
                  batch_norm_caller const& caller)
-      : groupable_pass{workspace, caller}, exchange_{exchange}, saved_{&saved}, saved_passes_{saved.passes} {}
+      : by_saved{exchange, saved, workspace, caller}, saved_passes_{saved.passes} {}
 
-  void check_forward(cudaStream_t stream) {
-    check_.place(stream);
-    check_.require(saved_->exists, [] { return "there was no forward pass"; });
-    check_.saved(*saved_, workspace_->channels());
-  }
-
-  bool exchange_;
-  batch_norm_saved const* saved_;
   std::int64_t saved_passes_; ///< when the pass was made
 };
 
-/// A double backward pass by what a forward pass has saved. It has packets of its own.
-class second_order_pass : public device_pass {
+/// A double backward pass, which has packets of its own.
+class second_order_pass : public by_saved<device_pass> {
 public:
   [[nodiscard]] std::string_view name() const override { return "batch_norm 2nd backward"; }
-  [[nodiscard]] bool collective() const override { return exchange_ && saved_->scope == statistics_scope::all_ranks; }
   [[nodiscard]] pass_packets const& packets() const override { return workspace_->double_packets(); }
   void run_alone(cudaStream_t stream) override {
     packet_place const own{packets().own().data()};
@@ -115,15 +126,8 @@ public:
   }
 
 protected:
-  second_order_pass(bool exchange, batch_norm_saved const& saved, batch_norm_workspace& workspace,
-                    batch_norm_caller const& caller)
-      : device_pass{workspace, caller}, exchange_{exchange}, saved_{&saved} {}
+  using by_saved::by_saved;
 
-  void check_forward(cudaStream_t stream) {
-    check_.place(stream);
-    check_.require(saved_->exists, [] { return "there was no forward pass"; });
-    check_.saved(*saved_, workspace_->channels());
-  }
   /// As many micro-batches as of x.
   void check_batches(std::size_t batches, std::size_t dy, std::size_t u, std::size_t to_dy, std::size_t to_x) {
     check_.batches_of(dy, batches, "micro-batches of dy", false);
@@ -140,9 +144,6 @@ protected:
                                    "for it: call reserve_double_backward() first"};
     workspace_->reserve_double_backward();
   }
-
-  bool exchange_;
-  batch_norm_saved const* saved_;
 };
 
 } // namespace syncnorm::cuda::detail
