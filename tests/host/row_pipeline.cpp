@@ -180,6 +180,9 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
       for (std::int64_t const room : {bytes + bytes / 2, bytes + bytes / 3, bytes}) {
         passes.on.second_level = room * 8 / 5;
         check(host::serial_executor{}, 1, host::stores::streaming);
+        // Threads that share each block, as far as it has samples and groups, and one that takes the shares of all.
+        check(test::shuffling_executor{2}, 1, host::stores::streaming);
+        check(test::lone_executor{4}, 1, host::stores::cached);
       }
       for (std::int64_t const room : {16 * bytes, bytes}) {
         passes.on = {room, false};
@@ -188,6 +191,29 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
       }
     }
   }
+}
+
+TEST_CASE("blocks that do not fit the cache of a core twice are shared by as few threads as have room for them") {
+  constexpr std::int64_t kb = 1024;
+  host::detail::processor const on{2048 * kb, true};
+  auto const shares = [&](test::extents const& of, std::int64_t inputs, std::int64_t threads) {
+    tensor_view<float const> const x{nullptr, of.n, of.c, of.s, of.c * of.s, of.s, 1};
+    return host::detail::shares_of_block(x, host::detail::groups{x}, inputs, threads, on);
+  };
+  for (std::int64_t const threads : {1, 2, 8})
+    CHECK(shares({32, 1, 3136}, 1, threads) == 1); // 392 KB, twice in 1280 KB
+  CHECK(shares({32, 1, 3136}, 2, 1) == 1);
+  CHECK(shares({32, 1, 3136}, 2, 2) == 2);
+  CHECK(shares({32, 1, 3136}, 2, 3) == 1); // of 8 groups of pieces three threads have no equal shares
+  CHECK(shares({32, 1, 3136}, 2, 8) == 2);
+  CHECK(shares({32, 1, 12'544}, 2, 2) == 2); // 3136 KB, once in the caches of two
+  CHECK(shares({32, 1, 12'544}, 2, 8) == 4); // of 28 groups
+  CHECK(shares({32, 1, 50'176}, 2, 2) == 1); // 12.25 MB, in no case
+  CHECK(shares({2, 1, 200'704}, 1, 4) == 2); // of two samples
+  for (std::int64_t const threads : {2, 8})
+    CHECK(host::detail::shares_of_block(tensor_view<float const>{nullptr, 32, 1, 12'544, 12'544, 12'544, 1},
+                                        host::detail::groups{32, 12'544, 2048}, 2, threads,
+                                        {2048 * kb, false}) == 1); // where a block is mapped by itself
 }
 
 TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits of separate passes", T, float,

@@ -1,16 +1,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
-#include <random>
 #include <span>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -18,6 +14,7 @@
 #include <syncnorm/core/half.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
+#include <host/executors.hpp>
 #include <support/noise.hpp>
 #include <support/sanitized.hpp>
 #ifdef SYNCNORM_TEST_SANITIZED
@@ -25,28 +22,6 @@
 #endif
 
 namespace test {
-
-/// Runs work on threads of its own, in an order drawn from a seed.
-struct shuffling_executor {
-  int threads = 3;
-  unsigned seed = 1;
-
-  [[nodiscard]] int concurrency() const { return threads; }
-
-  template <class F>
-  void for_each(std::int64_t n, F const& f) const {
-    std::vector<std::int64_t> order(static_cast<std::size_t>(n));
-    std::iota(order.begin(), order.end(), std::int64_t{0});
-    std::shuffle(order.begin(), order.end(), std::mt19937{seed});
-    std::atomic<std::size_t> next = 0;
-    auto const work = [&] {
-      for (std::size_t i = next++; i < order.size(); i = next++) f(order[i]);
-    };
-    std::vector<std::jthread> team;
-    for (int t = 1; t < threads; ++t) team.emplace_back(work);
-    work();
-  }
-};
 
 /// The upper half of a float: an element type of a user's own.
 struct brief {

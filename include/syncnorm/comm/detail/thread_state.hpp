@@ -17,18 +17,10 @@
 #include <syncnorm/comm/detail/signature.hpp>
 #include <syncnorm/core/detail/cache_line.hpp>
 #include <syncnorm/core/detail/line_allocator.hpp>
+#include <syncnorm/core/detail/relax.hpp>
 #include <syncnorm/core/error.hpp>
 
 namespace syncnorm::detail {
-
-/// Lets the other hardware thread of the core run while this one polls.
-inline void relax() noexcept {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 /// What one rank brings to one operation. On cache lines of its own, since ranks write theirs at the same
 /// time.

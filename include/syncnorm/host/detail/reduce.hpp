@@ -13,6 +13,23 @@
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
+/// Folds the two sums of so many channels over each group of pieces, `[parts.count, 2, channels]`, into those over all, in order, but for
+/// groups of which no element counts. `merge` as the kernel's of `reduce_channels`.
+template <class Parts, class Merge>
+void merge_groups(Parts const& parts, std::int64_t channels, double const* of_groups, Merge const& merge, double* a,
+                  double* b) {
+  std::copy_n(of_groups, channels, a);
+  std::copy_n(of_groups + channels, channels, b);
+  std::int64_t before = parts.elements(0);
+  for (std::int64_t g = 1; g < parts.count; ++g) {
+    std::int64_t const more = parts.elements(g);
+    if (more == 0) continue;
+    double const* const of_group = of_groups + g * 2 * channels;
+    merge(before, more, a, b, of_group, of_group + channels, channels);
+    before += more;
+  }
+}
+
 /// Computes two sums per channel. `Kernel` has
 ///
 ///     kernel(first, length, group, a, b)      the sums of channels [first, first + length) over one group of pieces
@@ -62,16 +79,9 @@ void reduce_channels(executor_ref exec, Parts const& parts, std::int64_t channel
     double* const a = partials.data() + g * width + first;
     kernel(first, std::min(chunk, channels - first), g, a, a + channels);
   });
-  std::copy_n(partials.data(), channels, out_a.data());
-  std::copy_n(partials.data() + channels, channels, out_b.data());
-  std::int64_t before = parts.elements(0);
-  for (std::int64_t g = 1; g < parts.count; ++g) {
-    std::int64_t const more = parts.elements(g);
-    if (more == 0) continue;
-    double const* const a = partials.data() + g * width;
-    kernel.merge(before, more, out_a.data(), out_b.data(), a, a + channels, channels);
-    before += more;
-  }
+  merge_groups(
+      parts, channels, partials.data(), [&](auto const&... sums) { kernel.merge(sums...); }, out_a.data(),
+      out_b.data());
 }
 
 } // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

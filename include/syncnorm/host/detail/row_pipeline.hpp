@@ -2,21 +2,25 @@
 
 #include <algorithm>
 #include <array>
+#include <bitset>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <type_traits>
+#include <utility>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/function_ref.hpp>
 #include <syncnorm/core/tensor_view.hpp>
+#include <syncnorm/host/detail/block_team.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/linear_op.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
+#include <syncnorm/host/detail/reduce.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/streaming.hpp>
@@ -52,15 +56,15 @@ struct pipeline_reading {
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
-  /// `block`: the extents of what is mapped at a time.
+  /// `block`: the extents of what is mapped at a time, in so many `shares`.
   row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
-               processor const& on = processor::here())
-      : parts_{parts}, samples_{block.samples}, takes_turns_{on.foresees}, map_fetches_{reading.map_fetches},
-        reads_long_rows_{reading.summed == 1 && sizeof(T) >= 4 &&
-                         parts.cut.spatial * static_cast<std::int64_t>(sizeof(T)) >= long_row},
+               std::int64_t shares = 1, processor const& on = processor::here())
+      : parts_{parts}, samples_{block.samples}, shares_{shares}, takes_turns_{on.foresees},
+        map_fetches_{reading.map_fetches}, reads_long_rows_{reading.summed == 1 && sizeof(T) >= 4 &&
+                                                            parts.cut.spatial * static_cast<std::int64_t>(sizeof(T)) >=
+                                                                long_row},
         fetch_{takes_turns_ ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
-    // Of several tensors it is no gain: memory takes longer to read than to write.
-    if (reading.summed == 1) limit_lead(block.size() * static_cast<std::int64_t>(sizeof(T)), on);
+    limit_lead(reading.summed, block.size() * static_cast<std::int64_t>(sizeof(T)) / shares, on);
   }
 
   /// Whether a block is mapped while the next one is summed.
@@ -71,18 +75,27 @@ public:
     map(boxes::box{0, channels, 0, samples_, 0, parts_.cut.spatial}, fetch.channels_ahead);
   }
 
-  /// The sums `a`, `b` of `rows`, of `length` channels, which are `fetched` already or not; meanwhile maps the `mapped` channels before
-  /// these by `map`, no more.
-  [[gnu::noinline]] void operator()(Rows& rows, std::int64_t length, double* a, double* b, Map const* map,
+  /// Maps a share of a block of so many channels by itself.
+  void map_share(Map const& map, std::int64_t share, std::int64_t channels) const {
+    auto const of = share_of(share);
+    map(boxes::box{0, channels, of.sample, of.samples_end - of.sample, 0, parts_.cut.spatial});
+  }
+
+  /// The sums of `rows`, of `length` channels, which are `fetched` already or not, over each group of a share, to `sums`, as
+  /// `merge_groups` takes them; meanwhile maps that share of the `mapped` channels before these by `map`, no more.
+  [[gnu::noinline]] void operator()(Rows& rows, std::int64_t share, std::int64_t length, double* sums, Map const* map,
                                     std::int64_t mapped, bool fetched = false) const {
     fetching const fetch = fetched && reads_long_rows_ ? fetching{0, 0} : fetch_;
-    std::array<double, Rows::channels_at_once> next_a, next_b;
-    std::int64_t const to_map = map == nullptr ? 0 : parts_.pieces, both = std::min(length, mapped);
-    std::int64_t before = 0, summed = 0, done = 0;
-    for (std::int64_t g = 0; g < parts_.count; ++g) {
+    auto const of = share_of(share);
+    std::int64_t const to_map = map == nullptr ? 0 : (of.samples_end - of.sample) * parts_.cut.pieces,
+                       pieces = parts_.end(of.groups_end - 1) - parts_.begin(of.group),
+                       lead = std::max<std::int64_t>(1, pieces * lead_ / parts_.pieces),
+                       both = std::min(length, mapped);
+    std::int64_t summed = 0, done = 0;
+    for (std::int64_t g = of.group; g < of.groups_end; ++g) {
       bool begun = false;
       for_each_piece_read(parts_, g, length, fetch, [&](groups::piece const& now, read_ahead later) {
-        std::int64_t const due = std::min(to_map, ceil_div(++summed * to_map, lead_)) - done;
+        std::int64_t const due = std::min(to_map, ceil_div(++summed * to_map, lead)) - done;
         bool const map_fetches = map_fetches_ && due == 1 && !is_short(now);
         if (map_fetches) later.level = 0;
         for (std::int64_t c = 0; c < length; ++c) {
@@ -90,24 +103,19 @@ public:
           if (due == 0 || c >= both) continue;
           if (map_fetches) {
             auto const to_fetch = later.after(c, length);
-            map_piece(*map, done, c, both, to_fetch.piece, mapped + to_fetch.channel - c);
+            map_piece(*map, of.samples_end, done, c, both, to_fetch.piece, mapped + to_fetch.channel - c);
           } else {
-            map_piece(*map, done, c, both);
+            map_piece(*map, of.samples_end, done, c, both);
           }
         }
         for (std::int64_t i = done + 1; i < done + due; ++i)
-          for (std::int64_t c = 0; c < both; ++c) map_piece(*map, i, c, both);
+          for (std::int64_t c = 0; c < both; ++c) map_piece(*map, of.samples_end, i, c, both);
         done += due;
         begun = true;
       });
-      std::int64_t const more = parts_.elements(g);
-      if (g == 0) {
-        rows.finish(g, a, b);
-      } else if (more != 0) {
-        rows.finish(g, next_a.data(), next_b.data());
-        Rows::merge(before, more, a, b, next_a.data(), next_b.data(), length);
-      }
-      before += more;
+      if (g != 0 && parts_.elements(g) == 0) continue;
+      double* const of_group = sums + 2 * g * length;
+      rows.finish(g, of_group, of_group + length);
     }
   }
 
@@ -116,12 +124,13 @@ private:
   /// whose arithmetic takes longer, it does not.
   static constexpr std::int64_t long_row = 1 << 15;
 
-  /// Has a block of `bytes` mapped before more of the next one is read than fits beside it; not where both fit, nor where not even
-  /// one does, which is read from memory again in any case.
-  void limit_lead(std::int64_t bytes, processor const& on) {
-    std::int64_t const room = on.room_for_blocks();
-    if (2 * bytes > room && bytes <= on.second_level)
-      lead_ = std::max<std::int64_t>(1, lead_ * std::max<std::int64_t>(0, room - bytes) / bytes);
+  /// Has `bytes` of so many tensors mapped before more of the next ones is read than fits beside them; not where both fit, nor where not
+  /// even they do, which are read from memory again in any case. Of several tensors it is a gain where none of the next fits: memory takes
+  /// longer to read than to write.
+  void limit_lead(std::int64_t inputs, std::int64_t bytes, processor const& on) {
+    std::int64_t const all = inputs * bytes, room = on.room_for_blocks();
+    if (2 * all > room && all <= on.second_level && (inputs == 1 || all > room))
+      lead_ = std::max<std::int64_t>(1, lead_ * std::max<std::int64_t>(0, room - all) / all);
   }
 
   /// Short pieces the map fetches too late.
@@ -129,19 +138,29 @@ private:
     return piece.length * static_cast<std::int64_t>(sizeof(T)) < 4096;
   }
 
-  /// Maps the piece at place `i` in the order of mapping, of channel `c` of so many. Meanwhile fetches `to_fetch`, if any, of the
-  /// channel `further` on.
-  void map_piece(Map const& map, std::int64_t i, std::int64_t c, std::int64_t channels,
+  /// What a thread sums of a block, groups of pieces, and the samples that it maps, mostly the same.
+  struct part {
+    std::int64_t group, groups_end, sample, samples_end;
+  };
+  [[nodiscard]] part share_of(std::int64_t share) const {
+    auto const group = [&](std::int64_t i) { return i * parts_.count / shares_; };
+    auto const sample = [&](std::int64_t i) { return ceil_div(i * samples_, shares_); };
+    return {group(share), group(share + 1), sample(share), sample(share + 1)};
+  }
+
+  /// Maps the piece at place `i` in the order of mapping samples before `samples_end`, of channel `c` of so many. Meanwhile fetches
+  /// `to_fetch`, if any, of the channel `further` on.
+  void map_piece(Map const& map, std::int64_t samples_end, std::int64_t i, std::int64_t c, std::int64_t channels,
                  std::optional<groups::piece> const& to_fetch = std::nullopt, std::int64_t further = 0) const {
     auto const& cut = parts_.cut;
-    auto const piece = part_of_row<T>(cut, samples_ - 1 - i / cut.pieces, c, channels, i % cut.pieces);
+    auto const piece = part_of_row<T>(cut, samples_end - 1 - i / cut.pieces, c, channels, i % cut.pieces);
     std::optional<row_distance> distance;
     if (to_fetch) distance = row_distance{further, to_fetch->sample - piece.sample, to_fetch->begin - piece.begin};
     map(piece, distance);
   }
 
   Parts parts_;
-  std::int64_t samples_;
+  std::int64_t samples_, shares_;
   bool takes_turns_, map_fetches_, reads_long_rows_;
   fetching fetch_;
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
@@ -162,15 +181,35 @@ void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, In
   using map_type = elementwise_map<T, linear_op<Inputs>>;
   scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
   map_type const map{{}, terms_of, in, {out}, nullptr, how, table.data()};
-  row_pipeline<T, Rows, map_type, groups> const pipeline{in[0], groups{out}, {Inputs, Inputs > 1}};
-  pipeline(rows, length, a, b, &map, out.channels);
+  groups const parts{out};
+  row_pipeline<T, Rows, map_type, groups> const pipeline{in[0], parts, {Inputs, Inputs > 1}};
+  scratch_lease<double> sums{2 * parts.count * length};
+  pipeline(rows, 0, length, sums.data(), &map, out.channels);
+  merge_groups(parts, length, sums.data(), &Rows::merge, a, b);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
   stream_fence();
 }
 
+/// Of so many threads, how many had better share each block of channels, of which `inputs` tensors like `x` are summed: the fewest that
+/// have room for two blocks in their caches, or for one.
+template <class T>
+[[nodiscard]] std::int64_t shares_of_block(tensor_view<T> const& block, groups const& parts, std::int64_t inputs,
+                                           std::int64_t threads, processor const& on) {
+  if (!on.foresees) return 1;
+  std::int64_t const bytes = block.size() * inputs * static_cast<std::int64_t>(sizeof(T)),
+                     most = std::min({threads, parts.count, block.samples});
+  std::int64_t widest = 1;
+  for (std::int64_t shares = 1; shares <= most; ++shares) {
+    if (threads % shares != 0 || (parts.count % shares != 0 && parts.count < 8 * shares)) continue;
+    if (2 * bytes <= shares * on.room_for_blocks()) return shares;
+    if (bytes <= shares * on.second_level) widest = shares;
+  }
+  return widest;
+}
+
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
 /// `make_map(first, length, table)`, by a `row_pipeline`. `x` and `parts` are those of all, `reading` and `on` as of the pipeline.
-/// Each thread takes several blocks in a row.
+/// Each thread takes several blocks in a row, or its share of them.
 template <class T, class Parts, class MakeRows, class MakeMap>
 void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor_view<T const> const& x,
                          Parts const& parts, pipeline_reading const& reading, MakeRows const& make_rows,
@@ -180,26 +219,51 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
   using A = accumulate_t<T>;
   using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
-  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, on};
-  for_each_run(exec, blocks, 2, [&](std::int64_t begin, std::int64_t end) {
-    scratch_lease<A> table{map_type::table_size(x.channel_range(0, blocks.size(blocks.count - 1)))};
+  using shares_type = std::bitset<static_cast<std::size_t>(block_team::most_shares)>;
+  auto const block = x.channel_range(0, blocks.length);
+  std::int64_t const shares = shares_of_block(block, parts, reading.summed, exec.concurrency(), on);
+  row_pipeline<T, rows_type, map_type, Parts> const pipeline{block, parts, reading, shares, on};
+  std::int64_t const longest = blocks.size(blocks.count - 1), sums_of_block = 2 * parts.count * longest;
+  block_teams teams{exec, blocks.count, shares};
+  scratch_lease<double> sums{teams.count() * sums_of_block};
+  teams.for_each([&](block_team& team, std::int64_t run, std::int64_t begin, std::int64_t end, std::int64_t own) {
+    scratch_lease<A> table{map_type::table_size(x.channel_range(0, longest))};
+    double* const of_groups = sums.data() + run * sums_of_block;
     std::optional<map_type> map;
-    std::int64_t mapped = 0;
+    std::int64_t mapped = 0; // channels
+    auto const map_shares = [&](shares_type const& those, std::int64_t but = -1) {
+      for (std::int64_t share = 0; share < shares; ++share)
+        if (those[static_cast<std::size_t>(share)] && share != but) pipeline.map_share(*map, share, mapped);
+    };
+    shares_type held; // shares that this thread has
     bool fetched = false;
     for (std::int64_t i = begin; i < end; ++i) {
       std::int64_t const first = blocks.first(i), length = blocks.size(i);
+      bool const comes = team.claim(i, own);
+      auto const before = std::exchange(held, {});
+      map_shares(before, comes ? own : -1);
+      if (!comes && team.is_complete(i)) continue;
       auto rows = make_rows(first, length);
-      pipeline(rows, length, a.data() + first, b.data() + first, map && pipeline.takes_turns() ? &*map : nullptr,
-               mapped, fetched);
-      finish(first, length);
+      auto const sum = [&](std::int64_t share, map_type const* meanwhile) {
+        pipeline(rows, share, length, of_groups, meanwhile, mapped, fetched);
+        held.set(static_cast<std::size_t>(share));
+        if (!team.add_share()) return;
+        merge_groups(parts, length, of_groups, &rows_type::merge, a.data() + first, b.data() + first);
+        finish(first, length);
+        team.complete(i);
+      };
+      if (comes) sum(own, before[static_cast<std::size_t>(own)] ? &*map : nullptr);
+      if (!team.wait_for(i, [&](std::int64_t share) { sum(share, nullptr); })) return;
+      if (held.none()) continue;
       map.emplace(make_map(first, length, table.data()));
       mapped = length;
-      bool const last = i + 1 == end;
-      if (!last && pipeline.takes_turns()) continue;
-      auto const next = next_block::of(x.channel_range(first, length), reading.summed, last ? 0 : length, on);
+      if (pipeline.takes_turns()) continue;
+      auto const next = next_block::of(x.channel_range(first, length), reading.summed, i + 1 == end ? 0 : length, on);
       pipeline.map_block(*map, length, next);
       fetched = next.channels_ahead != 0;
+      held.reset();
     }
+    map_shares(held);
     stream_fence();
   });
 }
