@@ -57,6 +57,7 @@ struct pipeline_case {
   std::vector<T> gamma, beta;
   std::int64_t count;
   host::detail::processor on{std::int64_t{1} << 40, true};
+  host::detail::map_fetches fetched = host::detail::map_fetches::nothing;
 
   using A = accumulate_t<T>;
 
@@ -74,7 +75,7 @@ struct pipeline_case {
     std::vector<int> finished(r.mean.size());
     using host::detail::channels_of;
     host::detail::reduce_and_map_rows<T>(
-        exec, host::detail::channel_blocks{x.channels, block}, x, parts, {1, false},
+        exec, host::detail::channel_blocks{x.channels, block}, x, parts, {1, fetched},
         [&](std::int64_t first, std::int64_t length) {
           return host::detail::moment_rows<T>{x.channel_range(first, length), parts, host::detail::layout::rows};
         },
@@ -98,7 +99,8 @@ struct pipeline_case {
   void backward(E const& exec, std::int64_t block, pipeline_results<T>& r, tensor_view<T> dx, host::stores how) const {
     using host::detail::channels_of;
     host::detail::reduce_and_map_rows<T>(
-        exec, host::detail::channel_blocks{x.channels, block}, x, host::detail::groups{x}, {2, true},
+        exec, host::detail::channel_blocks{x.channels, block}, x, host::detail::groups{x},
+        {2, host::detail::map_fetches::next_sums},
         [&](std::int64_t first, std::int64_t length) {
           using sums_of = host::detail::terms_of_lanes<host::detail::gradient_terms<A>>;
           return host::detail::product_rows<T, sums_of>{
@@ -179,6 +181,7 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
       auto const bytes = static_cast<std::int64_t>(sizeof(T)) * n * s;
       for (std::int64_t const room : {bytes + bytes / 2, bytes + bytes / 3, bytes}) {
         passes.on.second_level = room * 8 / 5;
+        passes.fetched = host::detail::map_fetches::next_piece;
         check(host::serial_executor{}, 1, host::stores::streaming);
         // Threads that share each block, as far as it has samples and groups, and one that takes the shares of all.
         check(test::shuffling_executor{2}, 1, host::stores::streaming);

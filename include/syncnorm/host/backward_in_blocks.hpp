@@ -80,7 +80,8 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                      detail::layout::rows};
   };
   auto const finish = [](std::int64_t, std::int64_t) {};
-  detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {2, true}, rows, sum_dy, sum_dy_xmu, finish, map);
+  detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {2, detail::map_fetches::next_sums}, rows, sum_dy,
+                                 sum_dy_xmu, finish, map);
 }
 
 } // namespace syncnorm::host

@@ -57,19 +57,13 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
   };
   detail::channel_blocks const blocks{x.channels, block};
   using A = accumulate_t<T>;
-  using activation_type = detail::linear_activation<A>;
-  if (epilogue.activation().exponential)
-    return detail::for_each_block(exec, blocks, [&](std::int64_t first, std::int64_t length) {
-      reduce(first, length);
-      normalize(serial_executor{}, x.channel_range(first, length), y.channel_range(first, length),
-                detail::channels_of(std::span<double const>{mean}, first, length),
-                detail::channels_of(inv_std, first, length), params.from(first), epilogue.channel_range(first, length),
-                how);
-    });
-  auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in) {
+  detail::with_activation(epilogue, [&]<class F, bool Residual>(F const& f, std::bool_constant<Residual>) {
+    using op_type = detail::epilogue_op<F, Residual>;
+    std::int64_t const inputs = epilogue.has_residual() ? 2 : 1;
+    std::array<tensor_view<T const>, op_type::inputs> in{x};
+    if constexpr (Residual) in[1] = epilogue.residual_or(x);
     auto const map = detail::map_of_channels<T>(
-        detail::epilogue_op<activation_type, Residual>{activation_type{epilogue.activation()}}, in, {y},
-        epilogue.written(), how, [&](std::int64_t first, std::int64_t length) {
+        op_type{f}, in, {y}, epilogue.written(), how, [&](std::int64_t first, std::int64_t length) {
           auto const of_block = params.from(first);
           return detail::normalize_terms<A>{detail::channels_of(std::span<double const>{mean}, first, length),
                                             detail::channels_of(inv_std, first, length), of_block.gamma, of_block.beta};
@@ -78,19 +72,16 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
       auto const rows = [&](std::int64_t first, std::int64_t length) {
         return Rows{x.channel_range(first, length), parts, detail::layout::rows};
       };
-      detail::reduce_and_map_rows<T>(exec, blocks, x, parts, {1, !Residual}, rows, mean, m2, finish, map);
+      auto const fetched = inputs == 1 ? detail::map_fetches::next_sums : detail::map_fetches::next_piece;
+      detail::reduce_and_map_rows<T>(exec, blocks, x, parts, {1, fetched}, rows, mean, m2, finish, map);
     };
     if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, in, std::array{y}))
-      detail::reduce_and_map<T>(exec, blocks, x, std::ssize(in), reduce, map);
+      detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
     else if (epilogue.counted() == nullptr)
       in_rows(std::type_identity<detail::moment_rows<T>>{}, detail::groups{x});
     else
       in_rows(std::type_identity<detail::masked_moment_rows<T>>{}, detail::masked_groups{*epilogue.counted()});
-  };
-  if (epilogue.has_residual())
-    run(std::true_type{}, std::array<tensor_view<T const>, 2>{x, epilogue.residual()});
-  else
-    run(std::false_type{}, std::array<tensor_view<T const>, 1>{x});
+  });
 }
 
 /// `backward_in_blocks` with an epilogue; dx and dresidual as for `backward_elemt`.
@@ -123,7 +114,6 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
       (!worth_blocking && (!constant || exponential)))
     return in_two_calls();
   using A = accumulate_t<T>;
-  using activation_type = detail::linear_activation<A>;
   auto const reduce = [&](std::int64_t first, std::int64_t length) {
     backward_reduce(serial_executor{}, dy.channel_range(first, length), x.channel_range(first, length),
                     detail::channels_of(mean, first, length), detail::channels_of(inv_std, first, length),
@@ -133,20 +123,11 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
   detail::channel_blocks const blocks{x.channels, block};
   if (dx.data == nullptr) dx = detail::nowhere<T>(x);
   if (dresidual.data == nullptr) dresidual = detail::nowhere<T>(x);
-  if (exponential)
-    return detail::for_each_block(exec, blocks, [&](std::int64_t first, std::int64_t length) {
-      reduce(first, length);
-      backward_elemt(serial_executor{}, dy.channel_range(first, length), x.channel_range(first, length),
-                     dx.channel_range(first, length), dresidual.channel_range(first, length),
-                     detail::channels_of(mean, first, length), detail::channels_of(inv_std, first, length),
-                     params.from(first), detail::channels_of(std::span<double const>{sum_dy}, first, length),
-                     detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length), count,
-                     epilogue.channel_range(first, length), how);
-    });
-  auto const run = [&]<bool Residual>(std::bool_constant<Residual>, auto const& in, auto const& out) {
-    activation_type const f{epilogue.activation()};
-    detail::epilogue_gradient_op<activation_type, Residual> const op{f, epilogue.written() == nullptr ? A{1} : A{0},
-                                                                     constant};
+  detail::with_activation(epilogue, [&]<class F, bool Residual>(F const& f, std::bool_constant<Residual>) {
+    std::array<tensor_view<T const>, Residual ? 3 : 2> in{dy, x};
+    std::array<tensor_view<T>, Residual ? 2 : 1> out{dx};
+    if constexpr (Residual) in[2] = epilogue.activated_residual(x), out[1] = dresidual;
+    detail::epilogue_gradient_op<F, Residual> const op{f, epilogue.written() == nullptr ? A{1} : A{0}, constant};
     auto const map =
         detail::map_of_channels<T>(op, in, out, epilogue.counted(), how, [&](std::int64_t first, std::int64_t length) {
           auto const of_block = params.from(first);
@@ -159,14 +140,14 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
               detail::channels_of(std::span<double const>{sum_dy_xmu}, first, length),
               count};
         });
-    detail::activated_gradient_terms<activation_type, Residual> const terms{{mean, inv_std, params}, f};
+    detail::activated_gradient_terms<F, Residual> const terms{{mean, inv_std, params}, f};
     if (constant) {
       if (epilogue.written() == nullptr && epilogue.counted() == nullptr &&
           detail::sum_and_map<T>(exec, terms, in, out, sum_dy, sum_dy_xmu, map))
         return;
       if (!worth_blocking) return in_two_calls();
     } else {
-      using sums_of = detail::terms_of_lanes<detail::activated_gradient_terms<activation_type, Residual>>;
+      using sums_of = detail::terms_of_lanes<detail::activated_gradient_terms<F, Residual>>;
       using rows_type = detail::product_rows<T, sums_of>;
       if (detail::suits_row_pipeline<rows_type>(blocks, in, out)) {
         auto const rows = [&](std::int64_t first, std::int64_t length) {
@@ -174,17 +155,13 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                            detail::layout::rows};
         };
         auto const finish = [](std::int64_t, std::int64_t) {};
-        return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {std::ssize(in), true}, rows, sum_dy,
-                                              sum_dy_xmu, finish, map);
+        return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x},
+                                              {inputs, detail::map_fetches::next_sums}, rows, sum_dy, sum_dy_xmu,
+                                              finish, map);
       }
     }
     detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
-  };
-  if (residual)
-    run(std::true_type{}, std::array<tensor_view<T const>, 3>{dy, x, epilogue.activated_residual(x)},
-        std::array<tensor_view<T>, 2>{dx, dresidual});
-  else
-    run(std::false_type{}, std::array<tensor_view<T const>, 2>{dy, x}, std::array<tensor_view<T>, 1>{dx});
+  });
 }
 
 } // namespace syncnorm::host

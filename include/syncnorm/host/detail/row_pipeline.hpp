@@ -39,11 +39,18 @@ template <class Rows, class T, std::size_t Inputs, std::size_t Outputs>
          blocks.size(blocks.count - 1) <= Rows::channels_at_once;
 }
 
-/// What a pipeline reads: `summed` of the map's inputs, the first ones, are summed. What is summed next is fetched while
-/// elements are mapped, or else, as suits a map that takes no longer than that, while they are summed.
+/// What a map fetches while it computes. What is summed next is fetched by it, or else while elements are summed, as suits a map that
+/// takes no longer than that.
+enum class map_fetches : std::uint8_t {
+  nothing,
+  next_sums,  ///< what is summed next
+  next_piece, ///< what it maps next, where that has not been summed
+};
+
+/// What a pipeline reads: `summed` of the map's inputs, the first ones, are summed.
 struct pipeline_reading {
   std::int64_t summed;
-  bool map_fetches;
+  map_fetches fetched;
 };
 
 /// Sums the rows of one block of channels while it maps those of the block before, row piece by row piece in turn: then
@@ -59,10 +66,9 @@ public:
   /// `block`: the extents of what is mapped at a time, in so many `shares`.
   row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
                std::int64_t shares = 1, processor const& on = processor::here())
-      : parts_{parts}, samples_{block.samples}, shares_{shares}, takes_turns_{on.foresees},
-        map_fetches_{reading.map_fetches}, reads_long_rows_{reading.summed == 1 && sizeof(T) >= 4 &&
-                                                            parts.cut.spatial * static_cast<std::int64_t>(sizeof(T)) >=
-                                                                long_row},
+      : parts_{parts}, samples_{block.samples}, shares_{shares}, takes_turns_{on.foresees}, fetched_{reading.fetched},
+        reads_long_rows_{reading.summed == 1 && sizeof(T) >= 4 &&
+                         parts.cut.spatial * static_cast<std::int64_t>(sizeof(T)) >= long_row},
         fetch_{takes_turns_ ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
     limit_lead(reading.summed, block.size() * static_cast<std::int64_t>(sizeof(T)) / shares, on);
   }
@@ -87,7 +93,7 @@ public:
                                     std::int64_t mapped, bool fetched = false) const {
     fetching const fetch = fetched && reads_long_rows_ ? fetching{0, 0} : fetch_;
     auto const of = share_of(share);
-    std::int64_t const to_map = map == nullptr ? 0 : (of.samples_end - of.sample) * parts_.cut.pieces,
+    std::int64_t const to_map = map == nullptr ? 0 : of.pieces_to_map,
                        pieces = parts_.end(of.groups_end - 1) - parts_.begin(of.group),
                        lead = std::max<std::int64_t>(1, pieces * lead_ / parts_.pieces),
                        both = std::min(length, mapped);
@@ -96,20 +102,21 @@ public:
       bool begun = false;
       for_each_piece_read(parts_, g, length, fetch, [&](groups::piece const& now, read_ahead later) {
         std::int64_t const due = std::min(to_map, ceil_div(++summed * to_map, lead)) - done;
-        bool const map_fetches = map_fetches_ && due == 1 && !is_short(now);
-        if (map_fetches) later.level = 0;
+        bool const next_sums = fetched_ == map_fetches::next_sums && due == 1 && !is_short(now);
+        if (next_sums) later.level = 0;
         for (std::int64_t c = 0; c < length; ++c) {
           rows.add(c, now, later, begun);
           if (due == 0 || c >= both) continue;
-          if (map_fetches) {
-            auto const to_fetch = later.after(c, length);
-            map_piece(*map, of.samples_end, done, c, both, to_fetch.piece, mapped + to_fetch.channel - c);
+          if (next_sums) {
+            auto const piece = piece_to_map(of, done, c, both);
+            auto const [to_fetch, channel] = later.after(c, length);
+            (*map)(piece, from_to(piece, to_fetch.sample, mapped + channel, to_fetch.begin));
           } else {
-            map_piece(*map, of.samples_end, done, c, both);
+            map_piece(*map, of, done, c, both);
           }
         }
         for (std::int64_t i = done + 1; i < done + due; ++i)
-          for (std::int64_t c = 0; c < both; ++c) map_piece(*map, of.samples_end, i, c, both);
+          for (std::int64_t c = 0; c < both; ++c) map_piece(*map, of, i, c, both);
         done += due;
         begun = true;
       });
@@ -140,28 +147,40 @@ private:
 
   /// What a thread sums of a block, groups of pieces, and the samples that it maps, mostly the same.
   struct part {
-    std::int64_t group, groups_end, sample, samples_end;
+    std::int64_t group, groups_end, sample, samples_end, pieces_to_map;
   };
   [[nodiscard]] part share_of(std::int64_t share) const {
     auto const group = [&](std::int64_t i) { return i * parts_.count / shares_; };
     auto const sample = [&](std::int64_t i) { return ceil_div(i * samples_, shares_); };
-    return {group(share), group(share + 1), sample(share), sample(share + 1)};
+    std::int64_t const begin = sample(share), end = sample(share + 1);
+    return {group(share), group(share + 1), begin, end, (end - begin) * parts_.cut.pieces};
   }
 
-  /// Maps the piece at place `i` in the order of mapping samples before `samples_end`, of channel `c` of so many. Meanwhile fetches
-  /// `to_fetch`, if any, of the channel `further` on.
-  void map_piece(Map const& map, std::int64_t samples_end, std::int64_t i, std::int64_t c, std::int64_t channels,
-                 std::optional<groups::piece> const& to_fetch = std::nullopt, std::int64_t further = 0) const {
+  /// The piece at place `i` in the order of mapping a share, of channel `c` of so many.
+  [[nodiscard]] row_piece piece_to_map(part const& of, std::int64_t i, std::int64_t c, std::int64_t channels) const {
     auto const& cut = parts_.cut;
-    auto const piece = part_of_row<T>(cut, samples_end - 1 - i / cut.pieces, c, channels, i % cut.pieces);
-    std::optional<row_distance> distance;
-    if (to_fetch) distance = row_distance{further, to_fetch->sample - piece.sample, to_fetch->begin - piece.begin};
-    map(piece, distance);
+    return part_of_row<T>(cut, of.samples_end - 1 - i / cut.pieces, c, channels, i % cut.pieces);
+  }
+  static row_distance from_to(row_piece const& piece, std::int64_t sample, std::int64_t channel,
+                              std::int64_t position) {
+    return {channel - piece.channel, sample - piece.sample, position - piece.begin};
+  }
+
+  void map_piece(Map const& map, part const& of, std::int64_t i, std::int64_t c, std::int64_t channels) const {
+    auto const piece = piece_to_map(of, i, c, channels);
+    std::optional<row_distance> next;
+    if (fetched_ == map_fetches::next_piece && i + 1 < of.pieces_to_map) {
+      auto const then = piece_to_map(of, i + 1, c, channels);
+      next = from_to(piece, then.sample, c, then.begin);
+    }
+    map(piece, next);
   }
 
   Parts parts_;
   std::int64_t samples_, shares_;
-  bool takes_turns_, map_fetches_, reads_long_rows_;
+  bool takes_turns_;
+  map_fetches fetched_;
+  bool reads_long_rows_;
   fetching fetch_;
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
@@ -182,7 +201,8 @@ void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, In
   scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
   map_type const map{{}, terms_of, in, {out}, nullptr, how, table.data()};
   groups const parts{out};
-  row_pipeline<T, Rows, map_type, groups> const pipeline{in[0], parts, {Inputs, Inputs > 1}};
+  row_pipeline<T, Rows, map_type, groups> const pipeline{
+      in[0], parts, {Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing}};
   scratch_lease<double> sums{2 * parts.count * length};
   pipeline(rows, 0, length, sums.data(), &map, out.channels);
   merge_groups(parts, length, sums.data(), &Rows::merge, a, b);
