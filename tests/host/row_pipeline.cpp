@@ -201,7 +201,7 @@ TEST_CASE("blocks that do not fit the cache of a core twice are shared by as few
   host::detail::processor const on{2048 * kb, true};
   auto const shares = [&](test::extents const& of, std::int64_t inputs, std::int64_t threads) {
     tensor_view<float const> const x{nullptr, of.n, of.c, of.s, of.c * of.s, of.s, 1};
-    return host::detail::shares_of_block(x, host::detail::groups{x}, inputs, threads, on);
+    return host::detail::shares_of_block(x, of.c, inputs, threads, on);
   };
   for (std::int64_t const threads : {1, 2, 8})
     CHECK(shares({32, 1, 3136}, 1, threads) == 1); // 392 KB, twice in 1280 KB
@@ -213,10 +213,9 @@ TEST_CASE("blocks that do not fit the cache of a core twice are shared by as few
   CHECK(shares({32, 1, 12'544}, 2, 8) == 4); // of 28 groups
   CHECK(shares({32, 1, 50'176}, 2, 2) == 1); // 12.25 MB, in no case
   CHECK(shares({2, 1, 200'704}, 1, 4) == 2); // of two samples
-  for (std::int64_t const threads : {2, 8})
-    CHECK(host::detail::shares_of_block(tensor_view<float const>{nullptr, 32, 1, 12'544, 12'544, 12'544, 1},
-                                        host::detail::groups{32, 12'544, 2048}, 2, threads,
-                                        {2048 * kb, false}) == 1); // where a block is mapped by itself
+  CHECK(shares({3000, 1, 100}, 1, 2) == 1);  // short rows, which are no pipeline's
+  tensor_view<float const> const x{nullptr, 32, 1, 12'544, 12'544, 12'544, 1};
+  CHECK(host::detail::shares_of_block(x, 1, 2, 2, {2048 * kb, false}) == 1); // where a block is mapped by itself
 }
 
 TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits of separate passes", T, float,

@@ -255,6 +255,8 @@ TEST_CASE("a step after the first allocates nothing") {
   CHECK(of_passes(2, {4, 24, 49}) == 0);
   CHECK(of_passes(2, {4, 200, 9}) == 0);
   CHECK(of_passes(3, {64, 16, 1}) == 0);
+  CHECK(of_passes(1, {8, 96, 1568}) == 0);
+  CHECK(of_passes(1, {8, 96, 1568}, true) == 0);
   // Exchanged in parts.
   CHECK(of_passes(2, {8, 96, 1568}) == 0);
   CHECK(of_passes(2, {4, 200, 9}, false, syncnorm::exchange_policy::reduce) == 0);

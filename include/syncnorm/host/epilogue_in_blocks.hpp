@@ -44,7 +44,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
                              epilogue.of_transposed(), how);
   if (how == stores::automatic) how = stores_for(y);
   std::int64_t const block = detail::block_of_channels(x);
-  if (!detail::worth_blocking(exec, x, block)) {
+  if (!detail::worth_blocking(exec, x, block, detail::shares_of_block(x, block, 1, exec.concurrency()))) {
     local_moments(exec, x, epilogue, mean, m2);
     finish(std::int64_t{0}, x.channels);
     normalize(exec, x, y, mean, inv_std, params, epilogue, how);
@@ -104,7 +104,8 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
   if (how == stores::automatic) how = stores_for(x);
   std::int64_t const inputs = epilogue.activates_residual() ? 3 : 2;
   std::int64_t const block = std::min(detail::block_of_channels(x, inputs), detail::block_of_channels(dy, inputs));
-  bool const worth_blocking = detail::worth_blocking(exec, x, block);
+  bool const worth_blocking =
+      detail::worth_blocking(exec, x, block, detail::shares_of_block(x, block, inputs, exec.concurrency()));
   auto const in_two_calls = [&] {
     backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);

@@ -8,7 +8,9 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
+#include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/streaming.hpp>
 #include <syncnorm/host/executor.hpp>
 
@@ -22,13 +24,32 @@ template <class T>
   return std::min(block, channels_of_table<std::remove_const_t<T>>(x.spatial));
 }
 
-/// Whether to take channels in blocks: not where a block is all of them, nor where blocks are too few to occupy the
-/// executor, which then does better with parts of channels.
+/// Of so many threads, how many had better share each `block` of channels with contiguous rows, of which `inputs` tensors like `x` are
+/// summed: the fewest that have room for two blocks in their caches, or else for one.
 template <class T>
-[[nodiscard]] bool worth_blocking(executor_ref exec, tensor_view<T> const& x, std::int64_t block) {
+[[nodiscard]] std::int64_t shares_of_block(tensor_view<T> const& x, std::int64_t block, std::int64_t inputs,
+                                           std::int64_t threads, processor const& on = processor::here()) {
+  if (!on.foresees || !has_rows(x) || are_short_rows(x.spatial)) return 1;
+  std::int64_t const bytes = x.count() * block * inputs * static_cast<std::int64_t>(sizeof(T)),
+                     groups_of_pieces = groups{x}.count, most = std::min({threads, groups_of_pieces, x.samples});
+  std::int64_t widest = 1;
+  for (std::int64_t shares = 1; shares <= most; ++shares) {
+    bool const even = groups_of_pieces % shares == 0 || groups_of_pieces >= 8 * shares;
+    if (!even || threads % shares != 0) continue;
+    if (2 * bytes <= shares * on.room_for_blocks()) return shares;
+    if (bytes <= shares * on.second_level) widest = shares;
+  }
+  return widest;
+}
+
+/// Whether to take channels in blocks: not where a block is all of them, nor where blocks are too few to occupy the
+/// executor, of whose threads so many share each, and which then does better with parts of channels.
+template <class T>
+[[nodiscard]] bool worth_blocking(executor_ref exec, tensor_view<T> const& x, std::int64_t block,
+                                  std::int64_t shares = 1) {
   if (x.size() == 0) return false;
-  std::int64_t const blocks = x.channels / block, concurrency = exec.concurrency();
-  return concurrency == 1 ? blocks > 1 : blocks >= 4 * concurrency || (blocks > 1 && blocks % concurrency == 0);
+  std::int64_t const blocks = x.channels / block, teams = exec.concurrency() / shares;
+  return teams == 1 ? blocks > 1 : blocks >= 4 * teams || (blocks > 1 && blocks % teams == 0);
 }
 
 /// Consecutive channels of a pass in blocks, all of one length but the last, which takes what is left over, so that none is

@@ -53,6 +53,10 @@ struct pipeline_reading {
   map_fetches fetched;
 };
 
+/// The sums of a block over each group of pieces, as `merge_groups` takes them; not all of them are used.
+template <class Rows>
+using group_sums = std::array<double, static_cast<std::size_t>(2 * groups::most * Rows::channels_at_once)>;
+
 /// Sums the rows of one block of channels while it maps those of the block before, row piece by row piece in turn: then
 /// memory is read and written and the cache is read at the same time. The map takes samples in the opposite order: what was
 /// read last is the likeliest to be in the cache still. Where two blocks do not fit, the map takes several pieces in a turn, so
@@ -87,8 +91,8 @@ public:
     map(boxes::box{0, channels, of.sample, of.samples_end - of.sample, 0, parts_.cut.spatial});
   }
 
-  /// The sums of `rows`, of `length` channels, which are `fetched` already or not, over each group of a share, to `sums`, as
-  /// `merge_groups` takes them; meanwhile maps that share of the `mapped` channels before these by `map`, no more.
+  /// The sums of `rows`, of `length` channels, which are `fetched` already or not, over each group of a share, to
+  /// `sums`; meanwhile maps that share of the `mapped` channels before these by `map`, no more.
   [[gnu::noinline]] void operator()(Rows& rows, std::int64_t share, std::int64_t length, double* sums, Map const* map,
                                     std::int64_t mapped, bool fetched = false) const {
     fetching const fetch = fetched && reads_long_rows_ ? fetching{0, 0} : fetch_;
@@ -203,28 +207,11 @@ void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, In
   groups const parts{out};
   row_pipeline<T, Rows, map_type, groups> const pipeline{
       in[0], parts, {Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing}};
-  scratch_lease<double> sums{2 * parts.count * length};
+  group_sums<Rows> sums;
   pipeline(rows, 0, length, sums.data(), &map, out.channels);
   merge_groups(parts, length, sums.data(), &Rows::merge, a, b);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
   stream_fence();
-}
-
-/// Of so many threads, how many had better share each block of channels, of which `inputs` tensors like `x` are summed: the fewest that
-/// have room for two blocks in their caches, or for one.
-template <class T>
-[[nodiscard]] std::int64_t shares_of_block(tensor_view<T> const& block, groups const& parts, std::int64_t inputs,
-                                           std::int64_t threads, processor const& on) {
-  if (!on.foresees) return 1;
-  std::int64_t const bytes = block.size() * inputs * static_cast<std::int64_t>(sizeof(T)),
-                     most = std::min({threads, parts.count, block.samples});
-  std::int64_t widest = 1;
-  for (std::int64_t shares = 1; shares <= most; ++shares) {
-    if (threads % shares != 0 || (parts.count % shares != 0 && parts.count < 8 * shares)) continue;
-    if (2 * bytes <= shares * on.room_for_blocks()) return shares;
-    if (bytes <= shares * on.second_level) widest = shares;
-  }
-  return widest;
 }
 
 /// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
@@ -240,15 +227,16 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
   using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
   using shares_type = std::bitset<static_cast<std::size_t>(block_team::most_shares)>;
-  auto const block = x.channel_range(0, blocks.length);
-  std::int64_t const shares = shares_of_block(block, parts, reading.summed, exec.concurrency(), on);
-  row_pipeline<T, rows_type, map_type, Parts> const pipeline{block, parts, reading, shares, on};
+  std::int64_t const shares = shares_of_block(x, blocks.length, reading.summed, exec.concurrency(), on);
+  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, shares,
+                                                             on};
   std::int64_t const longest = blocks.size(blocks.count - 1), sums_of_block = 2 * parts.count * longest;
   block_teams teams{exec, blocks.count, shares};
-  scratch_lease<double> sums{teams.count() * sums_of_block};
+  scratch_lease<double> shared_sums{shares == 1 ? 0 : teams.count() * sums_of_block};
   teams.for_each([&](block_team& team, std::int64_t run, std::int64_t begin, std::int64_t end, std::int64_t own) {
     scratch_lease<A> table{map_type::table_size(x.channel_range(0, longest))};
-    double* const of_groups = sums.data() + run * sums_of_block;
+    group_sums<rows_type> own_sums;
+    double* const of_groups = shares == 1 ? own_sums.data() : shared_sums.data() + run * sums_of_block;
     std::optional<map_type> map;
     std::int64_t mapped = 0; // channels
     auto const map_shares = [&](shares_type const& those, std::int64_t but = -1) {
