@@ -15,17 +15,17 @@
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
-/// Threads that take blocks one after the other, a share of each. A block is complete when all its shares are summed, and the next one
-/// begins then. Nobody waits for a thread that has not come: who is done with a share takes those that no one begins. So a team of any
-/// threads ends, of one alone, too.
+/// Threads that take blocks one after the other, a share of each, which a thread claims, and then sums. A block is complete when all its
+/// shares are summed; then the next one begins. Nobody waits for a thread that has not come: who is done with a share takes those that
+/// nobody claims. So a team of any threads ends, of one alone, too.
 class block_team {
 public:
   static constexpr std::int64_t most_shares = groups::most;
 
   /// What the threads of a team have in common.
   struct alignas(syncnorm::detail::cache_line) progress {
-    std::array<std::int64_t, static_cast<std::size_t>(most_shares)>
-        claimed; ///< blocks whose share somebody has, or had
+    /// Of each share, the block of which nobody has it yet.
+    std::array<std::int64_t, static_cast<std::size_t>(most_shares)> unclaimed;
     std::int64_t summed, complete, failed;
   };
 
@@ -34,7 +34,7 @@ public:
   /// Whether the calling thread has the share of this block, the one after those that are complete, from now on.
   [[nodiscard]] bool claim(std::int64_t block, std::int64_t share) {
     std::int64_t expected = block;
-    return std::atomic_ref{of_.claimed[static_cast<std::size_t>(share)]}.compare_exchange_strong(expected, block + 1);
+    return std::atomic_ref{of_.unclaimed[static_cast<std::size_t>(share)]}.compare_exchange_strong(expected, block + 1);
   }
 
   /// Notes that a share has been summed; whether all of its block have been. Then the block is to be completed.
@@ -86,9 +86,7 @@ private:
 class block_teams {
 public:
   block_teams(executor_ref exec, std::int64_t blocks, std::int64_t shares)
-      : exec_{exec}, blocks_{blocks}, shares_{shares},
-        count_{exec.concurrency() == shares ? 1 : std::min(blocks, 2 * exec.concurrency() / shares)}, progress_{
-                                                                                                          count_} {}
+      : exec_{exec}, blocks_{blocks}, shares_{shares}, count_{runs(exec.concurrency())}, progress_{count_} {}
 
   [[nodiscard]] std::int64_t count() const { return count_; }
 
@@ -98,7 +96,7 @@ public:
   void for_each(F const& f) {
     for (std::int64_t run = 0; run < count_; ++run) {
       auto& of = progress_.data()[run] = {};
-      std::ranges::fill(of.claimed, run * blocks_ / count_);
+      std::ranges::fill(of.unclaimed, run * blocks_ / count_);
       of.complete = run * blocks_ / count_;
     }
     std::atomic<std::int64_t> begun = 0;
@@ -115,6 +113,10 @@ public:
   }
 
 private:
+  [[nodiscard]] std::int64_t runs(std::int64_t threads) const {
+    return threads == shares_ ? 1 : std::min(blocks_, 2 * threads / shares_);
+  }
+
   executor_ref exec_;
   std::int64_t blocks_, shares_, count_;
   scratch_lease<block_team::progress> progress_;
