@@ -113,7 +113,8 @@ public:
           if (due == 0 || c >= both) continue;
           if (next_sums) {
             auto const piece = piece_to_map(of, done, c, both);
-            auto const [to_fetch, channel] = later.after(c, length);
+            bool const ends_share = length == 1 && summed == pieces;
+            auto const [to_fetch, channel] = ends_share ? begin_of_next(of) : later.after(c, length);
             (*map)(piece, from_to(piece, to_fetch.sample, mapped + channel, to_fetch.begin));
           } else {
             map_piece(*map, of, done, c, both);
@@ -158,6 +159,13 @@ private:
     auto const sample = [&](std::int64_t i) { return ceil_div(i * samples_, shares_); };
     std::int64_t const begin = sample(share), end = sample(share + 1);
     return {group(share), group(share + 1), begin, end, (end - begin) * parts_.cut.pieces};
+  }
+
+  /// Of blocks of one channel, where a share of the next one begins.
+  [[nodiscard]] read_ahead::place begin_of_next(part const& of) const {
+    auto const& cut = parts_.cut;
+    std::int64_t const first = parts_.begin(of.group), of_row = first % cut.pieces;
+    return {{first / cut.pieces, cut.begin(of_row), cut.size(of_row)}, 1};
   }
 
   /// The piece at place `i` in the order of mapping a share, of channel `c` of so many.
