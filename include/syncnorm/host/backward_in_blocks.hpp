@@ -48,7 +48,7 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                              map_of_dy))
     return;
   std::int64_t const block = std::min(detail::block_of_channels(x, 2), detail::block_of_channels(dy, 2));
-  if (!detail::worth_blocking(exec, x, block, detail::shares_of_block(x, block, 2, exec.concurrency()))) {
+  if (!detail::worth_blocking(exec, x, block, 2)) {
     backward_reduce(exec, dy, x, mean, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how);
     return;

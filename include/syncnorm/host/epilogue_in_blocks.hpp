@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <iterator>
 #include <span>
 #include <type_traits>
 
@@ -44,7 +43,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
                              epilogue.of_transposed(), how);
   if (how == stores::automatic) how = stores_for(y);
   std::int64_t const block = detail::block_of_channels(x);
-  if (!detail::worth_blocking(exec, x, block, detail::shares_of_block(x, block, 1, exec.concurrency()))) {
+  if (!detail::worth_blocking(exec, x, block, 1)) {
     local_moments(exec, x, epilogue, mean, m2);
     finish(std::int64_t{0}, x.channels);
     normalize(exec, x, y, mean, inv_std, params, epilogue, how);
@@ -94,7 +93,6 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
                         std::span<double> sum_dy, std::span<double> sum_dy_xmu, normalized_count count,
                         prepared_epilogue<std::remove_const_t<X>> const& epilogue, stores how = stores::automatic) {
   using T = std::remove_const_t<X>;
-  bool const residual = epilogue.has_residual();
   if (!epilogue.does_something() && dx.data != nullptr)
     return backward_in_blocks(exec, dy, x, dx, mean, inv_std, params.gamma, sum_dy, sum_dy_xmu, count, how);
   if (epilogue.is_transposed())
@@ -104,15 +102,14 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
   if (how == stores::automatic) how = stores_for(x);
   std::int64_t const inputs = epilogue.activates_residual() ? 3 : 2;
   std::int64_t const block = std::min(detail::block_of_channels(x, inputs), detail::block_of_channels(dy, inputs));
-  bool const worth_blocking =
-      detail::worth_blocking(exec, x, block, detail::shares_of_block(x, block, inputs, exec.concurrency()));
+  bool const worth_blocking = detail::worth_blocking(exec, x, block, inputs);
   auto const in_two_calls = [&] {
     backward_reduce(exec, dy, x, mean, inv_std, params, epilogue, sum_dy, sum_dy_xmu);
     backward_elemt(exec, dy, x, dx, dresidual, mean, inv_std, params, sum_dy, sum_dy_xmu, count, epilogue, how);
   };
-  bool const constant = count.n == 0, exponential = epilogue.activation().exponential;
-  if (!epilogue.does_something() || detail::writes_no_gradient(dx, dresidual, residual) ||
-      (!worth_blocking && (!constant || exponential)))
+  bool const constant = count.n == 0;
+  if (!epilogue.does_something() || detail::writes_no_gradient(dx, dresidual, epilogue.has_residual()) ||
+      (!worth_blocking && !constant))
     return in_two_calls();
   using A = accumulate_t<T>;
   auto const reduce = [&](std::int64_t first, std::int64_t length) {

@@ -23,8 +23,8 @@ struct serial_executor {
 
 /// Runs pieces of work: `for_each(n, f)` calls f(i) once for each i in [0, n), in any order, possibly at the same time, and
 /// returns when all have returned; `concurrency()` is how many can run at the same time, less than 1 being taken for 1. A
-/// call may wait for what another one does that has begun, and for no other. The primitives give the same bits whatever the executor. Where `concurrency()` throws, that is as if the first
-/// `for_each` did. Calls nothing that throws.
+/// call may wait for what another one does that has begun, and for no other. The primitives give the same bits whatever the
+/// executor. Where `concurrency()` throws, that is as if the first `for_each` did. Calls nothing that throws.
 template <class E>
 concept executor = requires(E const& exec, void (&f)(std::int64_t)) {
   { exec.concurrency() } -> std::same_as<int>;

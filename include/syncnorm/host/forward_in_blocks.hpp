@@ -34,7 +34,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
                        stores how = stores::automatic) {
   if (how == stores::automatic) how = stores_for(y);
   std::int64_t const block = detail::block_of_channels(x);
-  if (!detail::worth_blocking(exec, x, block, detail::shares_of_block(x, block, 1, exec.concurrency()))) {
+  if (!detail::worth_blocking(exec, x, block, 1)) {
     local_moments(exec, x, mean, m2);
     finish(std::int64_t{0}, x.channels);
     normalize(exec, x, y, mean, inv_std, params, how);

@@ -43,12 +43,14 @@ template <class T>
 }
 
 /// Whether to take channels in blocks: not where a block is all of them, nor where blocks are too few to occupy the
-/// executor, of whose threads so many share each, and which then does better with parts of channels.
+/// executor, which then does better with parts of channels. Of `shared_inputs` tensors, if any, threads may share a block.
 template <class T>
 [[nodiscard]] bool worth_blocking(executor_ref exec, tensor_view<T> const& x, std::int64_t block,
-                                  std::int64_t shares = 1) {
+                                  std::int64_t shared_inputs = 0) {
   if (x.size() == 0) return false;
-  std::int64_t const blocks = x.channels / block, teams = exec.concurrency() / shares;
+  std::int64_t const blocks = x.channels / block, threads = exec.concurrency(),
+                     shares = shared_inputs == 0 ? 1 : shares_of_block(x, block, shared_inputs, threads),
+                     teams = threads / shares;
   return teams == 1 ? blocks > 1 : blocks >= 4 * teams || (blocks > 1 && blocks % teams == 0);
 }
 
