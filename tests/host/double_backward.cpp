@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -234,4 +235,64 @@ TEST_CASE("what a scale of 0 meets in a double backward pass may be anything") {
     CHECK(tensors.to_dy.values() == std::vector<float>(p.x.size(), 2));
     CHECK(tensors.to_x.values() == std::vector<float>(p.x.size(), 2));
   }
+}
+
+TEST_CASE_TEMPLATE("a double backward pass in blocks gives the bits of its sums and of its map, whoever runs it", T,
+                   float, bfloat16 AND_UNSANITIZED(double)) {
+  int given = 0;
+  // Blocks of several channels and of one, blocks that have to be shared, and tensors that are one block.
+  for (auto const& e : {test::extents{4, 37, 1000}, {5, 16, 6000}, {6, 5, 40000}, {130, 70, 19}, {3, 4, 300}})
+    for (auto const masked : {mask_kind::none, mask_kind::normalized, mask_kind::zeroed})
+      for (auto const order : {test::arrangement::nchw, test::arrangement::nhwc, test::arrangement::padded_rows}) {
+        given = (given + 3) % 8;
+        bool const masks = masked != mask_kind::none;
+        bool const large = e.n * e.c * e.s > 400'000;
+        if ((masks && order == test::arrangement::padded_rows) || (large && order != test::arrangement::nchw)) continue;
+        second_order_problem<T> p{
+            e.n, e.c, e.s, given < 6, (given & 2) != 0, (given & 1) != 0, masked, masks ? 1.0 / 3 : 1};
+        CAPTURE(test::name_of(e));
+        CAPTURE(given);
+        CAPTURE(static_cast<int>(masked));
+        CAPTURE(test::name_of(order));
+        p.prepare();
+        second_order_tensors<T> tensors{order, p};
+        auto const of = tensors.operands(p);
+        std::array<std::vector<double>, 5> sums, expected;
+        for (auto* const all : {&sums, &expected})
+          for (auto& each : *all) each.assign(static_cast<std::size_t>(p.c), -1);
+        auto const combine = [&](std::array<std::vector<double>, 5> const& by, std::int64_t first,
+                                 std::int64_t length) {
+          for (auto c = static_cast<std::size_t>(first); c < static_cast<std::size_t>(first + length); ++c) {
+            p.for_dy[c].shift = by[0][c] + by[3][c];
+            p.for_x[c].shift = by[1][c] + by[2][c] + by[4][c];
+          }
+        };
+        host::double_backward_reduce<T>(host::serial_executor{}, of,
+                                        {expected[0], expected[1], expected[2], expected[3], expected[4]});
+        combine(expected, 0, p.c);
+        host::double_backward_elemt<T>(host::serial_executor{}, of, p.for_dy, p.for_x);
+        auto const to_dy = tensors.to_dy.values(), to_x = tensors.to_x.values();
+        auto const run = [&](auto const& exec) {
+          tensors.to_dy = tensors.to_x = {order, p.n, p.c, p.s};
+          for (auto* const combinations : {&p.for_dy, &p.for_x})
+            for (auto& each : *combinations) each.shift = 0;
+          std::vector<std::atomic<int>> finished(static_cast<std::size_t>(p.c));
+          host::double_backward_in_blocks<T>(exec, tensors.operands(p), {sums[0], sums[1], sums[2], sums[3], sums[4]},
+                                             p.for_dy, p.for_x, [&](std::int64_t first, std::int64_t length) {
+                                               combine(sums, first, length);
+                                               for (std::int64_t c = first; c < first + length; ++c)
+                                                 ++finished[static_cast<std::size_t>(c)];
+                                             });
+          CHECK(std::ranges::all_of(finished, [](auto const& times) { return times == 1; }));
+          CHECK(sums == expected);
+          CHECK(test::same_bits(tensors.to_dy.values(), to_dy));
+          CHECK(test::same_bits(tensors.to_x.values(), to_x));
+          CHECK(tensors.to_dy.intact());
+          CHECK(tensors.to_x.intact());
+        };
+        run(host::serial_executor{});
+        run(test::shuffling_executor{2});
+        run(test::shuffling_executor{4});
+        run(test::lone_executor{});
+      }
 }

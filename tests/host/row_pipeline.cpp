@@ -1,6 +1,5 @@
 #include <array>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <type_traits>
 #include <vector>
@@ -27,11 +26,6 @@ constexpr test::extents pipeline_shapes[] = {{3, 5, 9},    {9, 7, 333},   {1, 4,
                                              {2, 3, 4200}, {130, 3, 260}, {2, 3, 64'513}};
 
 template <class T>
-bool same_bits(std::vector<T> const& a, std::vector<T> const& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
-}
-
-template <class T>
 struct pipeline_results {
   std::vector<double> mean, m2, sum_dy, sum_dy_xmu;
   std::vector<T> y, dx;
@@ -42,12 +36,12 @@ struct pipeline_results {
 
 template <class T>
 void check_same(pipeline_results<T> const& got, pipeline_results<T> const& whole) {
-  CHECK(same_bits(got.mean, whole.mean));
-  CHECK(same_bits(got.m2, whole.m2));
-  CHECK(same_bits(got.sum_dy, whole.sum_dy));
-  CHECK(same_bits(got.sum_dy_xmu, whole.sum_dy_xmu));
-  CHECK(same_bits(got.y, whole.y));
-  CHECK(same_bits(got.dx, whole.dx));
+  CHECK(test::same_bits(got.mean, whole.mean));
+  CHECK(test::same_bits(got.m2, whole.m2));
+  CHECK(test::same_bits(got.sum_dy, whole.sum_dy));
+  CHECK(test::same_bits(got.sum_dy_xmu, whole.sum_dy_xmu));
+  CHECK(test::same_bits(got.y, whole.y));
+  CHECK(test::same_bits(got.dx, whole.dx));
 }
 
 /// Passes over the same tensors, one after the other or as a pipeline. m2 stands in for inv_std.
@@ -79,7 +73,7 @@ struct pipeline_case {
         [&](std::int64_t first, std::int64_t length) {
           return host::detail::moment_rows<T>{x.channel_range(first, length), parts, host::detail::layout::rows};
         },
-        r.mean, r.m2,
+        {r.mean.data(), r.m2.data()},
         [&](std::int64_t first, std::int64_t length) {
           for (std::int64_t c = first; c < first + length; ++c) ++finished[static_cast<std::size_t>(c)];
         },
@@ -109,7 +103,7 @@ struct pipeline_case {
               nullptr,
               host::detail::layout::rows};
         },
-        r.sum_dy, r.sum_dy_xmu, [](std::int64_t, std::int64_t) {},
+        {r.sum_dy.data(), r.sum_dy_xmu.data()}, [](std::int64_t, std::int64_t) {},
         host::detail::map_of_channels<T>(host::detail::linear_op<2>{}, {dy, x}, {dx}, nullptr, how,
                                          [&](std::int64_t first, std::int64_t length) {
                                            return host::detail::backward_elemt_terms<A>{

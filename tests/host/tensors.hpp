@@ -185,6 +185,11 @@ std::vector<T> deviates(std::int64_t n, std::int64_t c, std::int64_t s, unsigned
   return values;
 }
 
+template <class T>
+bool same_bits(std::vector<T> const& a, std::vector<T> const& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
 /// Greatest difference relative to the greatest magnitude expected; infinite where a value is no number.
 template <class Got, class Expected>
 double error_of(Got const& got, Expected const& expected) {

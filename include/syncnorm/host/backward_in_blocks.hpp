@@ -44,8 +44,8 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
         return detail::constant_gradient_terms<A>{detail::channels_of(inv_std, first, length), gamma.from(first)};
       });
   if (count.n == 0 && dx.data != x.data &&
-      detail::sum_and_map<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, std::array{dx}, sum_dy, sum_dy_xmu,
-                             map_of_dy))
+      detail::sum_and_map<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, std::array{dx},
+                             {sum_dy.data(), sum_dy_xmu.data()}, map_of_dy))
     return;
   std::int64_t const block = std::min(detail::block_of_channels(x, 2), detail::block_of_channels(dy, 2));
   if (!detail::worth_blocking(exec, x, block, 2)) {
@@ -80,8 +80,8 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
                      detail::layout::rows};
   };
   auto const finish = [](std::int64_t, std::int64_t) {};
-  detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {2, detail::map_fetches::next_sums}, rows, sum_dy,
-                                 sum_dy_xmu, finish, map);
+  detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {2, detail::map_fetches::next_sums}, rows,
+                                 {sum_dy.data(), sum_dy_xmu.data()}, finish, map);
 }
 
 } // namespace syncnorm::host

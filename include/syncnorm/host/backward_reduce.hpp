@@ -21,7 +21,8 @@ requires element<X>
 void backward_reduce(executor_ref exec, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                      std::span<double const> mean, std::span<double> sum_dy, std::span<double> sum_dy_xmu) {
   using T = std::remove_const_t<X>;
-  detail::reduce_products<T>(exec, detail::gradient_terms<accumulate_t<T>>{mean}, {dy, x}, nullptr, sum_dy, sum_dy_xmu);
+  detail::reduce_products<T>(exec, detail::gradient_terms<accumulate_t<T>>{mean}, {dy, x}, nullptr,
+                             {sum_dy.data(), sum_dy_xmu.data()});
 }
 
 } // namespace syncnorm::host

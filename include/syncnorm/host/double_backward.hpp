@@ -12,10 +12,15 @@
 #include <syncnorm/host/channel_block.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/blocks.hpp>
+#include <syncnorm/host/detail/map.hpp>
 #include <syncnorm/host/detail/map_elements.hpp>
+#include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/product_reduce.hpp>
+#include <syncnorm/host/detail/product_rows.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
+#include <syncnorm/host/detail/row_pipeline.hpp>
 #include <syncnorm/host/detail/second_order_op.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/prepared_epilogue.hpp>
@@ -73,60 +78,80 @@ template <class T>
   return {of.mean, of.inv_std, of.affine};
 }
 
+/// What is summed of a pass with u.
+template <class T>
+[[nodiscard]] second_order_terms<accumulate_t<T>> terms_to_sum(second_order_operands<T> const& of) {
+  auto const& by = of.epilogue;
+  return {activated_by(of), linear_activation<accumulate_t<T>>{by.activation()}, by.activates_residual()};
+}
+template <class T>
+[[nodiscard]] std::array<tensor_view<T const>, 4> inputs_to_sum(second_order_operands<T> const& of) {
+  return {of.dy, of.x, of.u, of.epilogue.activated_residual(of.x)};
+}
+[[nodiscard]] inline sums_of_channels<5> in_order_of_terms(double_backward_sums const& sums) {
+  return {sums.g.data(), sums.g_xmu.data(), sums.u.data(), sums.u_xmu.data(), sums.u_g.data()};
+}
+
 template <class T>
 void reduce_block(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums) {
   using A = accumulate_t<T>;
   auto const& by = of.epilogue;
-  backward_reduce(exec, of.dy, of.x, of.mean, of.inv_std, of.affine, by, sums.g, sums.g_xmu);
   if (of.u.data == nullptr) {
+    backward_reduce(exec, of.dy, of.x, of.mean, of.inv_std, of.affine, by, sums.g, sums.g_xmu);
     for (auto const& each : {sums.u, sums.u_xmu, sums.u_g}) std::ranges::fill(each, 0.0);
     return;
   }
-  reduce_products<T>(
-      exec, second_order_terms<A>{activated_by(of), linear_activation<A>{by.activation()}, by.activates_residual()},
-      {of.dy, of.x, of.u, by.activated_residual(of.x)}, by.written(), sums.u, sums.u_g);
-  reduce_products<T>(exec, gradient_terms<A>{of.mean}, {of.u, of.x}, by.counted(), sums.u, sums.u_xmu);
+  reduce_products<T>(exec, terms_to_sum(of), inputs_to_sum(of), by.written(), in_order_of_terms(sums));
+  if (by.written() != by.counted())
+    reduce_products<T>(exec, gradient_terms<A>{of.mean}, {of.u, of.x}, by.counted(),
+                       {sums.u.data(), sums.u_xmu.data()});
 }
 
+/// A pass's map, with the combinations of all its channels.
 template <class T>
-void map_block(executor_ref exec, second_order_operands<T> const& of, std::span<combination const> for_dy,
-               std::span<combination const> for_x, stores how) {
+struct second_order_map {
   using A = accumulate_t<T>;
-  auto const& by = of.epilogue;
-  if (of.to_dy.data == nullptr && of.to_x.data == nullptr) return;
-  bool const has_u = of.u.data != nullptr, has_v = of.v.data != nullptr;
-  second_order_op_terms<A> const terms{activated_by(of), for_dy, for_x, has_u, has_v};
-  A const uncounted = by.written() == nullptr ? A{1} : A{0};
-  // What is read in any case stands in for what there is not.
-  auto const &u = has_u ? of.u : of.dy, &v = has_v ? of.v : of.dy;
-  auto const or_nowhere = [&](tensor_view<T> const& out) { return out.data == nullptr ? nowhere<T>(of.x) : out; };
-  std::array const out{or_nowhere(of.to_dy), or_nowhere(of.to_x)};
-  map_elements<T>(exec, second_order_op<A>{linear_activation<A>{by.activation()}, by.activates_residual(), uncounted},
-                  terms, {of.dy, of.x, u, v, by.activated_residual(of.x)}, out, by.counted(), how);
-}
+  using op_type = second_order_op<A>;
 
-/// Calls f(executor, operands, first, length) for blocks of channels of which everything fits the cache, or for all.
-template <class T, class F>
-void for_blocks(executor_ref exec, second_order_operands<T> const& given, F const& f) {
-  auto const of = given.in_order();
-  auto const tensors =
-      2 + (of.u.data != nullptr ? 1 : 0) + (of.v.data != nullptr ? 1 : 0) + (of.epilogue.activates_residual() ? 1 : 0);
-  std::int64_t const block = std::min(channel_block(of.x, tensors), channel_block(of.dy, tensors));
-  if (!worth_blocking(exec, of.x, block)) return f(exec, of, std::int64_t{0}, of.x.channels);
-  for_each_block(exec, {of.x.channels, block}, [&](std::int64_t first, std::int64_t length) {
-    f(serial_executor{}, of.channel_range(first, length), first, length);
-  });
-}
+  second_order_operands<T> of;
+  std::span<combination const> for_dy, for_x;
+
+  [[nodiscard]] bool has_outputs() const { return of.to_dy.data != nullptr || of.to_x.data != nullptr; }
+  [[nodiscard]] op_type op() const {
+    auto const& by = of.epilogue;
+    return {linear_activation<A>{by.activation()}, by.activates_residual(), by.written() == nullptr ? A{1} : A{0}};
+  }
+  /// What is read in any case stands in for what there is not.
+  [[nodiscard]] std::array<tensor_view<T const>, op_type::inputs> inputs() const {
+    return {of.dy, of.x, has_u() ? of.u : of.dy, has_v() ? of.v : of.dy, of.epilogue.activated_residual(of.x)};
+  }
+  [[nodiscard]] std::array<tensor_view<T>, op_type::outputs> outputs() const {
+    auto const or_nowhere = [&](tensor_view<T> const& out) { return out.data == nullptr ? nowhere<T>(of.x) : out; };
+    return {or_nowhere(of.to_dy), or_nowhere(of.to_x)};
+  }
+  [[nodiscard]] second_order_op_terms<A> terms(std::int64_t first, std::int64_t length) const {
+    return {activated_by(of.channel_range(first, length)), channels_of(for_dy, first, length),
+            channels_of(for_x, first, length), has_u(), has_v()};
+  }
+
+  /// Of some channels.
+  void operator()(executor_ref exec, std::int64_t first, std::int64_t length, stores how) const {
+    if (has_outputs())
+      map_elements<T>(exec, op(), terms(first, length), channels_of(inputs(), first, length),
+                      channels_of(outputs(), first, length), of.epilogue.counted(), how);
+  }
+
+private:
+  [[nodiscard]] bool has_u() const { return of.u.data != nullptr; }
+  [[nodiscard]] bool has_v() const { return of.v.data != nullptr; }
+};
 
 } // namespace detail
 
-/// The sums of a double backward pass. Local. Every tensor is read once from memory where blocks of channels fit the cache. The same
-/// bits whatever the executor.
+/// The sums of a double backward pass. Local. The same bits whatever the executor.
 template <class T>
 void double_backward_reduce(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums) {
-  detail::for_blocks(exec, of,
-                     [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first,
-                         std::int64_t length) { detail::reduce_block(by, part, sums.channel_range(first, length)); });
+  detail::reduce_block(exec, of.in_order(), sums);
 }
 
 /// to_dy and to_x by the combinations of each channel, `[C]`: w·f′·(u·scale_a + v·scale_b + …) and u·scale_a + g·scale_b + …,
@@ -135,28 +160,50 @@ void double_backward_reduce(executor_ref exec, second_order_operands<T> const& o
 template <class T>
 void double_backward_elemt(executor_ref exec, second_order_operands<T> const& of, std::span<combination const> for_dy,
                            std::span<combination const> for_x) {
-  auto const how = stores_for(of.x);
-  detail::for_blocks(
-      exec, of, [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first, std::int64_t length) {
-        detail::map_block(by, part, detail::channels_of(for_dy, first, length),
-                          detail::channels_of(for_x, first, length), how);
-      });
+  detail::second_order_map<T>{of.in_order(), for_dy, for_x}(exec, 0, of.x.channels, stores_for(of.x));
 }
 
 /// Both, with the sums of this rank, of which `finish(first, length)` makes the combinations of a span of channels. Every
-/// tensor is read once from memory where blocks of channels fit the cache.
+/// tensor is read once from memory where blocks of channels fit the cache. The bits are those of the two calls.
 template <class T>
-void double_backward_in_blocks(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums,
-                               std::span<combination const> for_dy, std::span<combination const> for_x,
+void double_backward_in_blocks(executor_ref exec, second_order_operands<T> const& given,
+                               double_backward_sums const& sums, std::span<combination const> for_dy,
+                               std::span<combination const> for_x,
                                function_ref<void(std::int64_t, std::int64_t)> finish) {
+  auto const of = given.in_order();
   auto const how = stores_for(of.x);
-  detail::for_blocks(
-      exec, of, [&](executor_ref by, second_order_operands<T> const& part, std::int64_t first, std::int64_t length) {
-        detail::reduce_block(by, part, sums.channel_range(first, length));
-        finish(first, length);
-        detail::map_block(by, part, detail::channels_of(for_dy, first, length),
-                          detail::channels_of(for_x, first, length), how);
-      });
+  detail::second_order_map<T> const map{of, for_dy, for_x};
+  bool const has_u = of.u.data != nullptr, has_v = of.v.data != nullptr;
+  std::int64_t const summed = 2 + (has_u ? 1 : 0) + (of.epilogue.activates_residual() ? 1 : 0),
+                     read = summed + (has_v ? 1 : 0);
+  std::int64_t const block = std::min(channel_block(of.x, read), channel_block(of.dy, read));
+  detail::channel_blocks const blocks{of.x.channels, block};
+  using sums_of = detail::terms_of_lanes<detail::second_order_terms<accumulate_t<T>>>;
+  using rows_type = detail::product_rows<T, sums_of>;
+  bool const pipelined = has_u && of.epilogue.written() == of.epilogue.counted() &&
+                         detail::suits_row_pipeline<rows_type>(blocks, map.inputs(), map.outputs());
+  if (!map.has_outputs() || !detail::worth_blocking(exec, of.x, block, pipelined ? summed : 0)) {
+    detail::reduce_block(exec, of, sums);
+    finish(0, of.x.channels);
+    return map(exec, 0, of.x.channels, how);
+  }
+  if (pipelined) {
+    auto const rows = [&](std::int64_t first, std::int64_t length) {
+      return rows_type{sums_of{detail::terms_to_sum(of), first},
+                       detail::channels_of(detail::inputs_to_sum(of), first, length), of.epilogue.written(),
+                       detail::layout::rows};
+    };
+    auto const fetched = has_v ? detail::map_fetches::next_piece : detail::map_fetches::next_sums;
+    return detail::reduce_and_map_rows<T>(
+        exec, blocks, of.x, detail::groups{of.x}, {summed, fetched}, rows, detail::in_order_of_terms(sums), finish,
+        detail::map_of_channels<T>(map.op(), map.inputs(), map.outputs(), of.epilogue.counted(), how,
+                                   [&](std::int64_t first, std::int64_t length) { return map.terms(first, length); }));
+  }
+  detail::for_each_block(exec, blocks, [&](std::int64_t first, std::int64_t length) {
+    detail::reduce_block<T>(serial_executor{}, of.channel_range(first, length), sums.channel_range(first, length));
+    finish(first, length);
+    map(serial_executor{}, first, length, how);
+  });
 }
 
 } // namespace syncnorm::host

@@ -108,13 +108,13 @@ void backward_reduce(executor_ref exec, tensor_view<X> dy, std::type_identity_t<
     return backward_reduce(exec, detail::transposed(dy), detail::transposed(x), mean, inv_std, params,
                            epilogue.of_transposed(), sum_dy, sum_dy_xmu);
   if (epilogue.activation().is_identity())
-    return detail::reduce_products<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, epilogue.written(), sum_dy,
-                                      sum_dy_xmu);
+    return detail::reduce_products<T>(exec, detail::gradient_terms<A>{mean}, {dy, x}, epilogue.written(),
+                                      {sum_dy.data(), sum_dy_xmu.data()});
   detail::with_activation(epilogue, [&]<class F, bool Residual>(F const& f, std::bool_constant<Residual>) {
     detail::activated_gradient_terms<F, Residual> const terms{{mean, inv_std, params}, f};
     std::array<tensor_view<T const>, terms.inputs> in{dy, x};
     if constexpr (Residual) in[2] = epilogue.residual_or(x);
-    detail::reduce_products<T>(exec, terms, in, epilogue.written(), sum_dy, sum_dy_xmu);
+    detail::reduce_products<T>(exec, terms, in, epilogue.written(), {sum_dy.data(), sum_dy_xmu.data()});
   });
 }
 

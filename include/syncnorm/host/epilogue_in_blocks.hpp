@@ -72,7 +72,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
         return Rows{x.channel_range(first, length), parts, detail::layout::rows};
       };
       auto const fetched = inputs == 1 ? detail::map_fetches::next_sums : detail::map_fetches::next_piece;
-      detail::reduce_and_map_rows<T>(exec, blocks, x, parts, {1, fetched}, rows, mean, m2, finish, map);
+      detail::reduce_and_map_rows<T>(exec, blocks, x, parts, {1, fetched}, rows, {mean.data(), m2.data()}, finish, map);
     };
     if (!detail::suits_row_pipeline<detail::moment_rows<T>>(blocks, in, std::array{y}))
       detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);
@@ -141,7 +141,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
     detail::activated_gradient_terms<F, Residual> const terms{{mean, inv_std, params}, f};
     if (constant) {
       if (epilogue.written() == nullptr && epilogue.counted() == nullptr &&
-          detail::sum_and_map<T>(exec, terms, in, out, sum_dy, sum_dy_xmu, map))
+          detail::sum_and_map<T>(exec, terms, in, out, {sum_dy.data(), sum_dy_xmu.data()}, map))
         return;
       if (!worth_blocking) return in_two_calls();
     } else {
@@ -154,8 +154,8 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
         };
         auto const finish = [](std::int64_t, std::int64_t) {};
         return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x},
-                                              {inputs, detail::map_fetches::next_sums}, rows, sum_dy, sum_dy_xmu,
-                                              finish, map);
+                                              {inputs, detail::map_fetches::next_sums}, rows,
+                                              {sum_dy.data(), sum_dy_xmu.data()}, finish, map);
       }
     }
     detail::reduce_and_map<T>(exec, blocks, x, inputs, reduce, map);

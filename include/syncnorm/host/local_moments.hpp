@@ -22,7 +22,7 @@ template <class T>
 void plain_moments(executor_ref exec, tensor_view<T const> const& x, std::span<double> mean, std::span<double> m2) {
   groups const parts{x};
   moments_kernel<T> const kernel{x, parts};
-  reduce_channels<accumulate_t<T>>(exec, parts, x.channels, reduction_chunk(x), kernel, mean, m2);
+  reduce_channels<accumulate_t<T>>(exec, parts, x.channels, reduction_chunk(x), kernel, {mean.data(), m2.data()});
 }
 
 template <class T>

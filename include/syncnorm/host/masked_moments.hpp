@@ -27,7 +27,7 @@ void masked_moments(executor_ref exec, tensor_view<T const> const& x, prepared_m
   }
   masked_groups const parts{mask};
   masked_moments_kernel<T> const kernel{x, parts};
-  reduce_channels<accumulate_t<T>>(exec, parts, x.channels, reduction_chunk(x), kernel, mean, m2);
+  reduce_channels<accumulate_t<T>>(exec, parts, x.channels, reduction_chunk(x), kernel, {mean.data(), m2.data()});
 }
 
 } // namespace detail

@@ -44,7 +44,7 @@ void normalize_and_local_moments(executor_ref exec, std::type_identity_t<tensor_
   }
   detail::normalize_terms<accumulate_t<T>> const terms{mean, inv_std, params.gamma, params.beta};
   detail::map_and_sum_rows<T>(terms, std::array{x}, y, how, rows{next, detail::groups{next}, detail::layout::rows},
-                              next.channels, next_mean.data(), next_m2.data());
+                              next.channels, {next_mean.data(), next_m2.data()});
 }
 
 /// The same for `backward_elemt` and `backward_reduce`. dx may be dy or x.
@@ -70,7 +70,7 @@ void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_vi
   detail::backward_elemt_terms<accumulate_t<T>> const terms{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
   detail::map_and_sum_rows<T>(terms, std::array{dy, x}, dx, how,
                               rows{sums_of{{next_mean}}, {next_dy, next_x}, nullptr, detail::layout::rows},
-                              next_x.channels, next_sum_dy.data(), next_sum_dy_xmu.data());
+                              next_x.channels, {next_sum_dy.data(), next_sum_dy_xmu.data()});
 }
 
 } // namespace syncnorm::host

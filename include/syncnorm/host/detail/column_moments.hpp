@@ -12,13 +12,14 @@
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// x − pivot, to be summed and squared.
 template <class A>
 struct moment_terms {
-  static constexpr std::size_t inputs = 1, coefficients = 1;
+  static constexpr std::size_t inputs = 1, coefficients = 1, values = 2;
   A const* pivots;
 
   std::array<A, coefficients> operator()(std::int64_t c) const { return {pivots[c]}; }
@@ -50,13 +51,13 @@ void pilot_means(column_run<T, 1> const& run, column_values<A>& means) {
 
 /// Makes pivots about which sums cancel the means. Whether there are such.
 template <class T, class A>
-[[nodiscard]] bool settle(column_run<T, 1> const& run, std::int64_t channels, column_values<A> const& firsts,
-                          column_values<A> const& seconds, column_values<A>& pivots) {
+[[nodiscard]] bool settle(column_run<T, 1> const& run, std::int64_t channels, column_sums<A, 2> const& sums,
+                          column_values<A>& pivots) {
   double const n = static_cast<double>(run.count);
   bool any = false;
   run.for_each_piece(channels, [&](auto const& piece) {
-    A const* const a = firsts.data() + piece.sums;
-    A const* const b = seconds.data() + piece.sums;
+    A const* const a = sums[0].data() + piece.sums;
+    A const* const b = sums[1].data() + piece.sums;
     A* const about = pivots.data() + piece.column;
     for (std::int64_t i = 0; i < piece.count; ++i) {
       double const sum = static_cast<double>(a[i]);
@@ -71,24 +72,23 @@ template <class T, class A>
 /// Moments of contiguous channels over group `g`, `elements` positions, not none. `mask`: of the positions that count; null: all.
 template <class T>
 void column_moments(tensor_view<T const> const& x, groups const& parts, prepared_mask const* mask, std::int64_t g,
-                    std::int64_t elements, double* mean, double* m2) {
+                    std::int64_t elements, sums_of_channels<2> const& out) {
   using A = accumulate_t<T>;
   constexpr int lanes = native_lanes<A>;
   column_runs<T, 1> const runs{{x}, parts, mask};
   std::array<column_values<A>, 1> pivots;
-  column_values<A> firsts, seconds;
+  column_sums<A, 2> sums;
   column_values<double> pivot, first, second; // of the group
   bool begun = false;
   runs.for_each(g, [&](column_run<T, 1> const& run) {
     run.width < lanes ? pilot_means<1>(run, pivots[0]) : pilot_means<lanes>(run, pivots[0]);
-    sum_columns<T>(moment_terms<A>{}, run, pivots, firsts, seconds);
+    sum_columns<T>(moment_terms<A>{}, run, pivots, sums);
     double const n = static_cast<double>(run.count);
-    if (settle(run, x.channels, firsts, seconds, pivots[0]))
-      sum_columns<T>(moment_terms<A>{}, run, pivots, firsts, seconds);
+    if (settle(run, x.channels, sums, pivots[0])) sum_columns<T>(moment_terms<A>{}, run, pivots, sums);
     run.for_each_piece(x.channels, [&](auto const& piece) {
       A const* const about = pivots[0].data() + piece.column;
-      A const* const a = firsts.data() + piece.sums;
-      A const* const b = seconds.data() + piece.sums;
+      A const* const a = sums[0].data() + piece.sums;
+      A const* const b = sums[1].data() + piece.sums;
       double *const to = pivot.data() + piece.channel, *const sum = first.data() + piece.channel,
                     *const squares = second.data() + piece.channel;
       if (!begun && piece.column == piece.channel) {
@@ -108,7 +108,7 @@ void column_moments(tensor_view<T const> const& x, groups const& parts, prepared
   double const inverse = 1 / static_cast<double>(elements);
   for (std::int64_t c = 0; c < x.channels; ++c) {
     auto const i = static_cast<std::size_t>(c);
-    finish_moments(pivot[i], first[i], second[i], inverse, mean[c], m2[c]);
+    finish_moments(pivot[i], first[i], second[i], inverse, out[0][c], out[1][c]);
   }
 }
 

@@ -12,6 +12,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -59,6 +60,10 @@ struct column_run {
 template <class A>
 struct alignas(cache_line) column_values : std::array<A, static_cast<std::size_t>(chunk_channels<float>)> {};
 
+/// Some sums of each column of a run.
+template <class A, std::size_t Sums>
+using column_sums = std::array<column_values<A>, Sums>;
+
 /// Calls f(place, first column) for each vector of columns [i, width), of which those before are whole vectors.
 template <int L, class F>
 [[gnu::always_inline]] inline void for_each_vector(std::int64_t i, std::int64_t width, F const& f) {
@@ -66,34 +71,32 @@ template <int L, class F>
   if (i < width) f(i, width - L);
 }
 
-/// Σ a and Σ a·b of the columns of `run`; `Op` is one of `short_row_sums`, whose coefficient j of column c is values[j][c]. Of
+/// The sums of products of the columns of `run`; `Op` is one of `short_row_sums`, whose coefficient j of column c is values[j][c]. Of
 /// vectors, fetches what is read later.
 template <int L, class T, class Op, class A = accumulate_t<T>>
 [[gnu::noinline]] void sum_columns(Op const& given, column_run<T, Op::inputs> const& run,
                                    std::array<column_values<A>, Op::coefficients> const& values,
-                                   column_values<A>& firsts, column_values<A>& seconds) {
+                                   column_sums<A, products_of<Op::values>>& sums) {
   using vector = vector_t<A, L>;
-  constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients;
+  constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients, sum_count = products_of<Op::values>;
   constexpr std::int64_t line = std::max<std::int64_t>(L, line_elements<T>); // what is fetched at once
   auto const op = given;
   auto const ahead = run.ahead, step = run.step;
   std::int64_t const parts = run.parts, width = run.width, places = run.places();
   constexpr auto at_once = static_cast<std::size_t>(longest_sum);
-  column_values<A> later_firsts, later_seconds;
+  column_sums<A, sum_count> later_sums;
   auto const add_later = [&] {
-    for (std::int64_t i = 0; i < parts * places; ++i) {
-      auto const place = static_cast<std::size_t>(i);
-      firsts[place] += later_firsts[place];
-      seconds[place] += later_seconds[place];
-    }
+    for (std::int64_t i = 0; i < parts * places; ++i)
+      for (std::size_t j = 0; j < sum_count; ++j)
+        sums[j][static_cast<std::size_t>(i)] += later_sums[j][static_cast<std::size_t>(i)];
   };
   for (std::size_t r = 0; r < run.count; ++r) {
     bool const later = r >= at_once;
-    A *first = later ? later_firsts.data() : firsts.data(), *second = later ? later_seconds.data() : seconds.data();
+    std::array<A*, sum_count> to;
+    for (std::size_t j = 0; j < sum_count; ++j) to[j] = later ? later_sums[j].data() : sums[j].data();
     if (r % at_once == 0) {
       if (r > at_once) add_later();
-      std::fill_n(first, parts * places, A{0});
-      std::fill_n(second, parts * places, A{0});
+      for (A* const each : to) std::fill_n(each, parts * places, A{0});
     }
     auto from = run.rows[r];
     for (std::int64_t k = 0; k < parts; ++k) {
@@ -104,9 +107,13 @@ template <int L, class T, class Op, class A = accumulate_t<T>>
         for (std::size_t j = 0; j < inputs; ++j) in[j] = load<L>(from[j] + c);
 #pragma GCC unroll 8
         for (std::size_t j = 0; j < coefficients; ++j) of_column[j] = load<L>(values[j].data() + k * width + c);
-        auto const [a, b] = op.apply(in, of_column);
-        store<L>(first + at, load<L>(first + at) + a);
-        store<L>(second + at, multiply_add<vector>(a, b, load<L>(second + at)));
+        auto const terms = op.apply(in, of_column);
+        std::array<vector, sum_count> of_place;
+#pragma GCC unroll 8
+        for (std::size_t j = 0; j < sum_count; ++j) of_place[j] = load<L>(to[j] + at);
+        add_products(of_place, terms);
+#pragma GCC unroll 8
+        for (std::size_t j = 0; j < sum_count; ++j) store<L>(to[j] + at, of_place[j]);
       };
       std::int64_t i = 0;
       if constexpr (L > 1) {
@@ -120,7 +127,8 @@ template <int L, class T, class Op, class A = accumulate_t<T>>
         }
       }
       for_each_vector<L>(i, width, sum);
-      first += places, second += places;
+#pragma GCC unroll 8
+      for (auto& each : to) each += places;
 #pragma GCC unroll 8
       for (std::size_t j = 0; j < inputs; ++j) from[j] += step[j];
     }
@@ -131,13 +139,13 @@ template <int L, class T, class Op, class A = accumulate_t<T>>
 /// The same in vectors as wide as fit.
 template <class T, class Op, class A = accumulate_t<T>>
 void sum_columns(Op const& op, column_run<T, Op::inputs> const& run,
-                 std::array<column_values<A>, Op::coefficients> const& values, column_values<A>& firsts,
-                 column_values<A>& seconds) {
+                 std::array<column_values<A>, Op::coefficients> const& values,
+                 column_sums<A, products_of<Op::values>>& sums) {
   constexpr int lanes = native_lanes<A>;
   if (run.width < lanes)
-    sum_columns<1>(op, run, values, firsts, seconds);
+    sum_columns<1>(op, run, values, sums);
   else
-    sum_columns<lanes>(op, run, values, firsts, seconds);
+    sum_columns<lanes>(op, run, values, sums);
 }
 
 /// The positions of tensors with contiguous channels, as runs of rows. What is summed with what depends on strides and not on how many
@@ -241,31 +249,32 @@ private:
   bool in_order_; ///< samples follow each other like positions do, and so do the rows of the mask
 };
 
-/// Σ a and Σ a·b per channel over the positions of group `g` that count, in double where runs meet, with the coefficients that `op`
-/// has. f(run) after each.
+/// The sums of products per channel over the positions of group `g` that count, in double where runs meet, with the coefficients that
+/// `op` has. f(run) after each.
 template <class T, class Op, class F>
 void sum_channels(Op const& op, std::array<tensor_view<T const>, Op::inputs> const& in, groups const& parts,
-                  prepared_mask const* mask, std::int64_t g, double* first, double* second, F const& f) {
+                  prepared_mask const* mask, std::int64_t g, sums_of_channels<products_of<Op::values>> const& out,
+                  F const& f) {
   using A = accumulate_t<T>;
   column_runs<T, Op::inputs> const runs{in, parts, mask};
   std::int64_t const channels = in[0].channels;
   std::array<column_values<A>, Op::coefficients> values;
-  column_values<A> firsts, seconds;
+  column_sums<A, products_of<Op::values>> sums;
   for (std::int64_t c = 0; c < channels; ++c) {
     auto const of_channel = op(c);
     for (std::size_t j = 0; j < Op::coefficients; ++j)
       for (std::int64_t k = 0; k < runs.positions(); ++k)
         values[j][static_cast<std::size_t>(k * channels + c)] = of_channel[j];
   }
-  std::fill_n(first, channels, 0.0);
-  std::fill_n(second, channels, 0.0);
+  for (double* const each : out) std::fill_n(each, channels, 0.0);
   runs.for_each(g, [&](auto const& run) {
-    sum_columns<T>(op, run, values, firsts, seconds);
+    sum_columns<T>(op, run, values, sums);
     run.for_each_piece(channels, [&](auto const& piece) {
-      A const* const a = firsts.data() + piece.sums;
-      A const* const b = seconds.data() + piece.sums;
-      for (std::int64_t i = 0; i < piece.count; ++i) first[piece.channel + i] += static_cast<double>(a[i]);
-      for (std::int64_t i = 0; i < piece.count; ++i) second[piece.channel + i] += static_cast<double>(b[i]);
+      for (std::size_t j = 0; j < out.size(); ++j) {
+        A const* const of_columns = sums[j].data() + piece.sums;
+        double* const to = out[j] + piece.channel;
+        for (std::int64_t i = 0; i < piece.count; ++i) to[i] += static_cast<double>(of_columns[i]);
+      }
     });
     f(run);
   });

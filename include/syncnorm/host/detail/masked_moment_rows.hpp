@@ -12,6 +12,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
@@ -55,6 +56,7 @@ class masked_moment_rows {
 
 public:
   static constexpr std::int64_t channels_at_once = 64;
+  static constexpr std::size_t sum_count = moment_rows<T>::sum_count;
 
   /// `x`: up to channels_at_once channels.
   masked_moment_rows(tensor_view<T const> const& x, masked_groups const& parts, layout of)
@@ -72,19 +74,19 @@ public:
     begun_[i] = true;
   }
 
-  void finish(std::int64_t group, double* mean, double* m2) const {
+  void finish(std::int64_t group, sums_of_channels<sum_count> const& to) const {
     bool const any = parts_.elements(group) != 0;
     for (std::int64_t c = 0; c < x_.channels; ++c) {
-      mean[c] = m2[c] = 0;
+      to[0][c] = to[1][c] = 0;
       if (any)
-        finish_group(sums_[static_cast<std::size_t>(c)], parts_, group, mean[c], m2[c],
+        finish_group(sums_[static_cast<std::size_t>(c)], parts_, group, to[0][c], to[1][c],
                      [&](pivoted_sums<A>& sums, groups::piece const& piece) { add_elements(sums, c, piece, 0, 0); });
     }
   }
 
-  static void merge(std::int64_t before, std::int64_t more, double* mean, double* m2, double const* mean_more,
-                    double const* m2_more, std::int64_t length) {
-    moment_rows<T>::merge(before, more, mean, m2, mean_more, m2_more, length);
+  static void merge(std::int64_t before, std::int64_t more, sums_of_channels<sum_count> const& to,
+                    sums_of_channels<sum_count> const& from, std::int64_t length) {
+    moment_rows<T>::merge(before, more, to, from, length);
   }
 
 private:

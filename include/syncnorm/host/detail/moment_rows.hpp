@@ -11,6 +11,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
@@ -166,6 +167,7 @@ class moment_rows {
 
 public:
   static constexpr std::int64_t channels_at_once = 64;
+  static constexpr std::size_t sum_count = 2; ///< means and m2
 
   /// `x`: up to channels_at_once channels.
   moment_rows(tensor_view<T const> const& x, groups const& parts, layout of)
@@ -183,18 +185,18 @@ public:
   }
 
   /// The moments of all channels over the group that was added.
-  void finish(std::int64_t group, double* mean, double* m2) const {
+  void finish(std::int64_t group, sums_of_channels<sum_count> const& to) const {
     for (std::int64_t c = 0; c < x_.channels; ++c)
-      finish_group(sums_[static_cast<std::size_t>(c)], parts_, group, mean[c], m2[c],
+      finish_group(sums_[static_cast<std::size_t>(c)], parts_, group, to[0][c], to[1][c],
                    [&](pivoted_sums<A>& sums, groups::piece const& piece) {
                      with_elements(c, piece, [&](auto const* x) { sums.add(x, piece.length, 0, 0); });
                    });
   }
 
-  static void merge(std::int64_t before, std::int64_t more, double* mean, double* m2, double const* mean_more,
-                    double const* m2_more, std::int64_t length) {
+  static void merge(std::int64_t before, std::int64_t more, sums_of_channels<sum_count> const& to,
+                    sums_of_channels<sum_count> const& from, std::int64_t length) {
     auto const channels = static_cast<std::size_t>(length);
-    merge_channels(before, {mean, channels}, {m2, channels}, more, {mean_more, channels}, {m2_more, channels});
+    merge_channels(before, {to[0], channels}, {to[1], channels}, more, {from[0], channels}, {from[1], channels});
   }
 
 private:

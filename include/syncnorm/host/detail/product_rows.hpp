@@ -12,6 +12,7 @@
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
@@ -21,20 +22,14 @@ template <class T, std::size_t Inputs>
   return std::apply([](auto const&... x) { return common_layout(x...); }, in);
 }
 
-/// Σ a and Σ a·b of the elements of one piece of a channel, of elements of type `E`; `Terms` as in product_terms.hpp.
+/// The sums of products of the elements of one piece of a channel, of elements of type `E`; `Terms` as in product_terms.hpp.
 template <class E, class Terms, class A = accumulate_t<E>>
 struct product_piece {
-  static constexpr std::size_t inputs = Terms::inputs, coefficients = Terms::coefficients;
+  static constexpr std::size_t inputs = Terms::inputs, coefficients = Terms::coefficients, values = Terms::values,
+                               sum_count = products_of<values>;
   static constexpr int lanes = native_lanes<A>;
   template <class V>
-  struct sums {
-    V a{}, product{};
-
-    [[gnu::always_inline]] void add(std::array<V, 2> const& more) {
-      a += more[0];
-      product = multiply_add<V>(more[0], more[1], product);
-    }
-  };
+  using sums = std::array<V, sum_count>;
 
   std::array<E const*, inputs> from;
   std::uint8_t const* mask; ///< null: all count
@@ -50,62 +45,65 @@ struct product_piece {
 
 private:
   using vector = vector_t<A, lanes>;
-  using pair = std::array<vector, 2>;
+  using terms_type = std::array<vector, values>;
   using vectors = std::array<vector, coefficients>;
+  /// Vectors that are summed apart, as many as the latency of their sums hides.
+  static constexpr std::size_t apart = sum_count == 2 ? 4 : 2;
 
   [[nodiscard]] sums<A> sum_elements(Terms const& terms, std::array<A, coefficients> const& k) const {
-    sums<A> all;
+    sums<A> all{};
     for (std::int64_t s = 0; s < length; ++s) {
       if (mask != nullptr && mask[s] == 0) continue;
       std::array<A, inputs> in;
       for (std::size_t j = 0; j < inputs; ++j) in[j] = load<1>(from[j] + s);
-      all.add(terms.apply(in, k));
+      add_products(all, terms.apply(in, k));
     }
     return all;
   }
 
   /// What the lanes of a vector add.
   template <class Lanes>
-  [[nodiscard, gnu::always_inline]] static pair counted(pair const& of, Lanes const& lanes_that_count) {
-    vector const zero{};
-    return {where(lanes_that_count, of[0], zero), where(lanes_that_count, of[1], zero)};
+  [[nodiscard, gnu::always_inline]] static terms_type counted(terms_type of, Lanes const& lanes_that_count) {
+#pragma GCC unroll 8
+    for (auto& each : of) each = where(lanes_that_count, each, vector{});
+    return of;
   }
 
   template <bool Masked>
-  [[nodiscard, gnu::always_inline]] pair one(Terms const& terms, vectors const& k, std::int64_t i) const {
+  [[nodiscard, gnu::always_inline]] terms_type one(Terms const& terms, vectors const& k, std::int64_t i) const {
     std::array<vector, inputs> in;
 #pragma GCC unroll 8
     for (std::size_t j = 0; j < inputs; ++j) in[j] = load<lanes>(from[j] + i);
-    pair const made = terms.apply(in, k);
+    terms_type const made = terms.apply(in, k);
     if constexpr (Masked)
       return counted(made, counted_lanes<A, lanes>(mask + i));
     else
       return made;
   }
 
-  /// Of four vectors, in whatever order is the quickest.
+  /// Of so many vectors, in whatever order is the quickest.
   template <bool Masked>
-  [[gnu::always_inline]] void add_four(std::array<sums<vector>, 4>& to, Terms const& terms, vectors const& k,
-                                       std::int64_t i) const {
-    std::array<std::array<vector, inputs>, 4> in;
+  [[gnu::always_inline]] void add_vectors(std::array<sums<vector>, apart>& to, Terms const& terms, vectors const& k,
+                                          std::int64_t i) const {
+    std::array<std::array<vector, inputs>, apart> in;
 #pragma GCC unroll 8
     for (std::size_t j = 0; j < inputs; ++j)
 #pragma GCC unroll 8
-      for (std::size_t v = 0; v < 4; v += 2) {
+      for (std::size_t v = 0; v < apart; v += 2) {
         auto const both = load_pair<lanes>(from[j] + i + static_cast<std::int64_t>(v) * lanes);
         in[v][j] = both[0];
         in[v + 1][j] = both[1];
       }
 #pragma GCC unroll 8
-    for (std::size_t v = 0; v < 4; v += 2) {
-      pair made0 = terms.apply(in[v], k), made1 = terms.apply(in[v + 1], k);
+    for (std::size_t v = 0; v < apart; v += 2) {
+      terms_type made0 = terms.apply(in[v], k), made1 = terms.apply(in[v + 1], k);
       if constexpr (Masked) {
         auto const of = counted_pair<E, lanes>(mask + i + static_cast<std::int64_t>(v) * lanes);
         made0 = counted(made0, of[0]);
         made1 = counted(made1, of[1]);
       }
-      to[v].add(made0);
-      to[v + 1].add(made1);
+      add_products(to[v], made0);
+      add_products(to[v + 1], made1);
     }
   }
 
@@ -122,26 +120,35 @@ private:
     vectors k;
 #pragma GCC unroll 8
     for (std::size_t j = 0; j < coefficients; ++j) k[j] = splat<A, lanes>(of_channel[j]);
-    std::array<sums<vector>, 4> of{};
+    std::array<sums<vector>, apart> of{};
     std::int64_t const n = length;
     std::int64_t i = 0;
     for (; i + 4 * lanes <= n; i += 4 * lanes) {
       piece.ask(i);
-      piece.template add_four<Masked>(of, terms, k, i);
+#pragma GCC unroll 8
+      for (std::size_t v = 0; v < 4; v += apart)
+        piece.template add_vectors<Masked>(of, terms, k, i + static_cast<std::int64_t>(v) * lanes);
     }
     if (i < n) piece.ask(i);
-    for (; i + lanes <= n; i += lanes) of[0].add(piece.template one<Masked>(terms, k, i));
+    for (; i + lanes <= n; i += lanes) add_products(of[0], piece.template one<Masked>(terms, k, i));
     if (i < n) {
-      auto const last = piece.template one<Masked>(terms, k, n - lanes);
-      auto const rest = static_cast<int>(n - i);
-      of[1].add({keep_last<A, lanes>(last[0], rest), keep_last<A, lanes>(last[1], rest)});
+      auto last = piece.template one<Masked>(terms, k, n - lanes);
+#pragma GCC unroll 8
+      for (auto& each : last) each = keep_last<A, lanes>(each, static_cast<int>(n - i));
+      add_products(of[1], last);
     }
-    return {sum_lanes<A, lanes>((of[0].a + of[1].a) + (of[2].a + of[3].a)),
-            sum_lanes<A, lanes>((of[0].product + of[1].product) + (of[2].product + of[3].product))};
+    sums<A> all;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < sum_count; ++j) {
+      vector some = of[0][j] + of[1][j];
+      if constexpr (apart == 4) some += of[2][j] + of[3][j];
+      all[j] = sum_lanes<A, lanes>(some);
+    }
+    return all;
   }
 };
 
-/// Σ a and Σ a·b of a few channels, row piece by row piece; the sums of a group of pieces at a time.
+/// The sums of products of a few channels, row piece by row piece; the sums of a group of pieces at a time.
 template <class T, class Terms>
 class product_rows {
   using A = accumulate_t<T>;
@@ -150,6 +157,7 @@ class product_rows {
 public:
   using views = std::array<tensor_view<T const>, inputs>;
   static constexpr std::int64_t channels_at_once = 64;
+  static constexpr std::size_t sum_count = products_of<Terms::values>;
 
   /// `in`: up to channels_at_once channels, of which `terms` are; `of`: what is contiguous in them; `mask`: null: all count.
   product_rows(Terms const& terms, views const& in, prepared_mask const* mask, layout of)
@@ -160,26 +168,24 @@ public:
   /// Adds a piece of channel `c`, and fetches what is read later; `begun`: not the first of its group.
   void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
     auto const i = static_cast<std::size_t>(c);
-    if (!begun) first_[i] = second_[i] = 0;
+    if (!begun) sums_[i] = {};
     if (mask_ != nullptr && mask_->at(now).counted == 0) return;
     auto const all = contiguous_ ? sum_rows(c, now, later) : sum_copies(c, now);
-    first_[i] += static_cast<double>(all.a);
-    second_[i] += static_cast<double>(all.product);
+    for (std::size_t j = 0; j < sum_count; ++j) sums_[i][j] += static_cast<double>(all[j]);
   }
 
   /// The sums of all channels over the group that was added.
-  void finish(std::int64_t, double* first, double* second) const {
+  void finish(std::int64_t, sums_of_channels<sum_count> const& to) const {
     for (std::int64_t c = 0; c < in_[0].channels; ++c) {
-      auto const i = static_cast<std::size_t>(c);
-      first[c] = first_[i];
-      second[c] = multiply_add(-terms_.excess(c), first_[i], second_[i]);
+      for (std::size_t j = 0; j < sum_count; ++j) to[j][c] = sums_[static_cast<std::size_t>(c)][j];
+      take_off(to, c, terms_.excess(c));
     }
   }
 
-  static void merge(std::int64_t, std::int64_t, double* a, double* b, double const* a_more, double const* b_more,
-                    std::int64_t length) {
-    for (std::int64_t c = 0; c < length; ++c) a[c] += a_more[c];
-    for (std::int64_t c = 0; c < length; ++c) b[c] += b_more[c];
+  static void merge(std::int64_t, std::int64_t, sums_of_channels<sum_count> const& to,
+                    sums_of_channels<sum_count> const& from, std::int64_t length) {
+    for (std::size_t j = 0; j < sum_count; ++j)
+      for (std::int64_t c = 0; c < length; ++c) to[j][c] += from[j][c];
   }
 
 private:
@@ -206,8 +212,7 @@ private:
         copies[j][static_cast<std::size_t>(s)] = load<1>(&in_[j](now.sample, c, now.begin + s));
       piece.from[j] = copies[j].data();
     }
-    auto const all = piece.sum(terms_, coefficients_[static_cast<std::size_t>(c)]);
-    return {all.a, all.product};
+    return piece.sum(terms_, coefficients_[static_cast<std::size_t>(c)]);
   }
 
   Terms terms_;
@@ -215,7 +220,7 @@ private:
   prepared_mask const* mask_;
   bool contiguous_;
   std::array<std::array<A, Terms::coefficients>, channels_at_once> coefficients_;
-  std::array<double, channels_at_once> first_, second_;
+  std::array<std::array<double, sum_count>, channels_at_once> sums_;
 };
 
 } // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -10,11 +10,11 @@
 #include <syncnorm/host/detail/activation.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
-// What Σ a and Σ a·b over the elements of a channel are of. A type of terms has
+// What sums of products over the elements of a channel are of: Σ a and Σ a·b, or Σ a, Σ a·b, Σ c, Σ c·b and Σ c·a. A type of terms has
 //
-//     static constexpr std::size_t inputs, coefficients;
+//     static constexpr std::size_t inputs, coefficients, values;
 //     std::array<A, coefficients> operator()(channel)
-//     std::array<V, 2> apply(std::array<V, inputs>, std::array<V, coefficients>)        a and b
+//     std::array<V, values> apply(std::array<V, inputs>, std::array<V, coefficients>)        a and b, or a, b and c
 //     double excess(channel)        by which b is too large: the elements' arithmetic takes the mean rounded to their type
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
@@ -28,7 +28,7 @@ template <class A>
 /// dy and x − mean.
 template <class A>
 struct gradient_terms {
-  static constexpr std::size_t inputs = 2, coefficients = 1;
+  static constexpr std::size_t inputs = 2, coefficients = 1, values = 2;
   std::span<double const> mean;
 
   std::array<A, coefficients> operator()(std::int64_t c) const {
@@ -58,7 +58,7 @@ struct activated_channels {
 template <class F, bool Residual>
 struct activated_gradient_terms {
   using A = typename F::arithmetic;
-  static constexpr std::size_t inputs = Residual ? 3 : 2, coefficients = 3;
+  static constexpr std::size_t inputs = Residual ? 3 : 2, coefficients = 3, values = 2;
   activated_channels of;
   F f;
 
@@ -77,10 +77,10 @@ struct activated_gradient_terms {
   [[nodiscard]] double excess(std::int64_t c) const { return lost_by_rounding<A>(of.mean, c); }
 };
 
-/// u and dy·f′(v), of dy, x, u and the residual, which may be anything where there is none.
+/// dy·f′(v), x − mean and u, of dy, x, u and the residual, which may be anything where there is none.
 template <class A>
 struct second_order_terms {
-  static constexpr std::size_t inputs = 4, coefficients = 3;
+  static constexpr std::size_t inputs = 4, coefficients = 3, values = 3;
   activated_channels of;
   linear_activation<A> f;
   bool has_residual;
@@ -89,12 +89,14 @@ struct second_order_terms {
     return activated_gradient_terms<linear_activation<A>, false>{of, f}(c);
   }
   template <class V>
-  [[nodiscard, gnu::always_inline]] std::array<V, 2> apply(std::array<V, inputs> const& in,
-                                                           std::array<V, coefficients> const& k) const {
-    V const activated = multiply_add<V>(in[1] - k[0], k[1], k[2]);
-    return {in[2], f.gradient(has_residual ? activated + in[3] : activated, in[0])};
+  [[nodiscard, gnu::always_inline]] std::array<V, values> apply(std::array<V, inputs> const& in,
+                                                                std::array<V, coefficients> const& k) const {
+    V const d = in[1] - k[0];
+    V activated = multiply_add(d, k[1], k[2]);
+    if (has_residual) activated += in[3];
+    return {f.gradient(activated, in[0]), d, in[2]};
   }
-  [[nodiscard]] static double excess(std::int64_t) { return 0; }
+  [[nodiscard]] double excess(std::int64_t c) const { return lost_by_rounding<A>(of.mean, c); }
 };
 
 /// Those of lanes from `first` on, of which each channel has `fold`.

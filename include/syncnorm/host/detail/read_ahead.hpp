@@ -7,6 +7,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/processor.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 #include <syncnorm/host/stores.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -85,10 +86,10 @@ void for_each_piece_read(groups const& parts, std::int64_t g, std::int64_t chann
   });
 }
 
-/// The sums `a`, `b` of `rows`, of so many channels, over group `g`. `Rows` has what `moment_rows` has. f(c, piece) after each.
+/// The sums of `rows`, of so many channels, over group `g`. `Rows` has what `moment_rows` has. f(c, piece) after each.
 template <class Rows, class F>
-void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch, double* a,
-              double* b, F const& f) {
+void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch,
+              sums_of_channels<Rows::sum_count> const& to, F const& f) {
   bool begun = false;
   for_each_piece_read(parts, g, channels, fetch, [&](groups::piece const& now, read_ahead const& later) {
     for (std::int64_t c = 0; c < channels; ++c) {
@@ -97,12 +98,12 @@ void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t chan
     }
     begun = true;
   });
-  rows.finish(g, a, b);
+  rows.finish(g, to);
 }
 template <class Rows>
-void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch, double* a,
-              double* b) {
-  sum_rows(rows, parts, g, channels, fetch, a, b, [](std::int64_t, groups::piece const&) {});
+void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch,
+              sums_of_channels<Rows::sum_count> const& to) {
+  sum_rows(rows, parts, g, channels, fetch, to, [](std::int64_t, groups::piece const&) {});
 }
 
 } // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <type_traits>
 #include <utility>
 
@@ -24,6 +23,7 @@
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/streaming.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
@@ -55,7 +55,7 @@ struct pipeline_reading {
 
 /// The sums of a block over each group of pieces, as `merge_groups` takes them; not all of them are used.
 template <class Rows>
-using group_sums = std::array<double, static_cast<std::size_t>(2 * groups::most * Rows::channels_at_once)>;
+using group_sums = std::array<double, Rows::sum_count* static_cast<std::size_t>(groups::most* Rows::channels_at_once)>;
 
 /// Sums the rows of one block of channels while it maps those of the block before, row piece by row piece in turn: then
 /// memory is read and written and the cache is read at the same time. The map takes samples in the opposite order: what was
@@ -126,8 +126,7 @@ public:
         begun = true;
       });
       if (g != 0 && parts_.elements(g) == 0) continue;
-      double* const of_group = sums + 2 * g * length;
-      rows.finish(g, of_group, of_group + length);
+      rows.finish(g, sums_of_group<Rows::sum_count>(sums, length, g));
     }
   }
 
@@ -205,45 +204,46 @@ template <class Rows, class T, std::size_t Inputs>
          suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
 }
 
-/// `out` by a `linear_op`, and meanwhile the sums `a`, `b` by `rows` of the `length` channels after those of `out`.
+/// `out` by a `linear_op`, and meanwhile the `sums` by `rows` of the `length` channels after those of `out`.
 template <class T, class Rows, class Terms, std::size_t Inputs>
 void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, Inputs> const& in,
-                      tensor_view<T> const& out, stores how, Rows rows, std::int64_t length, double* a, double* b) {
+                      tensor_view<T> const& out, stores how, Rows rows, std::int64_t length,
+                      sums_of_channels<Rows::sum_count> const& sums) {
   using map_type = elementwise_map<T, linear_op<Inputs>>;
   scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
   map_type const map{{}, terms_of, in, {out}, nullptr, how, table.data()};
   groups const parts{out};
   row_pipeline<T, Rows, map_type, groups> const pipeline{
       in[0], parts, {Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing}};
-  group_sums<Rows> sums;
-  pipeline(rows, 0, length, sums.data(), &map, out.channels);
-  merge_groups(parts, length, sums.data(), &Rows::merge, a, b);
+  group_sums<Rows> of_groups;
+  pipeline(rows, 0, length, of_groups.data(), &map, out.channels);
+  merge_groups(parts, length, of_groups.data(), &Rows::merge, sums);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
   stream_fence();
 }
 
-/// For each block of channels: its sums `a` and `b` by `make_rows(first, length)`, `finish(first, length)`, and
+/// For each block of channels: its `sums` by `make_rows(first, length)`, `finish(first, length)`, and
 /// `make_map(first, length, table)`, by a `row_pipeline`. `x` and `parts` are those of all, `reading` and `on` as of the pipeline.
 /// Each thread takes several blocks in a row, or its share of them.
-template <class T, class Parts, class MakeRows, class MakeMap>
+template <class T, class Parts, class MakeRows, class MakeMap,
+          class Rows = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>>
 void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor_view<T const> const& x,
                          Parts const& parts, pipeline_reading const& reading, MakeRows const& make_rows,
-                         std::span<double> a, std::span<double> b,
+                         sums_of_channels<Rows::sum_count> const& sums,
                          function_ref<void(std::int64_t, std::int64_t)> finish, MakeMap const& make_map,
                          processor const& on = processor::here()) {
   using A = accumulate_t<T>;
-  using rows_type = std::invoke_result_t<MakeRows const&, std::int64_t, std::int64_t>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
   using shares_type = std::bitset<static_cast<std::size_t>(block_team::most_shares)>;
   std::int64_t const shares = shares_of_block(x, blocks.length, reading.summed, exec.concurrency(), on);
-  row_pipeline<T, rows_type, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, shares,
-                                                             on};
-  std::int64_t const longest = blocks.size(blocks.count - 1), sums_of_block = 2 * parts.count * longest;
+  row_pipeline<T, Rows, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, shares, on};
+  std::int64_t const longest = blocks.size(blocks.count - 1),
+                     sums_of_block = static_cast<std::int64_t>(Rows::sum_count) * parts.count * longest;
   block_teams teams{exec, blocks.count, shares};
   scratch_lease<double> shared_sums{shares == 1 ? 0 : teams.count() * sums_of_block};
   teams.for_each([&](block_team& team, std::int64_t run, std::int64_t begin, std::int64_t end, std::int64_t own) {
     scratch_lease<A> table{map_type::table_size(x.channel_range(0, longest))};
-    group_sums<rows_type> own_sums;
+    group_sums<Rows> own_sums;
     double* const of_groups = shares == 1 ? own_sums.data() : shared_sums.data() + run * sums_of_block;
     std::optional<map_type> map;
     std::int64_t mapped = 0; // channels
@@ -264,7 +264,7 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
         pipeline(rows, share, length, of_groups, meanwhile, mapped, fetched);
         held.set(static_cast<std::size_t>(share));
         if (!team.add_share()) return;
-        merge_groups(parts, length, of_groups, &rows_type::merge, a.data() + first, b.data() + first);
+        merge_groups(parts, length, of_groups, &Rows::merge, from_channel(sums, first));
         finish(first, length);
         team.complete(i);
       };

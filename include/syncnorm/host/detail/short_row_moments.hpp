@@ -13,6 +13,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
@@ -25,7 +26,7 @@ template <class T>
 /// Moments of at most chunk_channels channels with short rows over `group`, of which `elements` count, at least one. `mask`: null: all.
 template <class T>
 void short_row_moments(tensor_view<T const> const& x, groups const& parts, prepared_mask const* mask,
-                       std::int64_t group, std::int64_t elements, double* mean, double* m2) {
+                       std::int64_t group, std::int64_t elements, sums_of_channels<2> const& out) {
   using A = accumulate_t<T>;
   constexpr int lanes = native_lanes<A>;
   std::int64_t pilot_row = parts.begin(group);
@@ -44,10 +45,11 @@ void short_row_moments(tensor_view<T const> const& x, groups const& parts, prepa
   }
   auto const sum = [&](std::int64_t first, std::int64_t length) {
     short_row_sums<T, moment_terms<A>> const sums{{pivots.data() + first}, {x.channel_range(first, length)}, mask};
-    sums(parts.begin(group), parts.end(group), mean + first, m2 + first);
+    sums(parts.begin(group), parts.end(group), from_channel(out, first));
   };
   sum(0, x.channels);
   auto const n = static_cast<double>(elements);
+  auto const [mean, m2] = out;
   for (std::int64_t c = 0; c < x.channels; ++c) {
     A& pivot = pivots[static_cast<std::size_t>(c)];
     if (sums_cancel(mean[c], m2[c], n)) {
