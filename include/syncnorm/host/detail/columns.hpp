@@ -10,6 +10,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/sums_of_channels.hpp>
@@ -81,6 +82,7 @@ template <int L, class T, class Op, class A = accumulate_t<T>>
   constexpr std::size_t inputs = Op::inputs, coefficients = Op::coefficients, sum_count = products_of<Op::values>;
   constexpr std::int64_t line = std::max<std::int64_t>(L, line_elements<T>); // what is fetched at once
   auto const op = given;
+  bool const finds_pages = processor::here().finds_pages_ahead();
   auto const ahead = run.ahead, step = run.step;
   std::int64_t const parts = run.parts, width = run.width, places = run.places();
   constexpr auto at_once = static_cast<std::size_t>(longest_sum);
@@ -118,7 +120,8 @@ template <int L, class T, class Op, class A = accumulate_t<T>>
       std::int64_t i = 0;
       if constexpr (L > 1) {
 #pragma GCC unroll 8
-        for (std::size_t j = 0; j < inputs; ++j) find_pages(from[j], ahead[j] + page_elements<T>, width, true);
+        for (std::size_t j = 0; j < inputs; ++j)
+          if (finds_pages) find_pages(from[j], ahead[j] + page_elements<T>, width, true);
         for (; i + line <= width; i += line) {
 #pragma GCC unroll 8
           for (std::size_t j = 0; j < inputs; ++j) prefetch<line, 2>(from[j], i + ahead[j]);

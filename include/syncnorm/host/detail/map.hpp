@@ -102,8 +102,9 @@ public:
                     layout_ != layout::strided;
     }
     run_ = run_type{op, streamed};
-    bool const streams = std::ranges::find(streamed, true) != streamed.end(), foreseen = processor::here().foresees;
-    finds_pages_ = streams;
+    auto const& on = processor::here();
+    bool const streams = std::ranges::find(streamed, true) != streamed.end(), foreseen = on.foresees;
+    finds_pages_ = streams && on.finds_pages_ahead();
     dense_ = layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
     reads_ahead_ = streams && (layout_ == layout::channels ? fold_ == 1 // what is folded is in the cache
@@ -115,7 +116,8 @@ public:
     bool const follow = layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; });
     if (follow)
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements<T> / 4 : chunk_channels<A>);
-    joins_positions_ = follow && streams && channels % line_elements<T> != 0 && channels <= chunk_channels<A>;
+    bool const in_lines = channels % line_elements<T> == 0 && run_.since_line(to(0, 0, 0)) <= 0;
+    joins_positions_ = follow && streams && !in_lines && channels <= chunk_channels<A>;
     std::int64_t const period = channels * (run_positions_ + (joins_positions_ ? 1 : 0));
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
@@ -350,7 +352,7 @@ private:
   /// The rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
   bool reads_ahead_ = false; ///< whether what follows is fetched
-  /// No mask, and positions, which are no whole lines of the cache, follow each other without a gap; outputs are streamed.
+  /// Positions, which do not begin and end where lines of the cache do, follow each other without a gap; outputs are streamed.
   bool joins_positions_ = false;
   bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
 };

@@ -9,6 +9,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/power_kernel.hpp>
+#include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -46,14 +47,17 @@ private:
     auto const dy = dy_.channel_range(first, length), x = x_.channel_range(first, length);
     auto const dx = Map ? dx_.channel_range(first, length) : tensor_view<T>{};
     bool const streams = Map && streams_lines(dx, layout_, scaling_.width, dx_, is_in_place());
+    bool const finds_pages = processor::here().finds_pages_ahead();
     std::int64_t const ahead = elements_to_fetch(x, 2);
     position_sums<A> sums{Sums ? length : 0, sum_dy, sum_dy_u};
     parts_.for_each_piece(group, [&](groups::piece const& at) {
       for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
         T* const to = Map ? &dx(at.sample, 0, s) : nullptr;
-        find_position(x, &x(at.sample, 0, s), ahead);
-        find_position(dy, &dy(at.sample, 0, s), ahead);
-        if (streams) find_position(dx, to, 0);
+        if (finds_pages) {
+          find_position(x, &x(at.sample, 0, s), ahead);
+          find_position(dy, &dy(at.sample, 0, s), ahead);
+          if (streams) find_position(dx, to, 0);
+        }
         if (!is_masked(mask_, at.sample, s))
           position(&dy(at.sample, 0, s), &x(at.sample, 0, s), to, first, length, ahead, streams, sums);
         else if constexpr (Map)

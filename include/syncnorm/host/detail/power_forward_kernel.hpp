@@ -9,6 +9,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/power_kernel.hpp>
+#include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -43,12 +44,15 @@ private:
     auto const x = x_.channel_range(first, length);
     auto const y = Map ? y_.channel_range(first, length) : tensor_view<T>{};
     bool const streams = Map && streams_lines(y, layout_, scaling_.width, y_, x.data == y.data);
+    bool const finds_pages = processor::here().finds_pages_ahead();
     std::int64_t const ahead = elements_to_fetch(x, 1);
     position_sums<A> sums{Sums ? length : 0, counted, masked};
     parts_.for_each_piece(group, [&](groups::piece const& at) {
       for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
-        find_position(x, &x(at.sample, 0, s), ahead);
-        if (streams) find_position(y, &y(at.sample, 0, s), 0);
+        if (finds_pages) {
+          find_position(x, &x(at.sample, 0, s), ahead);
+          if (streams) find_position(y, &y(at.sample, 0, s), 0);
+        }
         position(&x(at.sample, 0, s), Map ? &y(at.sample, 0, s) : nullptr, first, length, ahead, streams,
                  is_masked(mask_, at.sample, s) ? sums.second() : sums.first());
         sums.next();

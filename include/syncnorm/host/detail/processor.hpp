@@ -32,6 +32,10 @@ struct processor {
     return foresees ? std::numeric_limits<std::int64_t>::max() : std::int64_t{1} << 12;
   }
 
+  /// Whether to have it find the pages of what is read and written later (`find_pages`). AMD's wait for each page that a store which streams
+  /// meets; others hide that, and what is fetched with a page takes them more.
+  [[nodiscard]] bool finds_pages_ahead() const { return !foresees; }
+
   /// The one at hand.
   [[nodiscard]] static processor const& here() {
     static processor const found = [] {
