@@ -91,9 +91,9 @@ TEST_CASE_TEMPLATE("more contiguous channels than one box has coefficients of", 
   }
 }
 
-TEST_CASE_TEMPLATE("positions that are no whole lines of the cache follow each other", T, float,
+TEST_CASE_TEMPLATE("positions that begin or end in the midst of a line of the cache follow each other", T, float,
                    bfloat16 AND_UNSANITIZED(double, float16)) {
-  for (std::int64_t const channels : {1, 3, 24, 33, 100, 728, 1025}) {
+  for (std::int64_t const channels : {1, 3, 24, 33, 64, 100, 728, 1024, 1025}) {
     affine_problem<T> const p{{2, channels, 50}};
     auto const expected = p.expected(true, true);
     for (std::int64_t const offset : {0, 1, 8}) {
