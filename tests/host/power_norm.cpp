@@ -223,7 +223,7 @@ TEST_CASE_TEMPLATE("the passes of power norm are those of their definitions", T,
 TEST_CASE_TEMPLATE("large outputs, which are written past the cache, have the same bits", T,
                    float AND_UNSANITIZED(bfloat16)) {
   constexpr std::int64_t line = 64 / static_cast<std::int64_t>(sizeof(T)), channels = 20, positions = line;
-  std::int64_t const n = host::streaming_bytes / (channels * positions * static_cast<std::int64_t>(sizeof(T))) + 3;
+  std::int64_t const n = host::streaming_bytes / (channels * positions * static_cast<std::int64_t>(sizeof(T))) + 40;
   auto const size = static_cast<std::size_t>(n * channels * positions);
   std::vector<T> x(size), dy(size), memory(size + 2 * line);
   for (std::size_t i = 0; i < size; ++i) {
@@ -236,24 +236,32 @@ TEST_CASE_TEMPLATE("large outputs, which are written past the cache, have the sa
     auto const read = [&](std::vector<T> const& values) { return view(values.data()); };
     for (auto const groups : all_groups) {
       std::vector<std::vector<T>> y, dx;
+      std::vector<std::vector<double>> sums;
       for (T* const out : {first_line, first_line + 1}) { // of which the second begins in the middle of a line
         host::channel_scaling const scaling{groups, 1e-3};
         host::power_forward<T>(host::serial_executor{}, read(x), view(out), {}, scaling, ones, {}, a, b);
-        y.emplace_back(out, out + size);
+        y.emplace_back(out, out + view(out).size());
+        sums.push_back(a);
         host::power_backward<T>(host::serial_executor{}, read(dy), read(x), view(out), {}, scaling, ones, ones, a, b);
-        dx.emplace_back(out, out + size);
+        dx.emplace_back(out, out + view(out).size());
+        for (auto const& each : {a, b}) sums.push_back(each);
       }
+      for (std::size_t i = 0; i < 3; ++i) CHECK(sums[i] == sums[i + 3]);
       for (auto const& two : {y, dx})
         CHECK(std::ranges::equal(std::as_bytes(std::span{two[0]}), std::as_bytes(std::span{two[1]})));
     }
   };
   // Groups of whole lines or not, where channels are contiguous.
-  check([&](auto* data) { return nhwc(data, n, channels * positions, 1); }, channels * positions, {5});
+  check([&](auto* data) { return nhwc(data, n, channels * positions, 1); }, channels * positions, {5, 1});
   if (!test::sanitized) {
     check([&](auto* data) { return nhwc(data, n, channels * positions, 1); }, channels * positions, {0, 16});
+    check([&](auto* data) { return nhwc(data, n, channels * positions - 1, 1); }, channels * positions - 1, {0, 1});
+    check([&](auto* data) { return nchw(data, n, 2, channels * positions / 2); }, 2, {0});
+    check([&](auto* data) { return nchw(data, n, 1, channels * positions - 1); }, 1, {0});
     check([&](auto* data) { return nc(data, n, channels * positions); }, channels * positions, {0, 16});
   }
   check([&](auto* data) { return nchw(data, n, channels, positions); }, channels, {4});
+  check([&](auto* data) { return nchw(data, n, 1, channels * positions); }, 1, {1});
   if (!test::sanitized) check([&](auto* data) { return nchw(data, n, channels, positions); }, channels, {0});
 }
 

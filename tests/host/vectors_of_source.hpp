@@ -20,7 +20,7 @@ struct vectors_of_source {
     using namespace syncnorm::host::detail;
     vectors_of_source found{simd_bytes, typeid(moment_rows<float>).name()};
     auto const x = syncnorm::nchw(row.data(), 1, 1, static_cast<std::int64_t>(row.size()));
-    moments_kernel<float>{x, groups{x}}(0, 1, 0, &found.mean, &found.m2);
+    moments_kernel<float>{x, groups{x}}(0, 1, 0, {&found.mean, &found.m2});
     return found;
   }
 };

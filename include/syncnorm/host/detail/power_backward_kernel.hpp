@@ -46,7 +46,7 @@ private:
   void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
     auto const dy = dy_.channel_range(first, length), x = x_.channel_range(first, length);
     auto const dx = Map ? dx_.channel_range(first, length) : tensor_view<T>{};
-    bool const streams = Map && streams_lines(dx, layout_, scaling_.width, dx_, is_in_place());
+    auto const how = power_stores::of_channels(dx, Scaled ? scaling_.width : 0, dx_, is_in_place());
     bool const finds_pages = processor::here().finds_pages_ahead();
     std::int64_t const ahead = elements_to_fetch(x, 2);
     position_sums<A> sums{Sums ? length : 0, sum_dy, sum_dy_u};
@@ -56,10 +56,10 @@ private:
         if (finds_pages) {
           find_position(x, &x(at.sample, 0, s), ahead);
           find_position(dy, &dy(at.sample, 0, s), ahead);
-          if (streams) find_position(dx, to, 0);
+          if (how.streams) find_position(dx, to, 0);
         }
         if (!is_masked(mask_, at.sample, s))
-          position(&dy(at.sample, 0, s), &x(at.sample, 0, s), to, first, length, ahead, streams, sums);
+          position(&dy(at.sample, 0, s), &x(at.sample, 0, s), to, first, length, ahead, how, sums);
         else if constexpr (Map)
           std::fill_n(to, length, from_accumulate<T>(A{0}));
       }
@@ -68,7 +68,7 @@ private:
   }
 
   void position(T const* dy, T const* x, T* dx, std::int64_t first, std::int64_t length, std::int64_t ahead,
-                bool streams, position_sums<A>& sums) const {
+                power_stores const& how, position_sums<A>& sums) const {
     constexpr int lanes = native_lanes<A>;
     A *const of_dy = sums.first(), *const of_dy_u = sums.second();
     std::int64_t const width = Scaled ? scaling_.width : length;
@@ -93,7 +93,7 @@ private:
           along /= static_cast<A>(width);
         }
       }
-      for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
+      for_each_lanes_of<lanes>(Map ? dx + begin : nullptr, width, how, [&]<int L>(std::int64_t i, bool streams) {
         std::int64_t const c = begin + i;
         if constexpr (!Scaled) fetch<L>(x, c + ahead);
         if constexpr (!Scaled || !Map) fetch<L>(dy, c + ahead);
@@ -118,7 +118,7 @@ private:
   void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* sum_dy, double* sum_dy_u) const {
     constexpr int lanes = native_lanes<A>;
     run_buffer<A> root, along, keep, dy_copy, x_copy, dx_copy;
-    bool const streams = Map && streams_lines(dx_, layout_, scaling_.width, dx_, is_in_place());
+    auto const how = power_stores::of_rows(dx_, is_in_place());
     std::int64_t const width = Scaled ? scaling_.width : 1;
     parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       bool any_masked = false;
@@ -132,7 +132,7 @@ private:
         for (std::int64_t c = begin; c < begin + width; ++c) {
           A const* const dy = fetch_run(dy_, c, at, dy_copy.data());
           A const* const x = fetch_run(x_, c, at, x_copy.data());
-          A* const dx = Map ? place_run(dx_, c, at, dx_copy.data()) : nullptr;
+          A* const dx = Map ? place_run(dx_, c, at, dx_copy.data(), how) : nullptr;
           lane_sum<A, lanes> of_dy, of_dy_u;
           for_each_lanes<lanes>(at.length, [&]<int L>(std::int64_t i) {
             auto g = load<L>(dy + i), u = load<L>(x + i);
@@ -145,14 +145,14 @@ private:
               auto du = g * splat<A, L>(dy_scale_[c]) + u * splat<A, L>(u_scale_[c]);
               if constexpr (Scaled) du = load<L>(root.data() + i) * (du - u * load<L>(along.data() + i));
               put<L>(dx + i, any_masked ? kept<A, L>(load<L>(keep.data() + i), du) : du,
-                     streams && dx != dx_copy.data());
+                     how.streams && dx != dx_copy.data());
             }
             if constexpr (Sums) {
               of_dy.template add<L>(g);
               of_dy_u.template add<L>(any_masked ? kept<A, L>(load<L>(keep.data() + i), g * u) : g * u);
             }
           });
-          if constexpr (Map) finish_run(dx_, c, at, dx, dx_copy.data(), streams);
+          if constexpr (Map) finish_run(dx_, c, at, dx, dx_copy.data(), how);
           if constexpr (Sums) {
             sum_dy[c - first] += static_cast<double>(of_dy.total());
             sum_dy_u[c - first] += static_cast<double>(of_dy_u.total());

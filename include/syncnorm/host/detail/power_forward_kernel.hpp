@@ -43,7 +43,7 @@ private:
   void positions(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
     auto const x = x_.channel_range(first, length);
     auto const y = Map ? y_.channel_range(first, length) : tensor_view<T>{};
-    bool const streams = Map && streams_lines(y, layout_, scaling_.width, y_, x.data == y.data);
+    auto const how = power_stores::of_channels(y, Scaled ? scaling_.width : 0, y_, x.data == y.data);
     bool const finds_pages = processor::here().finds_pages_ahead();
     std::int64_t const ahead = elements_to_fetch(x, 1);
     position_sums<A> sums{Sums ? length : 0, counted, masked};
@@ -51,9 +51,9 @@ private:
       for (std::int64_t s = at.begin; s < at.begin + at.length; ++s) {
         if (finds_pages) {
           find_position(x, &x(at.sample, 0, s), ahead);
-          if (streams) find_position(y, &y(at.sample, 0, s), 0);
+          if (how.streams) find_position(y, &y(at.sample, 0, s), 0);
         }
-        position(&x(at.sample, 0, s), Map ? &y(at.sample, 0, s) : nullptr, first, length, ahead, streams,
+        position(&x(at.sample, 0, s), Map ? &y(at.sample, 0, s) : nullptr, first, length, ahead, how,
                  is_masked(mask_, at.sample, s) ? sums.second() : sums.first());
         sums.next();
       }
@@ -61,7 +61,7 @@ private:
     sums.finish();
   }
 
-  void position(T const* x, T* y, std::int64_t first, std::int64_t length, std::int64_t ahead, bool streams,
+  void position(T const* x, T* y, std::int64_t first, std::int64_t length, std::int64_t ahead, power_stores const& how,
                 A* sums) const {
     constexpr int lanes = native_lanes<A>;
     std::int64_t const width = Scaled ? scaling_.width : length;
@@ -74,7 +74,7 @@ private:
           squares.template add<L>(v * v);
         }));
       }
-      for_each_lanes<lanes>(width, [&]<int L>(std::int64_t i) {
+      for_each_lanes_of<lanes>(Map ? y + begin : nullptr, width, how, [&]<int L>(std::int64_t i, bool streams) {
         std::int64_t const c = begin + i;
         if constexpr (!Scaled) fetch<L>(x, c + ahead);
         auto u = load<L>(x + c);
@@ -89,7 +89,7 @@ private:
   void rows(std::int64_t first, std::int64_t length, std::int64_t group, double* counted, double* masked) const {
     constexpr int lanes = native_lanes<A>;
     run_buffer<A> root, keep, x_copy, y_copy;
-    bool const streams = Map && streams_lines(y_, layout_, scaling_.width, y_, x_.data == y_.data);
+    auto const how = power_stores::of_rows(y_, x_.data == y_.data);
     std::int64_t const width = Scaled ? scaling_.width : 1;
     parts_.for_each_run(group, longest_power_run, [&](groups::piece const& at) {
       bool any_masked = false;
@@ -102,13 +102,13 @@ private:
         if constexpr (Scaled) find_roots(x_, scaling_, at, begin, root.data(), x_copy.data());
         for (std::int64_t c = begin; c < begin + width; ++c) {
           A const* const x = fetch_run(x_, c, at, x_copy.data());
-          A* const y = Map ? place_run(y_, c, at, y_copy.data()) : nullptr;
+          A* const y = Map ? place_run(y_, c, at, y_copy.data(), how) : nullptr;
           lane_sum<A, lanes> of_counted, of_masked;
           for_each_lanes<lanes>(at.length, [&]<int L>(std::int64_t i) {
             auto u = load<L>(x + i);
             if constexpr (Scaled) u *= load<L>(root.data() + i);
             if constexpr (Map)
-              put<L>(y + i, u * splat<A, L>(scale_[c]) + splat<A, L>(shift_[c]), streams && y != y_copy.data());
+              put<L>(y + i, u * splat<A, L>(scale_[c]) + splat<A, L>(shift_[c]), how.streams && y != y_copy.data());
             if constexpr (Sums) {
               if (!any_masked) return of_counted.template add<L>(u * u);
               auto const k = load<L>(keep.data() + i);
@@ -116,7 +116,7 @@ private:
               of_masked.template add<L>(kept<A, L>(A{1} - k, u * u));
             }
           });
-          if constexpr (Map) finish_run(y_, c, at, y, y_copy.data(), streams);
+          if constexpr (Map) finish_run(y_, c, at, y, y_copy.data(), how);
           if constexpr (Sums) {
             counted[c - first] += static_cast<double>(of_counted.total());
             if (any_masked) masked[c - first] += static_cast<double>(of_masked.total());

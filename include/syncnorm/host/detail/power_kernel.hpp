@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <span>
 #include <type_traits>
-#include <utility>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/mask_view.hpp>
@@ -57,16 +56,53 @@ inline void for_each_lanes(std::int64_t n, F const& f) {
   for (; i < n; ++i) f.template operator()<1>(i);
 }
 
-/// Whether an output is streamed past the cache: where it consists of whole lines, those of positions or of rows, and those of
-/// `width` channels, which are written one after the other. It is as large as `all` of which it is a part.
-template <class T>
-[[nodiscard]] bool streams_lines(tensor_view<T> const& out, layout of, std::int64_t width, tensor_view<T> const& all,
-                                 bool in_place) {
-  auto const [step, length] = of == layout::channels ? std::pair{elements_to_next(out), width | out.channels}
-                                                     : std::pair{out.stride_c, out.spatial};
-  bool const contiguous = of != layout::strided && (of == layout::channels ? out.stride_c : out.stride_s) == 1;
-  return can_stream<T> && contiguous && stores_for(all) == stores::streaming && !in_place &&
-         elements_since_line(out.data) == 0 && (out.stride_n | step | length) % line_elements<T> == 0;
+/// How an output is written: past the cache, where that takes whole lines of it, or so many that those at their ends, which go
+/// through it, are few.
+struct power_stores {
+  bool streams, whole_lines;
+
+  /// Of rows.
+  template <class T>
+  [[nodiscard]] static power_stores of_rows(tensor_view<T> const& out, bool in_place) {
+    bool const whole = begins_line(out, out.stride_c) && out.spatial % line_elements<T> == 0;
+    return {may_stream(out, in_place) && has_rows(out) && (whole || out.spatial >= many<T>), whole};
+  }
+  /// Of contiguous channels, groups of `width` or, by 0, all at a time. The output is as large as `all` of which it is a part.
+  template <class T>
+  [[nodiscard]] static power_stores of_channels(tensor_view<T> const& out, std::int64_t width,
+                                                tensor_view<T> const& all, bool in_place) {
+    bool const whole = begins_line(out, elements_to_next(out)) && (width | out.channels) % line_elements<T> == 0;
+    bool const enough = (width == 0 ? out.channels : width) >= many<T>;
+    return {may_stream(all, in_place) && has_contiguous_channels(out) && (whole || enough), whole};
+  }
+
+private:
+  template <class T>
+  static constexpr std::int64_t many = 16 * line_elements<T>;
+
+  template <class T>
+  [[nodiscard]] static bool begins_line(tensor_view<T> const& out, std::int64_t step) {
+    return elements_since_line(out.data) == 0 && (out.stride_n | step) % line_elements<T> == 0;
+  }
+  template <class T>
+  [[nodiscard]] static bool may_stream(tensor_view<T> const& out, bool in_place) {
+    return can_stream<T> && stores_for(out) == stores::streaming && !in_place;
+  }
+};
+
+/// Calls f.template operator()<L>(i, whether it is streamed) for vectors, and f.template operator()<1>(i, false) for what is left, of what is
+/// written to `to`.
+template <int L, class T, class F>
+inline void for_each_lanes_of(T const* to, std::int64_t n, power_stores const& how, F const& f) {
+  constexpr std::int64_t line = line_elements<T>;
+  std::int64_t i = 0, last = n;
+  if (how.streams && !how.whole_lines) {
+    for (std::int64_t const first = std::min(n, (line - elements_since_line(to)) % line); i < first; ++i)
+      f.template operator()<1>(i, false);
+    last = n - (n - i) % line;
+  }
+  for (; i + L <= last; i += L) f.template operator()<L>(i, how.streams);
+  for (; i < n; ++i) f.template operator()<1>(i, false);
 }
 
 /// Writes a vector or a single element, the former past the cache if it `streams`.
@@ -113,20 +149,21 @@ template <class T, class A = accumulate_t<T>>
 
 /// Where to write a run of channel `c`: its place if possible, else `buffer`, from which `finish_run` copies.
 template <class T, class A = accumulate_t<T>>
-[[nodiscard]] A* place_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at, A* buffer) {
+[[nodiscard]] A* place_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at, A* buffer,
+                           power_stores const& how) {
   if constexpr (std::is_same_v<A, T>)
-    if (y.stride_s == 1) return &y(at.sample, c, at.begin);
+    if (y.stride_s == 1 && (how.whole_lines || !how.streams)) return &y(at.sample, c, at.begin);
   return buffer;
 }
 
 template <class T, class A = accumulate_t<T>>
 void finish_run(tensor_view<T> const& y, std::int64_t c, groups::piece const& at, A const* written, A const* buffer,
-                bool streams) {
+                power_stores const& how) {
   if (written != buffer) return;
   T* const to = &y(at.sample, c, at.begin);
   if (y.stride_s == 1)
-    for_each_lanes<native_lanes<A>>(at.length,
-                                    [&]<int L>(std::int64_t i) { put<L>(to + i, load<L>(buffer + i), streams); });
+    for_each_lanes_of<native_lanes<A>>(
+        to, at.length, how, [&]<int L>(std::int64_t i, bool streams) { put<L>(to + i, load<L>(buffer + i), streams); });
   else
     for (std::int64_t i = 0; i < at.length; ++i) to[i * y.stride_s] = from_accumulate<T>(buffer[i]);
 }

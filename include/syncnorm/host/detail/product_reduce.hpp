@@ -154,7 +154,7 @@ void reduce_products(executor_ref exec, Terms const& terms, std::array<tensor_vi
   std::int64_t const channels = in[0].channels, fold = in[0].spatial;
   auto const reduce = [&](sums_of_channels<sum_count> const& sums) {
     groups const parts{in[0]};
-    // As many as have two sums each in a page of the cache.
+    // Fewer where each has more sums, so that these stay in the first-level cache.
     std::int64_t chunk = std::min(reduction_chunk(in[0]), 2 * chunk_channels<accumulate_t<T>> / std::ssize(sums));
     for (auto const& x : in) chunk = std::min(chunk, reduction_chunk(x));
     reduce_channels<accumulate_t<T>>(exec, parts, in[0].channels, chunk,
