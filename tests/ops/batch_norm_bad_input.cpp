@@ -3,48 +3,35 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <span>
+#include <optional>
+#include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
 #include <syncnorm/ops/passes.hpp>
 
 #include <comm/broken.hpp>
+#include <ops/batch_norm_steps.hpp>
 #include <ops/quick_communicator.hpp>
 #include <support/failing_executor.hpp>
 #include <support/message_of.hpp>
 #include <support/sanitized.hpp>
 #include <support/throws.hpp>
 
+using test::layer_of_floats;
+using test::quick_communicator;
+using test::step_inputs;
+
 namespace {
 
 constexpr syncnorm::host::serial_executor serial{};
 constexpr int world_size = 3;
-
-using layer_of_floats = syncnorm::batch_norm<float, syncnorm::thread_communicator>;
-
-using test::quick_communicator;
-
-/// The inputs of a step, which a case spoils on one rank.
-struct step_inputs {
-  std::vector<float> x, y, dy, dx;
-  syncnorm::tensor_view<float> x_view, y_view, dy_view, dx_view;
-
-  explicit step_inputs(std::int64_t channels)
-      : x(static_cast<std::size_t>(4 * channels * 5)), y(x.size()), dy(x.size(), 1),
-        dx(x.size()), x_view{syncnorm::nchw(x.data(), 4, channels, 5)}, y_view{syncnorm::nchw(y.data(), 4, channels,
-                                                                                              5)},
-        dy_view{syncnorm::nchw(dy.data(), 4, channels, 5)}, dx_view{syncnorm::nchw(dx.data(), 4, channels, 5)} {
-    for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7);
-  }
-};
 
 /// Takes a good step, then one that `spoil(layer_inputs)` spoils on rank 1, then a good one again. Every rank must throw in
 /// the second, keep its state, and be able to go on. 3 channels fit into the head of a first exchange, 200 do not.
@@ -239,72 +226,6 @@ TEST_CASE("options out of range on one rank are an error on every rank") {
     });
 }
 
-TEST_CASE("ranks that disagree on the number of channels are told so") {
-  for (auto const& pair : {std::pair<std::int64_t, std::int64_t>{3, 4}, {200, 3}, {300, 200}, {128, 129}})
-    syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
-      auto const channels = comm.rank() == 1 ? pair.second : pair.first;
-      step_inputs in{channels};
-      std::vector<std::string> const parts{"number of channels", "rank 0 has " + std::to_string(pair.first),
-                                           "rank 1 has " + std::to_string(pair.second)};
-      layer_of_floats layer{comm, channels};
-      test::check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); }, parts);
-      test::check_throws<syncnorm::mismatch_error>(
-          [&] { (void)syncnorm::batch_norm_forward(serial, comm, in.x_view, in.y_view); }, parts);
-      CHECK(layer.num_batches_tracked() == 0);
-    });
-}
-
-TEST_CASE("ranks that disagree on the element type are told so") {
-  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
-    auto const forward = [&]<class T>(T) {
-      std::vector<T> x{1, 2, 3, 4}, y(4);
-      (void)syncnorm::batch_norm_forward(serial, comm, syncnorm::nc(x.data(), 2, 2), syncnorm::nc(y.data(), 2, 2));
-    };
-    test::check_throws<syncnorm::mismatch_error>([&] { comm.rank() == 0 ? forward(float{}) : forward(double{}); },
-                                                 {"element type", "rank 0 has float", "rank 1 has double"});
-  });
-}
-
-TEST_CASE("ranks that disagree on the options are told so") {
-  struct other_options {
-    syncnorm::batch_norm_layer_options layer;
-    char const* part;
-  };
-  for (auto const& other : std::initializer_list<other_options>{
-           {{.norm = {.eps = 1e-3}}, "eps"},
-           {{.norm = {.momentum = 0.2}}, "momentum"},
-           {{.norm = {.momentum = std::nullopt}}, "momentum"},
-           {{.norm = {.variance = syncnorm::running_variance::biased}}, "running variance"},
-           {{.norm = {.variance = syncnorm::running_variance::standard_deviation}}, "standard deviation"},
-           {{.norm = {.exchange = syncnorm::exchange_policy::gather}}, "exchange policy asked for"},
-           {{.norm = {.normalize_by = syncnorm::batch_variance::unbiased}}, "variance that normalizes"},
-           {{.track_running_stats = false}, "running statistics"},
-           {{.affine = false}, "affine"}})
-    syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
-      layer_of_floats layer{comm, 3, comm.rank() == 2 ? other.layer : syncnorm::batch_norm_layer_options{}};
-      step_inputs in{3};
-      test::check_throws<syncnorm::mismatch_error>([&] { layer.forward(in.x_view, in.y_view); },
-                                                   {"disagree", "rank 2", "rank 0", other.part});
-      CHECK(layer.num_batches_tracked() == 0);
-    });
-}
-
-TEST_CASE("ranks in different passes are told so") {
-  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
-    layer_of_floats layer{comm, 3};
-    step_inputs in{3};
-    layer.forward(in.x_view, in.y_view);
-    test::check_throws<syncnorm::mismatch_error>(
-        [&] {
-          if (comm.rank() == 0)
-            layer.forward(in.x_view, in.y_view);
-          else
-            layer.backward(in.x_view, in.dy_view, in.dx_view);
-        },
-        {"the operation", "batch_norm forward", "batch_norm backward"});
-  });
-}
-
 TEST_CASE("a negative counter cannot be averaged by, and several passes on one rank are none if one is wrong") {
   syncnorm::batch_norm<float> layer{{}, 3, {.norm = {.momentum = {}}}};
   step_inputs in{3};
@@ -341,21 +262,6 @@ TEST_CASE("a backward pass needs a forward pass") {
     step_inputs in{3};
     test::check_throws<syncnorm::invalid_argument_error>([&] { layer.backward(in.x_view, in.dy_view, in.dx_view); },
                                                          {"was there a forward pass?"});
-  });
-}
-
-TEST_CASE("what is wrong on one rank is said of the pass that this rank runs") {
-  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
-    layer_of_floats layer{comm, 3};
-    step_inputs in{3};
-    test::check_throws<syncnorm::invalid_argument_error>(
-        [&] {
-          if (comm.rank() == 0)
-            layer.forward(in.x_view, in.y_view);
-          else
-            layer.backward(in.x_view, in.dy_view, in.dx_view);
-        },
-        {"batch_norm backward: rank 1", "was there a forward pass?"});
   });
 }
 
@@ -511,43 +417,6 @@ TEST_CASE("what a rank throws between the parts of a pass ends it on every rank,
       CHECK(everywhere >= (overhead != 0 ? 2 : by_executor ? 3 : 1));
       if (overhead != 0 && !backward) CHECK(alone > 0);
     }
-}
-
-TEST_CASE("a rank without a forward pass is an error on every rank, without a workspace, too") {
-  for (std::int64_t const channels : {3, 200})
-    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
-      step_inputs const good{channels};
-      syncnorm::tensor_view<float const> const x = good.x_view;
-      auto const saved = syncnorm::batch_norm_forward<float>(serial, comm, x, good.y_view);
-      test::check_throws<syncnorm::invalid_argument_error>(
-          [&] {
-            syncnorm::batch_norm_backward<float const>(serial, comm, good.dy_view, x, good.dx_view, {},
-                                                       comm.rank() == 1 ? syncnorm::batch_norm_saved{} : saved);
-          },
-          {"batch_norm backward", "rank 1", "was there a forward pass?"});
-    });
-}
-
-TEST_CASE("a backward pass of another batch than the forward pass had on one rank is an error on every rank") {
-  for (std::int64_t const channels : {3, 200})
-    syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
-      layer_of_floats layer{comm, channels};
-      step_inputs in{channels};
-      layer.forward(in.x_view, in.y_view);
-      auto const part = [&](auto const& view) { return comm.rank() == 1 ? view.sample_range(0, 2) : view; };
-      std::string const what = "x has 10 values per channel, in the forward pass 20";
-      test::check_throws<syncnorm::invalid_argument_error>(
-          [&] { layer.backward(part(in.x_view), part(in.dy_view), part(in.dx_view)); },
-          {"batch_norm backward: rank 1: ", what});
-      CHECK(std::ranges::all_of(layer.beta_grad(), [](float sum) { return sum == 0; }));
-      layer.backward(in.x_view, in.dy_view, in.dx_view);
-      test::check_throws<syncnorm::invalid_argument_error>(
-          [&] {
-            layer.double_backward({.dx = part(in.dy_view)}, part(in.x_view), part(in.dy_view), part(in.y_view),
-                                  part(in.dx_view));
-          },
-          {"2nd backward: rank 1: ", what});
-    });
 }
 
 TEST_CASE("a communicator that breaks its contract gives an error, not wrong statistics") {
