@@ -11,22 +11,24 @@
 
 namespace syncnorm::host {
 
+/// The least that a block may take of a position, where channels are contiguous, in bytes: less is slower to read than everything is to
+/// read twice.
+inline constexpr std::int64_t narrowest_block_bytes = 1 << 10;
+
 /// What a block of channels may take, in bytes.
 struct block_room {
   std::int64_t cache; ///< its inputs, of the second-level cache
   /// Rows of a sample that follow each other, of several channels, unless the cache has room for three times as many.
   std::int64_t run = std::numeric_limits<std::int64_t>::max();
+  /// What it takes of these at least: less is slower to read than everything is to read twice.
+  std::int64_t shortest_run = narrowest_block_bytes;
 
   /// On the processor at hand; the inputs of the next block are fetched beside it.
   [[nodiscard]] static block_room here() {
     auto const& on = detail::processor::here();
-    return {on.second_level / 4, on.longest_run()};
+    return {on.second_level / 4, on.longest_run(), on.shortest_run()};
   }
 };
-
-/// The least that a block may take of a position, where channels are contiguous, or of a sample, where rows follow each other, in bytes:
-/// less is slower to read than everything is to read twice.
-inline constexpr std::int64_t narrowest_block_bytes = 1 << 10;
 
 /// How many channels to read, reduce and read again before going on to the next ones, so that the second reading comes
 /// from the cache; at least one. All channels where what fits would be too narrow. `inputs` tensors like `x` are read.
@@ -38,7 +40,7 @@ template <class T>
   std::int64_t const fit = room.cache / channel, all = std::max<std::int64_t>(1, x.channels);
   if (detail::has_rows(x) && x.stride_c == x.spatial) {
     std::int64_t const row = x.spatial * bytes, some = fit * row / 3 < room.run ? std::min(fit, room.run / row) : fit;
-    if (std::max<std::int64_t>(1, fit) * row < narrowest_block_bytes) return all;
+    if (std::max<std::int64_t>(1, fit) * row < room.shortest_run) return all;
     return std::min(detail::in_whole_lines<T>(some, x.spatial), all);
   }
   if (detail::channels_share_lines(x)) return all;

@@ -32,6 +32,9 @@ struct processor {
     return foresees ? std::numeric_limits<std::int64_t>::max() : std::int64_t{1} << 12;
   }
 
+  /// What they have to take at least: of less, everything is sooner read twice.
+  [[nodiscard]] std::int64_t shortest_run() const { return std::int64_t{1} << (foresees ? 11 : 10); }
+
   /// Whether to have it find the pages of what is read and written later (`find_pages`). AMD's wait for each page that a store which streams
   /// meets; others hide that, and what is fetched with a page takes them more.
   [[nodiscard]] bool finds_pages_ahead() const { return !foresees; }
