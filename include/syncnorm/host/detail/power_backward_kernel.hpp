@@ -93,24 +93,24 @@ private:
           along /= static_cast<A>(width);
         }
       }
-      for_each_lanes_of<lanes>(Map ? dx + begin : nullptr, width, how,
-                               [&]<int L>(std::int64_t i, [[maybe_unused]] bool streams) {
-                                 std::int64_t const c = begin + i;
-                                 if constexpr (!Scaled) fetch<L>(x, c + ahead);
-                                 if constexpr (!Scaled || !Map) fetch<L>(dy, c + ahead);
-                                 auto const g = load<L>(dy + c);
-                                 auto u = load<L>(x + c);
-                                 if constexpr (Scaled) u *= splat<A, L>(root);
-                                 if constexpr (Map) {
-                                   auto du = gradient.template operator()<L>(c, g, u);
-                                   if constexpr (Scaled) du = splat<A, L>(root) * (du - u * splat<A, L>(along));
-                                   put<L>(dx + c, du, streams);
-                                 }
-                                 if constexpr (Sums) {
-                                   store<L>(of_dy + c, load<L>(of_dy + c) + g);
-                                   store<L>(of_dy_u + c, load<L>(of_dy_u + c) + g * u);
-                                 }
-                               });
+      auto const each = [&]<int L>(std::int64_t i, [[maybe_unused]] bool streams) {
+        std::int64_t const c = begin + i;
+        if constexpr (!Scaled) fetch<L>(x, c + ahead);
+        if constexpr (!Scaled || !Map) fetch<L>(dy, c + ahead);
+        auto const g = load<L>(dy + c);
+        auto u = load<L>(x + c);
+        if constexpr (Scaled) u *= splat<A, L>(root);
+        if constexpr (Map) {
+          auto du = gradient.template operator()<L>(c, g, u);
+          if constexpr (Scaled) du = splat<A, L>(root) * (du - u * splat<A, L>(along));
+          put<L>(dx + c, du, streams);
+        }
+        if constexpr (Sums) {
+          store<L>(of_dy + c, load<L>(of_dy + c) + g);
+          store<L>(of_dy_u + c, load<L>(of_dy_u + c) + g * u);
+        }
+      };
+      for_each_lanes_of<lanes>(Map ? dx + begin : nullptr, width, how, each);
     }
     sums.next();
   }

@@ -74,15 +74,15 @@ private:
           squares.template add<L>(v * v);
         }));
       }
-      for_each_lanes_of<lanes>(
-          Map ? y + begin : nullptr, width, how, [&]<int L>(std::int64_t i, [[maybe_unused]] bool streams) {
-            std::int64_t const c = begin + i;
-            if constexpr (!Scaled) fetch<L>(x, c + ahead);
-            auto u = load<L>(x + c);
-            if constexpr (Scaled) u *= splat<A, L>(root);
-            if constexpr (Map) put<L>(y + c, u * load<L>(scale_ + first + c) + load<L>(shift_ + first + c), streams);
-            if constexpr (Sums) store<L>(sums + c, load<L>(sums + c) + u * u);
-          });
+      auto const each = [&]<int L>(std::int64_t i, [[maybe_unused]] bool streams) {
+        std::int64_t const c = begin + i;
+        if constexpr (!Scaled) fetch<L>(x, c + ahead);
+        auto u = load<L>(x + c);
+        if constexpr (Scaled) u *= splat<A, L>(root);
+        if constexpr (Map) put<L>(y + c, u * load<L>(scale_ + first + c) + load<L>(shift_ + first + c), streams);
+        if constexpr (Sums) store<L>(sums + c, load<L>(sums + c) + u * u);
+      };
+      for_each_lanes_of<lanes>(Map ? y + begin : nullptr, width, how, each);
     }
   }
 
