@@ -93,7 +93,7 @@ template <class T>
 }
 
 template <class T>
-void reduce_block(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums) {
+void sum_second_order(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums) {
   using A = accumulate_t<T>;
   auto const& by = of.epilogue;
   if (of.u.data == nullptr) {
@@ -116,6 +116,8 @@ struct second_order_map {
   second_order_operands<T> of;
   std::span<combination const> for_dy, for_x;
 
+  [[nodiscard]] bool has_u() const { return of.u.data != nullptr; }
+  [[nodiscard]] bool has_v() const { return of.v.data != nullptr; }
   [[nodiscard]] bool has_outputs() const { return of.to_dy.data != nullptr || of.to_x.data != nullptr; }
   [[nodiscard]] op_type op() const {
     auto const& by = of.epilogue;
@@ -140,10 +142,6 @@ struct second_order_map {
       map_elements<T>(exec, op(), terms(first, length), channels_of(inputs(), first, length),
                       channels_of(outputs(), first, length), of.epilogue.counted(), how);
   }
-
-private:
-  [[nodiscard]] bool has_u() const { return of.u.data != nullptr; }
-  [[nodiscard]] bool has_v() const { return of.v.data != nullptr; }
 };
 
 } // namespace detail
@@ -151,7 +149,7 @@ private:
 /// The sums of a double backward pass. Local. The same bits whatever the executor.
 template <class T>
 void double_backward_reduce(executor_ref exec, second_order_operands<T> const& of, double_backward_sums const& sums) {
-  detail::reduce_block(exec, of.in_order(), sums);
+  detail::sum_second_order(exec, of.in_order(), sums);
 }
 
 /// to_dy and to_x by the combinations of each channel, `[C]`: w·f′·(u·scale_a + v·scale_b + …) and u·scale_a + g·scale_b + …,
@@ -173,17 +171,16 @@ void double_backward_in_blocks(executor_ref exec, second_order_operands<T> const
   auto const of = given.in_order();
   auto const how = stores_for(of.x);
   detail::second_order_map<T> const map{of, for_dy, for_x};
-  bool const has_u = of.u.data != nullptr, has_v = of.v.data != nullptr;
-  std::int64_t const summed = 2 + (has_u ? 1 : 0) + (of.epilogue.activates_residual() ? 1 : 0),
-                     read = summed + (has_v ? 1 : 0);
+  std::int64_t const summed = 2 + (map.has_u() ? 1 : 0) + (of.epilogue.activates_residual() ? 1 : 0),
+                     read = summed + (map.has_v() ? 1 : 0);
   std::int64_t const block = std::min(channel_block(of.x, read), channel_block(of.dy, read));
   detail::channel_blocks const blocks{of.x.channels, block};
   using sums_of = detail::terms_of_lanes<detail::second_order_terms<accumulate_t<T>>>;
   using rows_type = detail::product_rows<T, sums_of>;
-  bool const pipelined = has_u && of.epilogue.written() == of.epilogue.counted() &&
+  bool const pipelined = map.has_u() && of.epilogue.written() == of.epilogue.counted() &&
                          detail::suits_row_pipeline<rows_type>(blocks, map.inputs(), map.outputs());
   if (!map.has_outputs() || !detail::worth_blocking(exec, of.x, block, pipelined ? summed : 0)) {
-    detail::reduce_block(exec, of, sums);
+    detail::sum_second_order(exec, of, sums);
     finish(0, of.x.channels);
     return map(exec, 0, of.x.channels, how);
   }
@@ -193,14 +190,14 @@ void double_backward_in_blocks(executor_ref exec, second_order_operands<T> const
                        detail::channels_of(detail::inputs_to_sum(of), first, length), of.epilogue.written(),
                        detail::layout::rows};
     };
-    auto const fetched = has_v ? detail::map_fetches::next_piece : detail::map_fetches::next_sums;
+    auto const fetched = map.has_v() ? detail::map_fetches::next_piece : detail::map_fetches::next_sums;
     return detail::reduce_and_map_rows<T>(
         exec, blocks, of.x, detail::groups{of.x}, {summed, fetched}, rows, detail::in_order_of_terms(sums), finish,
         detail::map_of_channels<T>(map.op(), map.inputs(), map.outputs(), of.epilogue.counted(), how,
                                    [&](std::int64_t first, std::int64_t length) { return map.terms(first, length); }));
   }
   detail::for_each_block(exec, blocks, [&](std::int64_t first, std::int64_t length) {
-    detail::reduce_block<T>(serial_executor{}, of.channel_range(first, length), sums.channel_range(first, length));
+    detail::sum_second_order<T>(serial_executor{}, of.channel_range(first, length), sums.channel_range(first, length));
     finish(first, length);
     map(serial_executor{}, first, length, how);
   });
