@@ -128,6 +128,8 @@ TEST_CASE_TEMPLATE("of contiguous channels and short rows, what does not count c
     for (std::int64_t const s : {40, 1})
       if (!test::sanitized || channels % 2 == (s == 1 ? 0 : 1))
         cases.push_back({test::arrangement::nhwc, {120 / s, channels, s}});
+  for (std::int64_t const channels : {2700, 5120})
+    if (!test::sanitized) cases.push_back({test::arrangement::nhwc, {2, channels, 5}});
   for (auto const& e : {test::extents{6, 3, 17}, {3, 40, 40}, {5, 300, 40}, {4, 1025, 20}, {4, 7, 100}, {20, 50, 127}})
     if (!test::sanitized || e.n * e.c * e.s < 20000) cases.push_back({test::arrangement::nchw, e});
   for (auto const& shape : cases) {

@@ -93,8 +93,9 @@ TEST_CASE_TEMPLATE("more contiguous channels than one box has coefficients of", 
 
 TEST_CASE_TEMPLATE("positions that begin or end in the midst of a line of the cache follow each other", T, float,
                    bfloat16 AND_UNSANITIZED(double, float16)) {
-  for (std::int64_t const channels : {1, 3, 24, 33, 64, 100, 728, 1024, 1025}) {
-    affine_problem<T> const p{{2, channels, 50}};
+  for (std::int64_t const channels : {1, 3, 24, 33, 64, 100, 728, 1024, 1025, 2700, 5120, 8200, 8225}) {
+    if (test::sanitized && channels > 3000) continue;
+    affine_problem<T> const p{{2, channels, channels > 2000 ? 7 : 50}};
     auto const expected = p.expected(true, true);
     for (std::int64_t const offset : {0, 1, 8}) {
       CAPTURE(channels);
@@ -114,8 +115,10 @@ TEST_CASE_TEMPLATE("positions that begin or end in the midst of a line of the ca
 }
 
 TEST_CASE_TEMPLATE("samples share the coefficients of short rows, of all channels or of some", T, float, bfloat16) {
-  for (std::int64_t const samples : {3, 5, 130}) {
-    affine_problem<T> const p{{samples, 300, 21}};
+  for (auto const& shape :
+       {test::extents{3, 300, 21}, {5, 300, 21}, {130, 300, 21}, {150, 130, 10}, {21, 12, 100}, {6, 500, 21}}) {
+    CAPTURE(test::name_of(shape));
+    affine_problem<T> const p{shape};
     auto const expected = p.expected(true, true);
     for (auto const how : {host::stores::cached, host::stores::streaming}) {
       test::tensor<T> x{test::arrangement::nchw, p.n, p.c, p.s, p.x}, y{test::arrangement::nchw, p.n, p.c, p.s, 1},

@@ -44,13 +44,17 @@ private:
   std::int64_t samples_, channels_, spatial_, n_ = 0, c_ = 0, s_ = 0, count_ = 0;
 };
 
-/// The boxes of a map of tensors like `x`. Where positions are taken for channels, `folds`, the coefficients of a box fit the
-/// first-level cache; those of contiguous channels the second level, since a part of a position by itself takes longer than they do.
+/// The most contiguous channels, or positions that are taken for channels, of which all belong to one box: their coefficients fit the
+/// second-level cache, and a part of a position by itself takes longer than reading them there.
+template <class A>
+inline constexpr std::int64_t widest_box = 8 * chunk_channels<A>;
+
+/// The boxes of a map of tensors like `x`; `parts`: with no more channels than those whose coefficients fit the first-level cache.
 template <class A, class T>
-[[nodiscard]] boxes boxes_of_map(tensor_view<T> const& x, layout of, bool folds) {
+[[nodiscard]] boxes boxes_of_map(tensor_view<T> const& x, layout of, bool parts) {
   constexpr std::int64_t chunk = chunk_channels<A>;
-  if (folds) return {x.samples, x.channels, x.spatial, chunk, chunk};
-  return {x.samples, x.channels, x.spatial, of == layout::channels ? 8 * chunk : 16};
+  if (parts) return {x.samples, x.channels, x.spatial, chunk, chunk};
+  return {x.samples, x.channels, x.spatial, of == layout::channels ? widest_box<A> : 16};
 }
 
 /// Computes the boxes of a map, the last ones first: what was read last is the likeliest to be in the cache still. Where a processor

@@ -22,7 +22,7 @@ template <class A>
 template <class A, class T>
 [[nodiscard]] constexpr std::int64_t coefficient_table_size(tensor_view<T> const& x, std::size_t coefficients) {
   std::int64_t const lanes = x.channels * (table_folds(x) ? x.spatial : 1);
-  return static_cast<std::int64_t>(coefficients) * coefficient_step<A>(lanes + chunk_channels<A>);
+  return static_cast<std::int64_t>(coefficients) * coefficient_step<A>(lanes + chunk_channels<A> + line_elements<T>);
 }
 
 /// Positions that a run of at most `lanes` takes where few channels follow each other without a gap to the next position.

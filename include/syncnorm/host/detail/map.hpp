@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <tuple>
 
@@ -117,13 +118,18 @@ public:
     if (follow)
       run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements<T> / 4 : chunk_channels<A>);
     bool const in_lines = channels % line_elements<T> == 0 && run_.since_line(to(0, 0, 0)) <= 0;
-    joins_positions_ = follow && streams && !in_lines && channels <= chunk_channels<A>;
-    std::int64_t const period = channels * (run_positions_ + (joins_positions_ ? 1 : 0));
+    joins_positions_ =
+        follow && streams && !in_lines && channels <= (mask == nullptr ? widest_box<A> : chunk_channels<A>);
+    if (joins_positions_) run_positions_ = in_whole_lines<T>(run_positions_, channels);
+    takes_parts_ = fold_ != 1 && (!streams || mask != nullptr);
+    // Of 16-bit elements, coefficients are the most of what is read.
+    if (layout_ == layout::channels && run_positions_ == 1 && sizeof(T) == 2) widest_part_ = 5 * chunk_channels<A> / 2;
+    std::int64_t const period = channels * run_positions_ + (joins_positions_ ? line_elements<T> : 0);
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
   }
 
-  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, fold_ != 1); }
+  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, takes_parts_); }
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, or, where that is 0, what follows if that is worth it.
   /// `stream_fence` must follow.
@@ -186,52 +192,63 @@ private:
     return each;
   }
 
-  /// Contiguous channels, or positions that are taken for channels, in runs of one position or several. Of positions that are no whole
-  /// lines of the cache and follow each other, a run ends where a line does.
+  /// Contiguous channels, or positions that are taken for channels, in runs of one position or several, or of a part of one.
   template <bool Masked>
   void lanes(boxes::box const& box, std::int64_t channels_ahead) const {
     distances far;
     far.fill(fold_ == 1 ? elements_ahead<T>(inputs) : channels_ahead * fold_);
     bool const fetch = fold_ == 1 ? reads_ahead_ : channels_ahead != 0;
+    std::int64_t const part = even_part(box.channels, widest_part_, line_elements<T>);
+    for (std::int64_t first = 0; first < box.channels; first += part)
+      lanes<Masked>(box, first, std::min(box.channels, first + part), far, fetch);
+  }
+
+  /// Lanes [first, last) of each position, all where a run has several. They begin and end where the next lines of the cache do that are
+  /// streamed, but for those of the box, and of positions that do not follow each other.
+  template <bool Masked>
+  void lanes(boxes::box const& box, std::int64_t first, std::int64_t last, distances const& far, bool fetch) const {
     std::int64_t const channels = box.channels, end = box.position + box.positions;
+    bool const in_lines = joins_positions_ || last - first != channels;
     lane_counts<A, Masked> counts;
-    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n) {
-      // Of the run's first position, `at` channels are done.
-      for (std::int64_t s = box.position, at = 0; s < end;) {
-        pointers const in = from(n, box.channel + at, s);
-        targets const out = to(n, box.channel + at, s);
-        std::int64_t const left = (end - s) * channels - at;
-        std::int64_t length = std::min(run_positions_ * channels, left);
-        if (joins_positions_ && length < left) length -= beyond_line(out, length);
-        std::int64_t const done = at + length;
-        std::int64_t const whole = joins_positions_ ? done / channels : std::min(run_positions_, end - s);
-        std::int64_t const rest = done - whole * channels, positions = rest == 0 ? whole : whole + 1;
-        A const* const table = table_ + box.channel + at;
+    for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n)
+      for (std::int64_t s = box.position; s < end; s += run_positions_) {
+        std::int64_t const positions = std::min(run_positions_, end - s);
+        targets out = to(n, box.channel, s);
+        std::int64_t begin = first, stop = (positions - 1) * channels + last;
+        if (std::int64_t const since = in_lines ? run_.since_line(out) : -1; since >= 0) {
+          if (first != 0 || (joins_positions_ && s != box.position)) begin = end_of_line(since, begin);
+          if (last != channels || (joins_positions_ && s + positions != end))
+            stop = std::min(end_of_line(since, stop), (end - s) * channels);
+        }
+        std::int64_t const length = stop - begin;
+        if (length <= 0) continue;
+        pointers const in = from(n, box.channel + begin, s);
+#pragma GCC unroll 8
+        for (std::size_t j = 0; j < outputs; ++j)
+          if (outputs == 1 || out[j] != nullptr) out[j] += begin;
+        A const* const table = table_ + box.channel + begin;
         if (finds_pages_) find_lanes(in, out, length, far, fetch);
         auto const run = [&](auto const& k) { run_(in, out, length, k, far, fetch, 0, length); };
         if constexpr (Masked) {
           std::uint8_t const* const mask = mask_->row(n) + s;
-          if (all_nonzero(mask, positions * fold_))
+          std::int64_t const counted = ceil_div(stop, channels); // positions
+          if (all_nonzero(mask, counted * fold_))
             run(per_channel<false>{table, step_, nullptr, 0});
           else if (fold_ != 1)
-            run(per_channel<true>{table, step_, counts.of_rows(mask, fold_, box.channel % fold_, length), 1});
-          else if (positions == 1)
+            run(per_channel<true>{table, step_, counts.of_rows(mask, fold_, (box.channel + begin) % fold_, length), 1});
+          else if (counted == 1)
             run(per_channel<true>{table, step_, counts.of_one(mask), 0});
           else
-            run(per_channel<true>{table, step_, counts.of_several(mask, positions, channels) + at, 1});
+            run(per_channel<true>{table, step_, counts.of_several(mask, counted, channels) + begin, 1});
         } else {
           run(per_channel<false>{table, step_, nullptr, 0});
         }
-        s += whole;
-        at = rest;
       }
-    }
   }
 
-  /// How many of `length` elements are beyond where the last line of the cache among them ends, if all outputs are streamed by such lines.
-  [[nodiscard]] std::int64_t beyond_line(targets const& out, std::int64_t length) const {
-    std::int64_t const since = run_.since_line(out), beyond = (since + length) % line_elements<T>;
-    return since < 0 || beyond >= length ? 0 : beyond;
+  /// The first lane from `lane` on with which a line of the cache begins, if lane 0 is `since` elements from the begin of one.
+  [[nodiscard]] static std::int64_t end_of_line(std::int64_t since, std::int64_t lane) {
+    return ceil_div(since + lane, line_elements<T>) * line_elements<T> - since;
   }
 
   /// Has the pages found of what follows a run: of the next sample where positions are taken for channels, else of what is a page further.
@@ -346,11 +363,12 @@ private:
   prepared_mask const* mask_;
   /// Coefficient j of channel c at j·step + c; of several positions one after the other.
   A const* table_;
-  std::int64_t step_ = 0, run_positions_ = 1;
+  std::int64_t step_ = 0, run_positions_ = 1, widest_part_ = std::numeric_limits<std::int64_t>::max();
   layout layout_ = layout::strided;
   std::int64_t fold_ = 1; ///< positions of a channel that are taken for channels
   /// The rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
+  bool takes_parts_ = false; ///< whether boxes have parts of positions, whose coefficients fit the first-level cache
   bool reads_ahead_ = false; ///< whether what follows is fetched
   /// Positions, which do not begin and end where lines of the cache do, follow each other without a gap; outputs are streamed.
   bool joins_positions_ = false;
