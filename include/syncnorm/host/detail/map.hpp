@@ -108,9 +108,6 @@ public:
     finds_pages_ = streams && on.finds_pages_ahead();
     dense_ = layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
-    reads_ahead_ = streams && (layout_ == layout::channels ? fold_ == 1 // what is folded is in the cache
-                                                           : dense_ && mask == nullptr && !foreseen &&
-                                                                 (inputs == 1 || in_[0].spatial < page_elements<T>));
     // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
     // coefficient stay in the cache even where what is read is fetched there.
     std::int64_t const channels = in_[0].channels;
@@ -121,15 +118,20 @@ public:
     joins_positions_ =
         follow && streams && !in_lines && channels <= (mask == nullptr ? widest_box<A> : chunk_channels<A>);
     if (joins_positions_) run_positions_ = in_whole_lines<T>(run_positions_, channels);
-    takes_parts_ = fold_ != 1 && (!streams || mask != nullptr);
+    boxes_of_parts_ = fold_ != 1 && (!streams || mask != nullptr);
     // Of 16-bit elements, coefficients are the most of what is read.
-    if (layout_ == layout::channels && run_positions_ == 1 && sizeof(T) == 2) widest_part_ = 5 * chunk_channels<A> / 2;
+    constexpr bool in_parts = sizeof(T) == 2;
+    if (layout_ == layout::channels && run_positions_ == 1 && in_parts) widest_part_ = 5 * chunk_channels<A> / 2;
+    reads_ahead_ =
+        streams && (layout_ == layout::channels
+                        ? fold_ == 1 || (!boxes_of_parts_ && (in_parts || channels <= widest_box<A>))
+                        : dense_ && mask == nullptr && !foreseen && (inputs == 1 || in_[0].spatial < page_elements<T>));
     std::int64_t const period = channels * run_positions_ + (joins_positions_ ? line_elements<T> : 0);
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
   }
 
-  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, takes_parts_); }
+  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, boxes_of_parts_); }
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, or, where that is 0, what follows if that is worth it.
   /// `stream_fence` must follow.
@@ -195,10 +197,13 @@ private:
   /// Contiguous channels, or positions that are taken for channels, in runs of one position or several, or of a part of one.
   template <bool Masked>
   void lanes(boxes::box const& box, std::int64_t channels_ahead) const {
-    distances far;
-    far.fill(fold_ == 1 ? elements_ahead<T>(inputs) : channels_ahead * fold_);
-    bool const fetch = fold_ == 1 ? reads_ahead_ : channels_ahead != 0;
+    bool const next_block = fold_ != 1 && channels_ahead != 0, fetch = next_block || reads_ahead_;
     std::int64_t const part = even_part(box.channels, widest_part_, line_elements<T>);
+    distances far;
+    for (std::size_t j = 0; j < inputs; ++j)
+      far[j] = next_block            ? channels_ahead * fold_
+               : part < box.channels ? elements_to_next(in_[j])
+                                     : elements_ahead<T>(inputs);
     for (std::int64_t first = 0; first < box.channels; first += part)
       lanes<Masked>(box, first, std::min(box.channels, first + part), far, fetch);
   }
@@ -368,8 +373,8 @@ private:
   std::int64_t fold_ = 1; ///< positions of a channel that are taken for channels
   /// The rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
-  bool takes_parts_ = false; ///< whether boxes have parts of positions, whose coefficients fit the first-level cache
-  bool reads_ahead_ = false; ///< whether what follows is fetched
+  bool boxes_of_parts_ = false; ///< whether boxes have parts of positions, whose coefficients fit the first-level cache
+  bool reads_ahead_ = false;    ///< whether what follows is fetched
   /// Positions, which do not begin and end where lines of the cache do, follow each other without a gap; outputs are streamed.
   bool joins_positions_ = false;
   bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
