@@ -118,14 +118,19 @@ public:
     joins_positions_ =
         follow && streams && !in_lines && channels <= (mask == nullptr ? widest_box<A> : chunk_channels<A>);
     if (joins_positions_) run_positions_ = in_whole_lines<T>(run_positions_, channels);
-    boxes_of_parts_ = fold_ != 1 && (!streams || mask != nullptr);
-    // Of 16-bit elements, coefficients are the most of what is read.
-    constexpr bool in_parts = sizeof(T) == 2;
-    if (layout_ == layout::channels && run_positions_ == 1 && in_parts) widest_part_ = 5 * chunk_channels<A> / 2;
-    reads_ahead_ =
-        streams && (layout_ == layout::channels
-                        ? fold_ == 1 || (!boxes_of_parts_ && (in_parts || channels <= widest_box<A>))
-                        : dense_ && mask == nullptr && !foreseen && (inputs == 1 || in_[0].spatial < page_elements<T>));
+    boxes_of_parts_ = fold_ != 1 && !streams;
+    // Where coefficients and what counts are more than the elements are, those of a part have to fit the first-level cache.
+    if (layout_ == layout::channels && run_positions_ == 1) {
+      if (fold_ != 1 && mask != nullptr)
+        widest_part_ = chunk_channels<A>;
+      else if (sizeof(T) == 2)
+        widest_part_ = 5 * chunk_channels<A> / 2;
+    }
+    // Of more coefficients, read with what is fetched ahead, fewer stay in the cache.
+    bool const lanes_gain = fold_ == 1 || widest_part_ < channels || channels <= widest_box<A>;
+    reads_ahead_ = streams && (layout_ == layout::channels ? lanes_gain
+                                                           : dense_ && mask == nullptr && !foreseen &&
+                                                                 (inputs == 1 || in_[0].spatial < page_elements<T>));
     std::int64_t const period = channels * run_positions_ + (joins_positions_ ? line_elements<T> : 0);
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
