@@ -4,7 +4,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <tuple>
 
@@ -15,6 +14,7 @@
 #include <syncnorm/host/detail/coefficient_table.hpp>
 #include <syncnorm/host/detail/coefficients_of.hpp>
 #include <syncnorm/host/detail/elementwise_run.hpp>
+#include <syncnorm/host/detail/lane_runs.hpp>
 #include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/processor.hpp>
@@ -104,39 +104,25 @@ public:
     }
     run_ = run_type{op, streamed};
     auto const& on = processor::here();
-    bool const streams = std::ranges::find(streamed, true) != streamed.end(), foreseen = on.foresees;
+    bool const streams = std::ranges::find(streamed, true) != streamed.end();
     finds_pages_ = streams && on.finds_pages_ahead();
     dense_ = layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
-    // Few channels without a gap to the next position: a run takes several positions. From memory, a kilobyte or two of each
-    // coefficient stay in the cache even where what is read is fetched there.
     std::int64_t const channels = in_[0].channels;
-    bool const follow = layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; });
-    if (follow)
-      run_positions_ = positions_of_run(in_[0], streams && !foreseen ? page_elements<T> / 4 : chunk_channels<A>);
-    bool const in_lines = channels % line_elements<T> == 0 && run_.since_line(to(0, 0, 0)) <= 0;
-    joins_positions_ =
-        follow && streams && !in_lines && channels <= (mask == nullptr ? widest_box<A> : chunk_channels<A>);
-    if (joins_positions_) run_positions_ = in_whole_lines<T>(run_positions_, channels);
-    boxes_of_parts_ = fold_ != 1 && !streams;
-    // Where coefficients and what counts are more than the elements are, those of a part have to fit the first-level cache.
-    if (layout_ == layout::channels && run_positions_ == 1) {
-      if (fold_ != 1 && mask != nullptr)
-        widest_part_ = chunk_channels<A>;
-      else if (sizeof(T) == 2)
-        widest_part_ = 5 * chunk_channels<A> / 2;
+    if (layout_ == layout::channels) {
+      bool const follow = all([](auto const& x) { return x.stride_s == x.channels; });
+      runs_ = {in_[0], {fold_, follow, streams, run_.since_line(to(0, 0, 0)) <= 0, mask != nullptr, on.foresees}};
+      reads_ahead_ = runs_.reads_ahead();
+    } else {
+      reads_ahead_ =
+          streams && dense_ && mask == nullptr && !on.foresees && (inputs == 1 || in_[0].spatial < page_elements<T>);
     }
-    // Of more coefficients, read with what is fetched ahead, fewer stay in the cache.
-    bool const lanes_gain = fold_ == 1 || widest_part_ < channels || channels <= widest_box<A>;
-    reads_ahead_ = streams && (layout_ == layout::channels ? lanes_gain
-                                                           : dense_ && mask == nullptr && !foreseen &&
-                                                                 (inputs == 1 || in_[0].spatial < page_elements<T>));
-    std::int64_t const period = channels * run_positions_ + (joins_positions_ ? line_elements<T> : 0);
+    std::int64_t const period = layout_ == layout::channels ? runs_.period() : channels;
     step_ = coefficient_step<A>(period);
     fill_coefficients<coefficients>(table, terms, channels, fold_, period);
   }
 
-  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, boxes_of_parts_); }
+  [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, runs_.narrow_boxes()); }
 
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, or, where that is 0, what follows if that is worth it.
   /// `stream_fence` must follow.
@@ -199,11 +185,11 @@ private:
     return each;
   }
 
-  /// Contiguous channels, or positions that are taken for channels, in runs of one position or several, or of a part of one.
+  /// Contiguous channels, or positions that are taken for channels.
   template <bool Masked>
   void lanes(boxes::box const& box, std::int64_t channels_ahead) const {
     bool const next_block = fold_ != 1 && channels_ahead != 0, fetch = next_block || reads_ahead_;
-    std::int64_t const part = even_part(box.channels, widest_part_, line_elements<T>);
+    std::int64_t const part = runs_.part_of(box.channels);
     distances far;
     for (std::size_t j = 0; j < inputs; ++j)
       far[j] = next_block            ? channels_ahead * fold_
@@ -213,24 +199,17 @@ private:
       lanes<Masked>(box, first, std::min(box.channels, first + part), far, fetch);
   }
 
-  /// Lanes [first, last) of each position, all where a run has several. They begin and end where the next lines of the cache do that are
-  /// streamed, but for those of the box, and of positions that do not follow each other.
+  /// Lanes [first, last) of each position.
   template <bool Masked>
   void lanes(boxes::box const& box, std::int64_t first, std::int64_t last, distances const& far, bool fetch) const {
-    std::int64_t const channels = box.channels, end = box.position + box.positions;
-    bool const in_lines = joins_positions_ || last - first != channels;
+    std::int64_t const channels = box.channels, end_of_box = box.position + box.positions;
     lane_counts<A, Masked> counts;
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n)
-      for (std::int64_t s = box.position; s < end; s += run_positions_) {
-        std::int64_t const positions = std::min(run_positions_, end - s);
+      for (std::int64_t s = box.position; s < end_of_box; s += runs_.positions()) {
         targets out = to(n, box.channel, s);
-        std::int64_t begin = first, stop = (positions - 1) * channels + last;
-        if (std::int64_t const since = in_lines ? run_.since_line(out) : -1; since >= 0) {
-          if (first != 0 || (joins_positions_ && s != box.position)) begin = end_of_line(since, begin);
-          if (last != channels || (joins_positions_ && s + positions != end))
-            stop = std::min(end_of_line(since, stop), (end - s) * channels);
-        }
-        std::int64_t const length = stop - begin;
+        auto const [begin, end] = runs_(box, s, std::min(runs_.positions(), end_of_box - s), first, last,
+                                        [&] { return run_.since_line(out); });
+        std::int64_t const length = end - begin;
         if (length <= 0) continue;
         pointers const in = from(n, box.channel + begin, s);
 #pragma GCC unroll 8
@@ -241,7 +220,7 @@ private:
         auto const run = [&](auto const& k) { run_(in, out, length, k, far, fetch, 0, length); };
         if constexpr (Masked) {
           std::uint8_t const* const mask = mask_->row(n) + s;
-          std::int64_t const counted = ceil_div(stop, channels); // positions
+          std::int64_t const counted = ceil_div(end, channels); // positions
           if (all_nonzero(mask, counted * fold_))
             run(per_channel<false>{table, step_, nullptr, 0});
           else if (fold_ != 1)
@@ -254,11 +233,6 @@ private:
           run(per_channel<false>{table, step_, nullptr, 0});
         }
       }
-  }
-
-  /// The first lane from `lane` on with which a line of the cache begins, if lane 0 is `since` elements from the begin of one.
-  [[nodiscard]] static std::int64_t end_of_line(std::int64_t since, std::int64_t lane) {
-    return ceil_div(since + lane, line_elements<T>) * line_elements<T> - since;
   }
 
   /// Has the pages found of what follows a run: of the next sample where positions are taken for channels, else of what is a page further.
@@ -373,15 +347,13 @@ private:
   prepared_mask const* mask_;
   /// Coefficient j of channel c at j·step + c; of several positions one after the other.
   A const* table_;
-  std::int64_t step_ = 0, run_positions_ = 1, widest_part_ = std::numeric_limits<std::int64_t>::max();
+  std::int64_t step_ = 0;
+  lane_runs<T> runs_;
   layout layout_ = layout::strided;
   std::int64_t fold_ = 1; ///< positions of a channel that are taken for channels
   /// The rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
-  bool boxes_of_parts_ = false; ///< whether boxes have parts of positions, whose coefficients fit the first-level cache
-  bool reads_ahead_ = false;    ///< whether what follows is fetched
-  /// Positions, which do not begin and end where lines of the cache do, follow each other without a gap; outputs are streamed.
-  bool joins_positions_ = false;
+  bool reads_ahead_ = false; ///< whether what follows is fetched
   bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
 };
 
