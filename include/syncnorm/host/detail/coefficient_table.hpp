@@ -25,13 +25,6 @@ template <class A, class T>
   return static_cast<std::int64_t>(coefficients) * coefficient_step<A>(lanes + chunk_channels<A> + line_elements<T>);
 }
 
-/// Positions that a run of at most `lanes` takes where few channels follow each other without a gap to the next position.
-template <class T>
-[[nodiscard]] constexpr std::int64_t positions_of_run(tensor_view<T> const& x, std::int64_t lanes) {
-  return std::clamp<std::int64_t>(lanes / std::max<std::int64_t>(1, x.channels), 1,
-                                  std::max<std::int64_t>(1, x.spatial));
-}
-
 /// Coefficient j of lane i at table[j·coefficient_step(period) + i]. Those of a channel, `terms(channel)`, stand for `fold` lanes, and
 /// those of all `lanes` are repeated up to `period`.
 template <std::size_t Coefficients, class A, class Terms>

@@ -8,6 +8,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/boxes.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/vector.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -31,9 +32,12 @@ public:
   lane_runs() = default;
 
   lane_runs(tensor_view<T const> const& x, lanes_at_hand const& is) : channels_{x.channels} {
-    // From memory, a kilobyte or two of each coefficient stay in the cache even where what is read is fetched there.
-    if (is.follow)
-      positions_ = positions_of_run(x, is.streamed && !is.foreseen ? page_elements<T> / 4 : chunk_channels<A>);
+    if (is.follow) {
+      // From memory, a kilobyte or two of each coefficient stay in the cache even where what is read is fetched there.
+      std::int64_t const most = is.streamed && !is.foreseen ? page_elements<T> / 4 : chunk_channels<A>;
+      positions_ = std::clamp<std::int64_t>(most / std::max<std::int64_t>(1, channels_), 1,
+                                            std::max<std::int64_t>(1, x.spatial));
+    }
     bool const whole_lines = channels_ % line_elements<T> == 0 && is.begin_lines;
     joined_ = is.follow && is.streamed && !whole_lines && channels_ <= (is.masked ? chunk_channels<A> : widest_box<A>);
     if (joined_) positions_ = in_whole_lines<T>(positions_, channels_);
@@ -64,14 +68,14 @@ public:
   struct range {
     std::int64_t begin, end;
   };
-  /// Lanes [first, last) of each of so many positions from `position` of a box on, all where these are several. They begin and end where
-  /// the next line of the cache does, except the box's first and last ones and those of positions that are not joined. `since_line`: what
-  /// gives the elements of the first position's line that are before it, or a negative number where no lines are streamed.
+  /// Lanes [first, last) of each of so many positions from `position` of a box on, all where these are several; perhaps none. They begin
+  /// and end where the next line of the cache does, except the box's first and last ones and those of positions that are not joined.
+  /// `since_line()`: elements before the first of these, of the line that has it, or a negative number where no lines are streamed.
   template <class SinceLine>
   [[nodiscard, gnu::always_inline]] range operator()(boxes::box const& box, std::int64_t position,
                                                      std::int64_t positions, std::int64_t first, std::int64_t last,
                                                      SinceLine const& since_line) const {
-    std::int64_t const end = box.position + box.positions;
+    std::int64_t const left = box.position + box.positions - position;
     range lanes{first, (positions - 1) * box.channels + last};
     if (!joined_ && last - first == box.channels) return lanes;
     std::int64_t const since = since_line();
@@ -80,8 +84,8 @@ public:
       return ceil_div(since + lane, line_elements<T>) * line_elements<T> - since;
     };
     if (first != 0 || (joined_ && position != box.position)) lanes.begin = next_line(lanes.begin);
-    if (last != box.channels || (joined_ && position + positions != end))
-      lanes.end = std::min(next_line(lanes.end), (end - position) * box.channels);
+    if (last != box.channels || (joined_ && positions != left))
+      lanes.end = std::min(next_line(lanes.end), (joined_ ? left : positions) * box.channels);
     return lanes;
   }
 
