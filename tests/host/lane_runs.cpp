@@ -17,12 +17,14 @@ using host::detail::line_elements;
 
 namespace {
 
-/// A box of all channels of `x`, of which position 0 is so many elements after the begin of a line.
+/// A box of so many channels of `x`, of which position 0 is so many elements after the begin of a line.
 template <class T>
-void check_runs(tensor_view<T const> const& x, lanes_at_hand const& is, std::int64_t offset) {
+void check_runs(tensor_view<T const> const& x, lanes_at_hand const& is, std::int64_t channels, std::int64_t offset) {
   lane_runs<T> const runs{x, is};
+  bool const whole = channels == x.channels;
+  if (!whole && runs.positions() != 1) return;
   constexpr std::int64_t line = line_elements<T>;
-  std::int64_t const channels = x.channels, first_position = 2, positions = x.spatial - 2;
+  std::int64_t const first_position = 2, positions = x.spatial - 2;
   boxes::box const box{0, channels, 0, 1, first_position, positions};
   std::vector<int> times(static_cast<std::size_t>(channels * positions));
   bool in_lines = true, in_box = true, in_table = true;
@@ -35,14 +37,15 @@ void check_runs(tensor_view<T const> const& x, lanes_at_hand const& is, std::int
       in_table = in_table && lanes.end <= runs.period();
       for (std::int64_t const end : {lanes.begin, lanes.end}) {
         std::int64_t const place = (s - first_position) * channels + end;
-        bool const joined = is.follow && channels <= 511;
+        bool const joined = is.follow && whole && channels <= 511;
         if (lanes.begin >= lanes.end || (joined ? place == 0 || place == channels * positions : end % channels == 0))
           continue;
         in_lines = in_lines && (!is.streamed || (since + end) % line == 0);
       }
       for (std::int64_t lane = lanes.begin; lane < lanes.end; ++lane) {
         std::int64_t const place = (s - first_position) * channels + lane;
-        in_box = in_box && place >= 0 && place < channels * positions && (is.follow || lane < some * channels);
+        in_box =
+            in_box && place >= 0 && place < channels * positions && ((is.follow && whole) || lane < some * channels);
         if (in_box) ++times[static_cast<std::size_t>(place)];
       }
     }
@@ -69,6 +72,7 @@ TEST_CASE_TEMPLATE("runs take each lane once, by lines of the cache that are str
                 if (positions * channels > 100'000 || (follow && masked && fold != 1)) continue;
                 std::int64_t const stride = channels + (follow ? 0 : 7);
                 tensor_view<T const> const x{&nothing, 1, channels, positions + 2, 0, 1, stride};
-                check_runs<T>(x, {fold, follow, streamed, offset == 0, masked, false}, offset);
+                for (std::int64_t const of_box : {channels, (channels + 1) / 2})
+                  check_runs<T>(x, {fold, follow, streamed, offset == 0, masked, false}, of_box, offset);
               }
 }

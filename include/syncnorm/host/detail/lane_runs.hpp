@@ -69,23 +69,25 @@ public:
     std::int64_t begin, end;
   };
   /// Lanes [first, last) of each of so many positions from `position` of a box on, all where these are several; perhaps none. They begin
-  /// and end where the next line of the cache does, except the box's first and last ones and those of positions that are not joined.
+  /// and end where the next line of the cache does, except the box's first and last ones and those of positions that are not joined, as
+  /// those of a box of some channels are not.
   /// `since_line()`: elements before the first of these, of the line that has it, or a negative number where no lines are streamed.
   template <class SinceLine>
   [[nodiscard, gnu::always_inline]] range operator()(boxes::box const& box, std::int64_t position,
                                                      std::int64_t positions, std::int64_t first, std::int64_t last,
                                                      SinceLine const& since_line) const {
     std::int64_t const left = box.position + box.positions - position;
+    bool const joined = joined_ && box.channels == channels_;
     range lanes{first, (positions - 1) * box.channels + last};
-    if (!joined_ && last - first == box.channels) return lanes;
+    if (!joined && last - first == box.channels) return lanes;
     std::int64_t const since = since_line();
     if (since < 0) return lanes;
     auto const next_line = [&](std::int64_t lane) {
       return ceil_div(since + lane, line_elements<T>) * line_elements<T> - since;
     };
-    if (first != 0 || (joined_ && position != box.position)) lanes.begin = next_line(lanes.begin);
-    if (last != box.channels || (joined_ && positions != left))
-      lanes.end = std::min(next_line(lanes.end), (joined_ ? left : positions) * box.channels);
+    if (first != 0 || (joined && position != box.position)) lanes.begin = next_line(lanes.begin);
+    if (last != box.channels || (joined && positions != left))
+      lanes.end = std::min(next_line(lanes.end), (joined ? left : positions) * box.channels);
     return lanes;
   }
 
