@@ -18,7 +18,7 @@ namespace {
 
 /// One block, several, a last one of another extent; rows, columns and elements; blocks that exceed the cache.
 constexpr test::extents block_shapes[] = {{2, 7, 5},  {64, 9, 441}, {500, 600, 1}, {2, 2, 80000}, {2000, 40, 4},
-                                          {32, 1, 1}, {2, 9, 4111}, {0, 40, 9},    {3, 0, 4}};
+                                          {32, 1, 1}, {2, 9, 4111}, {30, 2707, 2}, {0, 40, 9},    {3, 0, 4}};
 
 template <class T>
 struct results {
