@@ -15,8 +15,8 @@ namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 
 /// What is known of contiguous channels, or of positions that are taken for channels, before they are mapped.
 struct lanes_at_hand {
-  std::int64_t fold; ///< positions of a channel that are taken for channels; else 1
-  bool follow;       ///< a position begins where the one before it ends
+  bool folded; ///< positions are taken for channels
+  bool follow; ///< a position begins where the one before it ends
   bool streamed;
   bool begin_lines; ///< where a line of the cache does, of what is streamed
   bool masked;
@@ -41,15 +41,14 @@ public:
     bool const whole_lines = channels_ % line_elements<T> == 0 && is.begin_lines;
     joined_ = is.follow && is.streamed && !whole_lines && channels_ <= (is.masked ? chunk_channels<A> : widest_box<A>);
     if (joined_) positions_ = in_whole_lines<T>(positions_, channels_);
-    bool const folded = is.fold != 1;
-    narrow_boxes_ = folded && !is.streamed;
+    narrow_boxes_ = is.folded && !is.streamed;
     // Where coefficients, and what counts, are more than the elements are, those of a part have to fit the first-level cache.
-    if (positions_ == 1 && folded && is.masked)
+    if (positions_ == 1 && is.folded && is.masked)
       widest_part_ = chunk_channels<A>;
     else if (positions_ == 1 && sizeof(T) == 2)
       widest_part_ = 5 * chunk_channels<A> / 2;
     // Of more coefficients than these, fewer stay in the cache beside what is fetched.
-    reads_ahead_ = is.streamed && (!folded || widest_part_ < channels_ || channels_ <= widest_box<A>);
+    reads_ahead_ = is.streamed && (!is.folded || widest_part_ < channels_ || channels_ <= widest_box<A>);
   }
 
   /// Of a run.

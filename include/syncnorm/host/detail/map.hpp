@@ -108,18 +108,12 @@ public:
     finds_pages_ = streams && on.finds_pages_ahead();
     dense_ = layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
-    std::int64_t const channels = in_[0].channels;
-    if (layout_ == layout::channels) {
-      bool const follow = all([](auto const& x) { return x.stride_s == x.channels; });
-      runs_ = {in_[0], {fold_, follow, streams, run_.since_line(to(0, 0, 0)) <= 0, mask != nullptr, on.foresees}};
-      reads_ahead_ = runs_.reads_ahead();
-    } else {
-      reads_ahead_ =
-          streams && dense_ && mask == nullptr && !on.foresees && (inputs == 1 || in_[0].spatial < page_elements<T>);
-    }
-    std::int64_t const period = layout_ == layout::channels ? runs_.period() : channels;
-    step_ = coefficient_step<A>(period);
-    fill_coefficients<coefficients>(table, terms, channels, fold_, period);
+    reads_ahead_ =
+        streams && dense_ && mask == nullptr && !on.foresees && (inputs == 1 || in_[0].spatial < page_elements<T>);
+    bool const follow = layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; });
+    runs_ = {in_[0], {fold_ != 1, follow, streams, run_.since_line(to(0, 0, 0)) <= 0, mask != nullptr, on.foresees}};
+    step_ = coefficient_step<A>(runs_.period());
+    fill_coefficients<coefficients>(table, terms, in_[0].channels, fold_, runs_.period());
   }
 
   [[nodiscard]] boxes tasks() const { return boxes_of_map<A>(in_[0], layout_, runs_.narrow_boxes()); }
@@ -188,7 +182,7 @@ private:
   /// Contiguous channels, or positions that are taken for channels.
   template <bool Masked>
   void lanes(boxes::box const& box, std::int64_t channels_ahead) const {
-    bool const next_block = fold_ != 1 && channels_ahead != 0, fetch = next_block || reads_ahead_;
+    bool const next_block = fold_ != 1 && channels_ahead != 0, fetch = next_block || runs_.reads_ahead();
     std::int64_t const part = runs_.part_of(box.channels);
     distances far;
     for (std::size_t j = 0; j < inputs; ++j)
@@ -353,7 +347,7 @@ private:
   std::int64_t fold_ = 1; ///< positions of a channel that are taken for channels
   /// The rows of a sample follow each other without a gap, and are no shorter than a line of the cache.
   bool dense_ = false;
-  bool reads_ahead_ = false; ///< whether what follows is fetched
+  bool reads_ahead_ = false; ///< whether what follows is fetched, of rows
   bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
 };
 
