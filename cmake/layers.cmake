@@ -9,7 +9,7 @@ set(syncnorm_layer_comm_includes core comm)
 set(syncnorm_layer_adapters_includes core comm adapters)
 set(syncnorm_layer_adapters_others "^(mpi\\.h|nccl\\.h|cuda_runtime_api\\.h|(gloo|ATen|c10|torch)/.*|(sys|net|netinet|arpa)/[a-z_]+\\.h|(unistd|netdb|pthread|sched)\\.h)$")
 set(syncnorm_layer_host_includes core host)
-set(syncnorm_layer_host_others "^(omp|unistd|sys/mman|[a-z]*mmintrin)\\.h$")
+set(syncnorm_layer_host_others "^(omp|unistd|cpuid|sys/mman|[a-z]*mmintrin)\\.h$")
 set(syncnorm_layer_cuda_includes core cuda)
 set(syncnorm_layer_cuda_others "^cuda(_[a-z0-9_]+)?\\.h$")
 # Of ops/, torch/ and of the umbrellas, what is of the CUDA side may include cuda/.

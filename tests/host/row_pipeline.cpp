@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -188,6 +189,128 @@ TEST_CASE_TEMPLATE("summing a block while the one before is mapped gives the bit
       }
     }
   }
+}
+
+namespace {
+
+/// `[N, C, S]` that begins with a line of the cache, and a line on both sides of it that nobody may write.
+template <class T>
+class lined_tensor {
+public:
+  explicit lined_tensor(test::extents const& of)
+      : of_{of}, memory_(static_cast<std::size_t>(of.n * of.c * of.s + 4 * line), T(untouched)) {
+    auto const past_line = reinterpret_cast<std::uintptr_t>(memory_.data()) % detail::cache_line / sizeof(T);
+    begin_ = 2 * line - static_cast<std::int64_t>(past_line);
+  }
+
+  [[nodiscard]] tensor_view<T> view() { return nchw<T>(memory_.data() + begin_, of_.n, of_.c, of_.s); }
+  [[nodiscard]] std::vector<T> values() const {
+    return {memory_.begin() + begin_, memory_.begin() + begin_ + of_.n * of_.c * of_.s};
+  }
+  [[nodiscard]] bool intact() const {
+    auto const as_before = [](T v) { return v == T(untouched); };
+    return std::all_of(memory_.begin(), memory_.begin() + begin_, as_before) &&
+           std::all_of(memory_.end() - line, memory_.end(), as_before);
+  }
+
+private:
+  static constexpr std::int64_t line = host::detail::line_elements<T>;
+  static constexpr float untouched = -77;
+  test::extents of_;
+  std::vector<T> memory_;
+  std::int64_t begin_ = 0;
+};
+
+template <class T>
+using normalizing_map = host::detail::elementwise_map<T, host::detail::linear_op<1>>;
+
+} // namespace
+
+TEST_CASE_TEMPLATE(
+    "vectors of a block mapped between those that are summed of the next give the bits of separate passes", T, float,
+    double) {
+  // Rows of one line more than fours of any vectors, of fours, of several pieces, of a last piece of a line, in one group and many.
+  for (auto const& shape : {test::extents{9, 7, 336}, {5, 4, 576}, {3, 5, 2112}, {130, 3, 272}, {2, 3, 4160}}) {
+    std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+    CAPTURE(test::name_of(shape));
+    auto const ch = static_cast<std::size_t>(c);
+    test::tensor<T> x{test::arrangement::nchw, n, c, s, test::deviates<T>(n, c, s, 1), 1},
+        dy{test::arrangement::nchw, n, c, s, test::deviates<T>(n, c, s, 2)};
+    // A channel whose first piece is far off the others' mean, so that its pivot moves.
+    for (std::int64_t i = 0; i < s; ++i) x.view()(0, 1, i) += T(5000);
+    lined_tensor<T> y{shape}, dx{shape};
+    pipeline_case<T> passes{x.view(), dy.view(), std::vector<T>(ch, T(1.5)), std::vector<T>(ch, T(-0.25)), n * s};
+    pipeline_results<T> whole{c};
+    passes.separate(whole, y.view(), dx.view());
+    whole.y = y.values();
+    whole.dx = dx.values();
+
+    auto const bytes = static_cast<std::int64_t>(sizeof(T)) * n * s;
+    auto const check = [&](auto const& exec, std::int64_t block, std::int64_t second_level) {
+      CAPTURE(block);
+      CAPTURE(second_level);
+      passes.on = {second_level, false, true};
+      pipeline_results<T> got{c};
+      lined_tensor<T> y_got{shape}, dx_got{shape};
+      passes.forward(exec, block, got, y_got.view(), host::stores::streaming);
+      passes.backward(exec, block, got, dx_got.view(), host::stores::streaming);
+      got.y = y_got.values();
+      got.dx = dx_got.values();
+      check_same(got, whole);
+      CHECK(y_got.intact());
+      CHECK(dx_got.intact());
+    };
+    check(host::serial_executor{}, 1, 100 * bytes);
+    check(host::serial_executor{}, 2, 100 * bytes); // the last block of three channels, the others of two
+    check(test::shuffling_executor{2}, 1, 100 * bytes);
+    check(host::serial_executor{}, 1, bytes);     // no room for one block
+    check(host::serial_executor{}, 1, 2 * bytes); // room for one forward, and not for two: it is mapped by itself
+  }
+}
+
+TEST_CASE_TEMPLATE("a piece mapped four vectors at a time has the bits of its row", T, float, double, bfloat16) {
+  test::extents const shape{3, 4, 64 * 3 + 32};
+  std::int64_t const n = shape.n, c = shape.c, s = shape.s;
+  test::tensor<T> x{test::arrangement::nchw, n, c, s, test::deviates<T>(n, c, s, 1), 1};
+  std::vector<double> const mean{0.5, -1, 2, 0}, inv_std{1, 2, 0.5, 3};
+  std::vector<T> const gamma(4, T(1.5)), beta(4, T(-0.25));
+  host::detail::normalize_terms<accumulate_t<T>> const terms{
+      mean, inv_std, {std::span<T const>{gamma}, 1}, {std::span<T const>{beta}, 1}};
+  std::vector<accumulate_t<T>> table(static_cast<std::size_t>(normalizing_map<T>::table_size(x.view())));
+  auto const map_to = [&](tensor_view<T> y, host::stores how, std::type_identity_t<tensor_view<T const>> from) {
+    return normalizing_map<T>{{}, terms, {from}, {y}, nullptr, how, table.data()};
+  };
+  lined_tensor<T> y{shape}, whole{shape};
+  auto const streaming = host::stores::streaming;
+  host::detail::row_cut const cut{s, host::detail::row_cut::longest<T>};
+  auto const map = map_to(y.view(), streaming, x.view());
+  REQUIRE(map.can_interleave(cut));
+  constexpr std::int64_t four = 4 * host::detail::native_lanes<accumulate_t<T>>;
+  for (std::int64_t i = 0; i < n; ++i)
+    for (std::int64_t j = 0; j < c; ++j) {
+      auto const between = map.interleaved({i, 0, s}, j);
+      for (std::int64_t at = 0; at + four <= s; at += four) between(at);
+      between.finish();
+    }
+  host::detail::stream_fence();
+  map_to(whole.view(), host::stores::cached, x.view())({0, c, 0, n, 0, s});
+  CHECK(test::same_bits(y.values(), whole.values()));
+  CHECK(y.intact());
+
+  // Where an output is not streamed, or lines have parts of two pieces, it is not.
+  CHECK(!map_to(y.view(), host::stores::cached, x.view()).can_interleave(cut));
+  CHECK(!map_to(y.view(), streaming, y.view()).can_interleave(cut));
+  auto elsewhere = y.view();
+  ++elsewhere.data;
+  CHECK(!map_to(elsewhere, streaming, x.view()).can_interleave(cut));
+  auto apart = y.view();
+  apart.stride_n += 1;
+  CHECK(!map_to(apart, streaming, x.view()).can_interleave(cut));
+  auto shorter = y.view();
+  shorter.spatial = s - 1;
+  tensor_view<T const> from = x.view();
+  from.spatial = s - 1;
+  CHECK(!map_to(shorter, streaming, from).can_interleave({s - 1, host::detail::row_cut::longest<T>}));
 }
 
 TEST_CASE("blocks that do not fit the cache of a core twice are shared by as few threads as have room for them") {

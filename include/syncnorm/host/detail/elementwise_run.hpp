@@ -33,6 +33,45 @@ public:
 
   [[nodiscard]] Op const& op() const { return op_; }
 
+  /// `n` elements, whose outputs are whole lines of the cache and all streamed, as another loop goes through as many: four vectors
+  /// between its own.
+  template <class K>
+  class interleaved {
+  public:
+    [[gnu::always_inline]] interleaved(Op const& op, pointers const& in, targets const& out, std::int64_t n, K const& k)
+        : op_{op}, in_{in}, out_{out}, n_{n}, k_{k} {}
+
+    /// The four vectors at element `i`, a multiple of as many.
+    [[gnu::always_inline]] void operator()(std::int64_t i) const {
+      put_two(op_, in_, out_, i, k_, all_streamed);
+      put_two(op_, in_, out_, i + 2 * L, k_, all_streamed);
+    }
+
+    /// What is left after the last four.
+    [[gnu::always_inline]] void finish() const {
+      std::int64_t i = n_ / (4 * L) * (4 * L);
+      if (i + 2 * L <= n_) {
+        put_two(op_, in_, out_, i, k_, all_streamed);
+        i += 2 * L;
+      }
+      if constexpr (line_elements<T> < 2 * L)
+        if (i < n_) put(out_, i, compute(op_, in_, i, k_), all_streamed);
+    }
+
+  private:
+    static constexpr per_output all_streamed = [] {
+      per_output all{};
+      all.fill(true);
+      return all;
+    }();
+
+    Op op_;
+    pointers in_;
+    targets out_;
+    std::int64_t n_;
+    K k_;
+  };
+
   /// `n` contiguous elements, or, where they are streamed, [first, last) of these, which both are 0, `n`, or where a line begins.
   /// `fetch`: those `further` on, for the second-level cache.
   template <class K>

@@ -136,6 +136,24 @@ public:
     });
   }
 
+  /// Whether pieces of rows can be mapped between the vectors of another loop: where all outputs are streamed, and none of their lines
+  /// has parts of two pieces.
+  [[nodiscard]] bool can_interleave(row_cut const& cut) const {
+    auto const in_lines = [](std::int64_t elements) { return elements % line_elements<T> == 0; };
+    return mask_ == nullptr && layout_ == layout::rows && run_.since_line(to(0, 0, 0)) == 0 && in_lines(cut.length) &&
+           in_lines(cut.spatial) && std::ranges::all_of(out_, [&](auto const& x) {
+             return x.data != nullptr && in_lines(x.stride_c) && in_lines(x.stride_n);
+           });
+  }
+
+  /// Such a piece, which the caller has to compute. `stream_fence` must follow.
+  [[nodiscard, gnu::always_inline]] auto interleaved(groups::piece const& of, std::int64_t c) const {
+    using coefficients_type = constant<false>;
+    return typename run_type::template interleaved<coefficients_type>{run_.op(), from(of.sample, c, of.begin),
+                                                                      to(of.sample, c, of.begin), of.length,
+                                                                      coefficients_type{table_ + c, step_, nullptr}};
+  }
+
 private:
   /// Calls f for maps with a mask, or without.
   template <class F>

@@ -56,7 +56,6 @@ struct pivoted_sums {
 
   template <class T, class Counted = all_count>
   void add(T const* x, std::int64_t n, std::int64_t ahead, int fetch, Counted const& counted = {}) {
-    using vector = vector_t<A, lanes>;
     if (n < lanes) {
       A a = 0, b = 0;
       for (std::int64_t i = 0; i < n; ++i) {
@@ -68,6 +67,14 @@ struct pivoted_sums {
       second += in_first_lane(static_cast<double>(b));
       return;
     }
+    add_vectors(x, n, ahead, fetch, counted, [](std::int64_t) {});
+  }
+
+  /// `n` elements, at least a vector's; between(i) after each four vectors.
+  template <class T, class Counted, class Between>
+  [[gnu::always_inline]] void add_vectors(T const* x, std::int64_t n, std::int64_t ahead, int fetch,
+                                          Counted const& counted, Between const& between) {
+    using vector = vector_t<A, lanes>;
     struct sums {
       vector first{}, second{};
       void add(vector const& d) {
@@ -91,6 +98,7 @@ struct pivoted_sums {
         s1.add(d1);
         s2.add(d2);
         s3.add(d3);
+        between(i);
       }
       if (i < end) prefetch_for<4 * lanes>(fetch, x, i + ahead);
       for (; i + lanes <= end; i += lanes) s0.add(at(i));
@@ -122,12 +130,10 @@ private:
   [[nodiscard]] double squares() const { return sum_lanes<double, native_lanes<double>>(second); }
 };
 
-/// The sums of a channel's first piece, of `n` elements that count, as `add` adds it: about `pilot`, and then, if it is a long piece,
-/// about its mean.
+/// The sums of a channel's first piece, of `n` elements that count, which are about a pilot: about its mean, if it is a long piece.
+/// add(sums) adds it.
 template <class A, class Add>
-void begin_sums(pivoted_sums<A>& sums, A pilot, std::int64_t n, Add const& add) {
-  sums = pivoted_sums<A>{pilot};
-  add(sums);
+void settle_pivot(pivoted_sums<A>& sums, std::int64_t n, Add const& add) {
   if (n < groups::long_piece) return;
   auto const count = static_cast<double>(n);
   A const mean = sums.mean(count);
@@ -136,6 +142,14 @@ void begin_sums(pivoted_sums<A>& sums, A pilot, std::int64_t n, Add const& add) 
     add(sums);
   }
   sums.move_to(sums.mean(count), count);
+}
+
+/// The same sums, made about `pilot`.
+template <class A, class Add>
+void begin_sums(pivoted_sums<A>& sums, A pilot, std::int64_t n, Add const& add) {
+  sums = pivoted_sums<A>{pilot};
+  add(sums);
+  settle_pivot(sums, n, add);
 }
 
 /// The moments of a channel over group `g` from its sums, which are made again about the mean where they cancel; add(sums, piece) adds
@@ -182,6 +196,19 @@ public:
       auto const add_to = [&](pivoted_sums<A>& to) { to.add(x, now.length, ahead, fetch); };
       begun ? add_to(sums) : begin_sums(sums, pilot_mean(x, now.length), now.length, add_to);
     });
+  }
+
+  [[nodiscard]] bool can_interleave() const { return contiguous_; }
+
+  /// Where it can: the same of as many elements as a vector has at least; between(i) after each four vectors.
+  template <class Between>
+  [[gnu::always_inline]] void add_interleaved(std::int64_t c, groups::piece const& now, read_ahead const& later,
+                                              bool begun, Between const& between) {
+    auto& sums = sums_[static_cast<std::size_t>(c)];
+    T const* const x = &x_(now.sample, c, now.begin);
+    if (!begun) sums = pivoted_sums<A>{pilot_mean(x, now.length)};
+    sums.add_vectors(x, now.length, lookahead(x_, c, now, later), later.level, all_count{}, between);
+    if (!begun) settle_pivot(sums, now.length, [&](pivoted_sums<A>& to) { to.add(x, now.length, 0, 0); });
   }
 
   /// The moments of all channels over the group that was added.

@@ -7,6 +7,9 @@
 #if __has_include(<unistd.h>)
 #include <unistd.h>
 #endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
 
 namespace syncnorm::host::detail {
 
@@ -17,6 +20,8 @@ struct processor {
   /// Whether a core goes on fetching ahead by itself where a loop ends and another begins, on the next row or on what is written.
   /// AMD's (Zen 4 and 5) begin anew: they follow the stride of each instruction that reads.
   bool foresees = true;
+  /// Whether to sum rows and map others in one loop, a few vectors in turn, where it does not. AMD's Zen 5 had better.
+  bool interleaves_rows = false;
 
   /// What two blocks of channels may take of the cache together and still be found there: less than all, since what else is read
   /// and where pages lie takes some.
@@ -50,11 +55,22 @@ struct processor {
 #if defined(__x86_64__) && defined(__GNUC__)
       __builtin_cpu_init();
       of.foresees = __builtin_cpu_is("amd") == 0;
+      of.interleaves_rows = !of.foresees && family() >= 0x1a;
 #endif
       return of;
     }();
     return found;
   }
+
+private:
+#if defined(__x86_64__) && defined(__GNUC__)
+  /// AMD's number of a generation: 0x19 of Zen 3 and 4, 0x1a of Zen 5.
+  static unsigned family() {
+    unsigned version = 0, unused = 0;
+    __get_cpuid(1, &version, &unused, &unused, &unused);
+    return (version >> 8 & 0xf) + (version >> 20 & 0xff);
+  }
+#endif
 };
 
 } // namespace syncnorm::host::detail

@@ -40,7 +40,15 @@ struct product_piece {
 
   [[nodiscard]] sums<A> sum(Terms const& terms, std::array<A, coefficients> const& k) const {
     if (length < lanes) return sum_elements(terms, k);
-    return mask == nullptr ? sum_vectors<false>(terms, k) : sum_vectors<true>(terms, k);
+    auto const nothing = [](std::int64_t) {};
+    return mask == nullptr ? sum_vectors<false>(terms, k, nothing) : sum_vectors<true>(terms, k, nothing);
+  }
+
+  /// Of at least a vector's elements, all of which count; between(i) after each four vectors.
+  template <class Between>
+  [[nodiscard, gnu::always_inline]] sums<A> sum_interleaved(Terms const& terms, std::array<A, coefficients> const& k,
+                                                            Between const& between) const {
+    return sum_vectors<false>(terms, k, between);
   }
 
 private:
@@ -112,8 +120,9 @@ private:
     for (std::size_t j = 0; j < inputs; ++j) prefetch_for<4 * lanes>(fetch, from[j], i + ahead[j]);
   }
 
-  template <bool Masked>
-  [[nodiscard]] sums<A> sum_vectors(Terms const& given, std::array<A, coefficients> const& of_channel) const {
+  template <bool Masked, class Between>
+  [[nodiscard, gnu::always_inline]] sums<A>
+  sum_vectors(Terms const& given, std::array<A, coefficients> const& of_channel, Between const& between) const {
     // Copies, which stay in registers.
     Terms const terms = given;
     product_piece const piece = *this;
@@ -128,6 +137,7 @@ private:
 #pragma GCC unroll 8
       for (std::size_t v = 0; v < 4; v += apart)
         piece.template add_vectors<Masked>(of, terms, k, i + static_cast<std::int64_t>(v) * lanes);
+      between(i);
     }
     if (i < n) piece.ask(i);
     for (; i + lanes <= n; i += lanes) add_products(of[0], piece.template one<Masked>(terms, k, i));
@@ -170,7 +180,19 @@ public:
     auto const i = static_cast<std::size_t>(c);
     if (!begun) sums_[i] = {};
     if (mask_ != nullptr && mask_->at(now).counted == 0) return;
-    auto const all = contiguous_ ? sum_rows(c, now, later) : sum_copies(c, now);
+    auto const all = contiguous_ ? piece_of(c, now, later).sum(terms_, coefficients_[i]) : sum_copies(c, now);
+    for (std::size_t j = 0; j < sum_count; ++j) sums_[i][j] += static_cast<double>(all[j]);
+  }
+
+  [[nodiscard]] bool can_interleave() const { return contiguous_ && mask_ == nullptr; }
+
+  /// Where it can: the same of as many elements as a vector has at least; between(i) after each four vectors.
+  template <class Between>
+  [[gnu::always_inline]] void add_interleaved(std::int64_t c, groups::piece const& now, read_ahead const& later,
+                                              bool begun, Between const& between) {
+    auto const i = static_cast<std::size_t>(c);
+    if (!begun) sums_[i] = {};
+    auto const all = piece_of(c, now, later).sum_interleaved(terms_, coefficients_[i], between);
     for (std::size_t j = 0; j < sum_count; ++j) sums_[i][j] += static_cast<double>(all[j]);
   }
 
@@ -195,13 +217,14 @@ private:
     return mask_ == nullptr ? nullptr : mask_->row(now.sample) + now.begin;
   }
 
-  [[nodiscard]] sums sum_rows(std::int64_t c, groups::piece const& now, read_ahead const& later) const {
+  [[nodiscard, gnu::always_inline]] product_piece<T, Terms> piece_of(std::int64_t c, groups::piece const& now,
+                                                                     read_ahead const& later) const {
     product_piece<T, Terms> piece{{}, mask_of(now), now.length, {}, later.level};
     for (std::size_t j = 0; j < inputs; ++j) {
       piece.from[j] = &in_[j](now.sample, c, now.begin);
       piece.ahead[j] = lookahead(in_[j], c, now, later);
     }
-    return piece.sum(terms_, coefficients_[static_cast<std::size_t>(c)]);
+    return piece;
   }
 
   [[nodiscard, gnu::noinline]] sums sum_copies(std::int64_t c, groups::piece const& now) const {

@@ -63,7 +63,8 @@ using group_sums = std::array<double, Rows::sum_count* static_cast<std::size_t>(
 /// that the block before is done with when as much of the next as fits beside it has been read. `Rows` has what `moment_rows`
 /// has, `Map` is an `elementwise_map`, `Parts` are the groups of pieces, masked ones perhaps.
 ///
-/// On a processor that would lose what it foresees by such turns, sums a block, and maps it while it fetches the next.
+/// On a processor that would lose what it foresees by such turns, sums a block, and maps it while it fetches the next; or, if it had
+/// better, takes turns of a few vectors, in one loop.
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
@@ -73,12 +74,16 @@ public:
       : parts_{parts}, samples_{block.samples}, shares_{shares}, takes_turns_{on.foresees}, fetched_{reading.fetched},
         reads_long_rows_{reading.summed == 1 && sizeof(T) >= 4 &&
                          parts.cut.spatial * static_cast<std::int64_t>(sizeof(T)) >= long_row},
+        interleaves_{on.interleaves_rows && sizeof(T) >= 4 && shares == 1 && reading.summed <= 2 &&
+                     reading.fetched != map_fetches::next_piece},
         fetch_{takes_turns_ ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
-    limit_lead(reading.summed, block.size() * static_cast<std::int64_t>(sizeof(T)) / shares, on);
+    suit_cache(reading.summed, block.size() * static_cast<std::int64_t>(sizeof(T)) / shares, on);
   }
 
   /// Whether a block is mapped while the next one is summed.
-  [[nodiscard]] bool takes_turns() const { return takes_turns_; }
+  [[nodiscard]] bool maps_later(Rows const& rows, Map const& map) const {
+    return takes_turns_ || interleaves(rows, map);
+  }
 
   /// Maps a block of so many channels by itself, and fetches the next.
   void map_block(Map const& map, std::int64_t channels, next_block const& fetch) const {
@@ -95,6 +100,7 @@ public:
   /// `sums`; meanwhile maps that share of the `mapped` channels before these by `map`, no more.
   [[gnu::noinline]] void operator()(Rows& rows, std::int64_t share, std::int64_t length, double* sums, Map const* map,
                                     std::int64_t mapped, bool fetched = false) const {
+    if (map != nullptr && interleaves(rows, *map)) return interleave(rows, length, sums, *map, mapped);
     fetching const fetch = fetched && reads_long_rows_ ? fetching{0, 0} : fetch_;
     auto const of = share_of(share);
     std::int64_t const to_map = map == nullptr ? 0 : of.pieces_to_map,
@@ -131,16 +137,47 @@ public:
   }
 
 private:
+  [[nodiscard]] bool interleaves([[maybe_unused]] Rows const& rows, Map const& map) const {
+    if constexpr (std::is_same_v<Parts, groups>)
+      return interleaves_ && rows.can_interleave() && map.can_interleave(parts_.cut);
+    else
+      return false;
+  }
+
+  /// The sums of all groups, a few vectors of each piece in turn with as many of the piece of `map` at the same place.
+  [[gnu::noinline]] void interleave(Rows& rows, std::int64_t length, double* sums, Map const& map,
+                                    std::int64_t mapped) const {
+    if constexpr (std::is_same_v<Parts, groups>) {
+      std::int64_t const both = std::min(length, mapped);
+      for (std::int64_t g = 0; g < parts_.count; ++g) {
+        bool begun = false;
+        auto const add = [&](groups::piece const& now, read_ahead const& later) __attribute__((always_inline)) {
+          for (std::int64_t c = 0; c < both; ++c) {
+            auto const between = map.interleaved(now, c);
+            rows.add_interleaved(c, now, later, begun, between);
+            between.finish();
+          }
+          for (std::int64_t c = both; c < length; ++c) rows.add(c, now, later, begun);
+          begun = true;
+        };
+        for_each_piece_read(parts_, g, length, fetching{1, 1}, add);
+        rows.finish(g, sums_of_group<Rows::sum_count>(sums, length, g));
+      }
+    }
+  }
+
   /// Bytes of rows of one tensor that a processor, once they are in some level of the cache, reads faster by itself; of 16-bit elements,
   /// whose arithmetic takes longer, it does not.
   static constexpr std::int64_t long_row = 1 << 15;
 
   /// Has `bytes` of so many tensors mapped before more of the next ones is read than fits beside them; not where both fit, nor where not
   /// even they do, which are read from memory again in any case. Of several tensors it is a gain where none of the next fits: memory takes
-  /// longer to read than to write.
-  void limit_lead(std::int64_t inputs, std::int64_t bytes, processor const& on) {
+  /// longer to read than to write. Vectors of both in turn are no gain where one block fits, and not two.
+  void suit_cache(std::int64_t inputs, std::int64_t bytes, processor const& on) {
     std::int64_t const all = inputs * bytes, room = on.room_for_blocks();
-    if (2 * all > room && all <= on.second_level && (inputs == 1 || all > room))
+    bool const fits = all <= room, next_fits = 2 * all <= room;
+    if (fits && !next_fits) interleaves_ = false;
+    if (!next_fits && all <= on.second_level && (inputs == 1 || !fits))
       lead_ = std::max<std::int64_t>(1, lead_ * std::max<std::int64_t>(0, room - all) / all);
   }
 
@@ -192,6 +229,7 @@ private:
   bool takes_turns_;
   map_fetches fetched_;
   bool reads_long_rows_;
+  bool interleaves_;
   fetching fetch_;
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
@@ -273,7 +311,8 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
       if (held.none()) continue;
       map.emplace(make_map(first, length, table.data()));
       mapped = length;
-      if (pipeline.takes_turns()) continue;
+      fetched = false;
+      if (pipeline.maps_later(rows, *map)) continue;
       auto const next = next_block::of(x.channel_range(first, length), reading.summed, i + 1 == end ? 0 : length, on);
       pipeline.map_block(*map, length, next);
       fetched = next.channels_ahead != 0;
