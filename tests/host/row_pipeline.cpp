@@ -265,6 +265,41 @@ TEST_CASE_TEMPLATE(
     check(test::shuffling_executor{2}, 1, 100 * bytes);
     check(host::serial_executor{}, 1, bytes);     // no room for one block
     check(host::serial_executor{}, 1, 2 * bytes); // room for one forward, and not for two: it is mapped by itself
+
+    // A part of the channels, and then the others.
+    for (std::int64_t const cut : {std::int64_t{1}, c - 1}) {
+      CAPTURE(cut);
+      host::serial_executor const exec;
+      host::detail::processor const on{200 * bytes, false, true};
+      pipeline_results<T> got{c};
+      lined_tensor<T> y_got{shape}, dx_got{shape};
+      auto const how = host::stores::streaming;
+      auto const part = [&](auto const& of) { return of.channel_range(0, cut); };
+      auto const others = [&](auto const& of) { return of.channel_range(cut, c - cut); };
+      auto const of_part = [&](auto& of) { return std::span{of}.first(static_cast<std::size_t>(cut)); };
+      auto const of_others = [&](auto& of) { return std::span{of}.subspan(static_cast<std::size_t>(cut)); };
+      std::vector<T> const &gamma = passes.gamma, &beta = passes.beta;
+      host::local_moments(exec, part(passes.x), of_part(got.mean), of_part(got.m2));
+      host::normalize_and_local_moments(exec, part(passes.x), part(y_got.view()), of_part(got.mean), of_part(got.m2),
+                                        affine_parameters<T>{of_part(gamma), of_part(beta)}, how, others(passes.x),
+                                        of_others(got.mean), of_others(got.m2), on);
+      host::normalize(exec, others(passes.x), others(y_got.view()), of_others(got.mean), of_others(got.m2),
+                      affine_parameters<T>{of_others(gamma), of_others(beta)}, how);
+      host::backward_reduce(exec, part(passes.dy), part(passes.x), of_part(got.mean), of_part(got.sum_dy),
+                            of_part(got.sum_dy_xmu));
+      host::backward_elemt_and_reduce(exec, part(passes.dy), part(passes.x), part(dx_got.view()), of_part(got.mean),
+                                      of_part(got.m2), of_part(gamma), of_part(got.sum_dy), of_part(got.sum_dy_xmu),
+                                      n * s, how, others(passes.dy), others(passes.x), of_others(got.mean),
+                                      of_others(got.sum_dy), of_others(got.sum_dy_xmu), on);
+      host::backward_elemt(exec, others(passes.dy), others(passes.x), others(dx_got.view()), of_others(got.mean),
+                           of_others(got.m2), of_others(gamma), of_others(got.sum_dy), of_others(got.sum_dy_xmu), n * s,
+                           how);
+      got.y = y_got.values();
+      got.dx = dx_got.values();
+      check_same(got, whole);
+      CHECK(y_got.intact());
+      CHECK(dx_got.intact());
+    }
   }
 }
 
@@ -356,9 +391,9 @@ TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits
 
       // A part that is followed by a narrower one, a wider one and an equal one.
       std::int64_t const cuts[] = {0, 2, 3, 5, c};
-      auto const check = [&](auto const& exec, host::stores how, bool foresees) {
-        CAPTURE(foresees);
-        host::detail::processor const on{std::int64_t{1} << 20, foresees};
+      auto const check = [&](auto const& exec, host::stores how, host::detail::processor const& on) {
+        CAPTURE(on.foresees);
+        CAPTURE(on.interleaves_rows);
         pipeline_results<T> got{c};
         auto const sums = [&](std::vector<double>& values, int part) {
           return host::detail::channels_of(std::span{values}, cuts[part], cuts[part + 1] - cuts[part]);
@@ -399,10 +434,12 @@ TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits
         CHECK(y_got.intact());
         CHECK(dx_got.intact());
       };
-      for (bool const foresees : {false, true}) {
-        check(host::serial_executor{}, host::stores::streaming, foresees);
-        check(host::serial_executor{}, host::stores::cached, foresees);
-        check(test::shuffling_executor{2}, host::stores::streaming, foresees);
+      constexpr std::int64_t cache = std::int64_t{1} << 20;
+      using host::detail::processor;
+      for (auto const& on : {processor{cache, false}, processor{cache, true}, processor{cache, false, true}}) {
+        check(host::serial_executor{}, host::stores::streaming, on);
+        check(host::serial_executor{}, host::stores::cached, on);
+        check(test::shuffling_executor{2}, host::stores::streaming, on);
       }
     }
   }

@@ -234,30 +234,34 @@ private:
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
 
-/// Whether `map_and_sum_rows` can take `out` and, after it, `next_channels` more channels, and had better.
+/// Whether `map_and_sum_rows` may be worth a try on `out` and, after it, `next_channels` more channels.
 template <class Rows, class T, std::size_t Inputs>
 [[nodiscard]] bool suits_map_and_sum(executor_ref exec, std::array<tensor_view<T const>, Inputs> const& in,
                                      tensor_view<T> const& out, std::int64_t next_channels, processor const& on) {
-  return on.foresees && exec.concurrency() == 1 && out.size() != 0 && next_channels <= Rows::channels_at_once &&
+  return (on.foresees || on.interleaves_rows) && exec.concurrency() == 1 && out.size() != 0 &&
+         next_channels <= Rows::channels_at_once &&
          suits_row_pipeline<Rows>(channel_blocks{out.channels, out.channels}, in, std::array{out});
 }
 
-/// `out` by a `linear_op`, and meanwhile the `sums` by `rows` of the `length` channels after those of `out`.
+/// `out` by a `linear_op`, and meanwhile the `sums` by `rows` of the `length` channels after those of `out`; or nothing, and false, if one
+/// had better come after the other.
 template <class T, class Rows, class Terms, std::size_t Inputs>
-void map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, Inputs> const& in,
-                      tensor_view<T> const& out, stores how, Rows rows, std::int64_t length,
-                      sums_of_channels<Rows::sum_count> const& sums) {
+[[nodiscard]] bool map_and_sum_rows(Terms const& terms_of, std::array<tensor_view<T const>, Inputs> const& in,
+                                    tensor_view<T> const& out, stores how, Rows rows, std::int64_t length,
+                                    sums_of_channels<Rows::sum_count> const& sums, processor const& on) {
   using map_type = elementwise_map<T, linear_op<Inputs>>;
   scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
   map_type const map{{}, terms_of, in, {out}, nullptr, how, table.data()};
   groups const parts{out};
   row_pipeline<T, Rows, map_type, groups> const pipeline{
-      in[0], parts, {Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing}};
+      in[0], parts, {Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing}, 1, on};
+  if (!pipeline.maps_later(rows, map)) return false;
   group_sums<Rows> of_groups;
   pipeline(rows, 0, length, of_groups.data(), &map, out.channels);
   merge_groups(parts, length, of_groups.data(), &Rows::merge, sums);
   if (length < out.channels) map(boxes::box{length, out.channels - length, 0, out.samples, 0, out.spatial});
   stream_fence();
+  return true;
 }
 
 /// For each block of channels: its `sums` by `make_rows(first, length)`, `finish(first, length)`, and
