@@ -180,8 +180,7 @@ public:
     auto const i = static_cast<std::size_t>(c);
     if (!begun) sums_[i] = {};
     if (mask_ != nullptr && mask_->at(now).counted == 0) return;
-    auto const all = contiguous_ ? piece_of(c, now, later).sum(terms_, coefficients_[i]) : sum_copies(c, now);
-    for (std::size_t j = 0; j < sum_count; ++j) sums_[i][j] += static_cast<double>(all[j]);
+    add_to(sums_[i], contiguous_ ? piece_of(c, now, later).sum(terms_, coefficients_[i]) : sum_copies(c, now));
   }
 
   [[nodiscard]] bool can_interleave() const { return contiguous_ && mask_ == nullptr; }
@@ -192,8 +191,7 @@ public:
                                               bool begun, Between const& between) {
     auto const i = static_cast<std::size_t>(c);
     if (!begun) sums_[i] = {};
-    auto const all = piece_of(c, now, later).sum_interleaved(terms_, coefficients_[i], between);
-    for (std::size_t j = 0; j < sum_count; ++j) sums_[i][j] += static_cast<double>(all[j]);
+    add_to(sums_[i], piece_of(c, now, later).sum_interleaved(terms_, coefficients_[i], between));
   }
 
   /// The sums of all channels over the group that was added.
@@ -215,6 +213,10 @@ private:
 
   [[nodiscard]] std::uint8_t const* mask_of(groups::piece const& now) const {
     return mask_ == nullptr ? nullptr : mask_->row(now.sample) + now.begin;
+  }
+
+  [[gnu::always_inline]] static void add_to(std::array<double, sum_count>& to, sums const& of_piece) {
+    for (std::size_t j = 0; j < sum_count; ++j) to[j] += static_cast<double>(of_piece[j]);
   }
 
   [[nodiscard, gnu::always_inline]] product_piece<T, Terms> piece_of(std::int64_t c, groups::piece const& now,

@@ -315,7 +315,6 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
       if (held.none()) continue;
       map.emplace(make_map(first, length, table.data()));
       mapped = length;
-      fetched = false;
       if (pipeline.maps_later(rows, *map)) continue;
       auto const next = next_block::of(x.channel_range(first, length), reading.summed, i + 1 == end ? 0 : length, on);
       pipeline.map_block(*map, length, next);
