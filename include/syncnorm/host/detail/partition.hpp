@@ -174,6 +174,7 @@ struct groups {
     length =
         std::max({ceil_div(pieces, most), ceil_div(fewest, cut.length), cut.length >= long_piece ? fewest_pieces : 1});
     count = ceil_div(pieces, length);
+    length = ceil_div(pieces, count);
   }
 
   struct piece {

@@ -45,6 +45,8 @@ class short_row_sums {
   using vectors = std::array<vector, coefficients>;
   using pointers = std::array<T const*, inputs>;
   static constexpr std::int64_t most_vectors = longest_sum / 2; ///< of a row, which are added in `A`
+  /// Rows that are read side by side, each by instructions of its own, whose strides processors follow.
+  static constexpr std::size_t most_rows = 8 / inputs;
 
 public:
   /// `mask`: of the positions that count; null: all.
@@ -60,8 +62,9 @@ private:
   template <bool Masked>
   void sum(std::int64_t begin, std::int64_t end, sums_of_channels<sum_count> const& to) const {
     for (double* const each : to) std::fill_n(each, channels_, 0.0);
-    constexpr std::int64_t fewest_for_columns = sizeof(T) == 2 ? 8 : 12;
-    if (end - begin < fewest_for_columns) {
+    // Of several vectors, rows are better off by themselves, with a channel's coefficients in registers, if they are few.
+    bool const several_vectors = sizeof(T) >= 4 && spatial_ >= 6 * lanes;
+    if (end - begin < (several_vectors ? 12 : std::int64_t{most_rows})) {
       for (std::int64_t c = 0; c < channels_; ++c) {
         auto const sums = sum_of_rows<Masked>(c, begin, end);
 #pragma GCC unroll 8
@@ -161,15 +164,13 @@ private:
   /// Adds the rows of channels position by position. Where the rows of a sample follow each other without a gap, those of
   /// several channels are taken at once, so that their vectors are whole and they are read in the order of memory.
   template <bool Masked>
-  void add_columns(std::int64_t c, std::int64_t channels, std::int64_t begin, std::int64_t end,
-                   sums_of_channels<sum_count> const& to) const {
+  [[gnu::noinline]] void add_columns(std::int64_t c, std::int64_t channels, std::int64_t begin, std::int64_t end,
+                                     sums_of_channels<sum_count> const& to) const {
     constexpr auto room = static_cast<std::size_t>(chunk_channels<A> + lanes);
     alignas(cache_line) std::array<std::array<A, room>, coefficients> table;
     alignas(cache_line) std::array<std::array<A, room>, sum_count> sums;
-    // Rows of so many inputs that are a power of two apart share few sets of the first-level cache.
-    constexpr std::int64_t most_rows = 16 / static_cast<std::int64_t>(inputs);
-    // Which lanes of the rows taken at once count.
-    std::array<std::array<std::uint8_t, Masked ? room : 1>, Masked ? static_cast<std::size_t>(most_rows) : 1> counted;
+    // Which lanes of the rows read side by side count.
+    std::array<std::array<std::uint8_t, Masked ? room : 1>, Masked ? most_rows : 1> counted;
     for (std::int64_t i = 0; i < channels; ++i) {
       auto const values = op_(c + i);
       // The last vector goes on into the positions of the next channel, which come later.
@@ -177,56 +178,48 @@ private:
         for (std::int64_t s = 0; s < spatial_; s += lanes)
           store<lanes>(&table[j][static_cast<std::size_t>(i * spatial_ + s)], splat<A, lanes>(values[j]));
     }
-    std::int64_t const width = channels * spatial_, at_once = ceil_div(end - begin, ceil_div(end - begin, most_rows));
-    // So many are added up in `A`, and then so many vectors of them: `longest_sum` in all.
-    std::int64_t const vectors_of_row = std::min(most_vectors, spatial_ / lanes),
-                       stretch = (longest_sum - vectors_of_row) / at_once * at_once;
-    for (std::int64_t row = begin; row < end; row += at_once) {
-      std::int64_t const last = std::min(end, row + at_once);
-      if constexpr (Masked)
-        for (std::int64_t r = row; r < last; ++r) {
-          std::uint8_t* const of_row = counted[static_cast<std::size_t>(r - row)].data();
-          std::copy_n(mask_->row(r), spatial_, of_row);
-          repeat(of_row, spatial_, width);
+    std::int64_t const width = channels * spatial_;
+    auto const add_rows = [&]<std::size_t Rows>(std::int64_t row, bool begun, std::integral_constant<std::size_t, Rows>)
+        __attribute__((always_inline)) {
+      std::array<pointers, Rows> from;
+      for (std::size_t r = 0; r < Rows; ++r) {
+        std::int64_t const sample = row + static_cast<std::int64_t>(r);
+        from[r] = at(sample, c);
+        if constexpr (Masked) {
+          std::copy_n(mask_->row(sample), spatial_, counted[r].data());
+          repeat(counted[r].data(), spatial_, width);
         }
-      bool const begun = (row - begin) % stretch != 0, done = last == end || (last - begin) % stretch == 0;
-      auto const sum_columns = [&]<std::size_t Columns>(std::int64_t first_lane,
-                                                        std::integral_constant<std::size_t, Columns>, int fresh = lanes)
-          __attribute__((always_inline)) {
-        std::array<vectors, Columns> k;
-        std::array<sums_type, Columns> sum{};
-        auto const lane = [&](std::size_t v) { return first_lane + static_cast<std::int64_t>(v) * lanes; };
-        for (std::size_t v = 0; v < Columns; ++v)
-          for (std::size_t j = 0; j < coefficients; ++j)
-            k[v][j] = load<lanes>(&table[j][static_cast<std::size_t>(lane(v))]);
-        pointers from = at(row, c);
-        std::uint8_t const* mask = counted[0].data();
-        for (std::int64_t r = row; r < last; ++r, mask += counted[0].size()) {
+      }
+      auto const add_lanes = [&](std::int64_t lane, int fresh) __attribute__((always_inline)) {
+        auto const place = [&](auto& of) __attribute__((always_inline)) { return &of[static_cast<std::size_t>(lane)]; };
+        vectors k;
 #pragma GCC unroll 8
-          for (std::size_t j = 0; j < inputs; ++j)
-            prefetch<static_cast<std::int64_t>(Columns) * lanes, 2>(
-                from[j], first_lane + 256 / static_cast<std::int64_t>(sizeof(T)));
+        for (std::size_t j = 0; j < coefficients; ++j) k[j] = load<lanes>(place(table[j]));
+        sums_type sum{};
 #pragma GCC unroll 8
-          for (std::size_t v = 0; v < Columns; ++v)
-            add_products(sum[v], terms<Masked, 0>(from, lane(v), k[v], Masked ? mask + lane(v) : nullptr));
+        for (std::size_t r = 0; r < Rows; ++r)
+          add_products(sum, terms<Masked, 0>(from[r], lane, k, Masked ? counted[r].data() + lane : nullptr));
 #pragma GCC unroll 8
-          for (std::size_t j = 0; j < inputs; ++j) from[j] += in_[j].stride_n;
+        for (std::size_t j = 0; j < sum_count; ++j) {
+          if (begun) sum[j] = load<lanes>(place(sums[j])) + keep_last<A, lanes>(sum[j], fresh);
+          store<lanes>(place(sums[j]), sum[j]);
         }
-        for (std::size_t v = 0; v < Columns; ++v)
-          for (std::size_t j = 0; j < sum_count; ++j) {
-            A* const place = &sums[j][static_cast<std::size_t>(lane(v))];
-            store<lanes>(place, begun ? load<lanes>(place) + keep_last<A, lanes>(sum[v][j], fresh) : sum[v][j]);
-          }
       };
-      constexpr std::integral_constant<std::size_t, 1> one{};
-      constexpr std::integral_constant<std::size_t, line_elements<T> / lanes >= 2 ? 2 : 1> some{};
-      constexpr std::int64_t some_lanes = static_cast<std::int64_t>(some.value) * lanes;
       std::int64_t lane = 0;
-      // A line of the cache may be gone before it is read again.
-      for (; lane + some_lanes <= width; lane += some_lanes) sum_columns(lane, some);
-      for (; lane + lanes <= width; lane += lanes) sum_columns(lane, one);
-      if (width % lanes != 0) sum_columns(width - lanes, one, static_cast<int>(width % lanes));
-      if (!done) continue;
+      for (; lane + lanes <= width; lane += lanes) add_lanes(lane, lanes);
+      if (width % lanes != 0) add_lanes(width - lanes, static_cast<int>(width % lanes));
+    };
+    // So many are added up in `A`, and then so many vectors of them: `longest_sum` in all.
+    std::int64_t const stretch = longest_sum - std::min(most_vectors, spatial_ / lanes);
+    for (std::int64_t row = begin; row < end;) {
+      std::int64_t const last = std::min(end, row + stretch);
+      bool begun = false;
+      auto const add_some = [&]<std::size_t Rows>(std::integral_constant<std::size_t, Rows> rows) {
+        for (constexpr std::int64_t n = Rows; row + n <= last; row += n, begun = true) add_rows(row, begun, rows);
+      };
+      add_some(std::integral_constant<std::size_t, most_rows>{});
+      if constexpr (most_rows > 2) add_some(std::integral_constant<std::size_t, most_rows / 2>{});
+      add_some(std::integral_constant<std::size_t, 1>{});
       for (std::size_t j = 0; j < sum_count; ++j)
         for (std::int64_t i = 0; i < channels; ++i)
           to[j][i] += sum_positions(&sums[j][static_cast<std::size_t>(i * spatial_)]);
