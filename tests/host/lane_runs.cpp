@@ -73,6 +73,6 @@ TEST_CASE_TEMPLATE("runs take each lane once, by lines of the cache that are str
                 std::int64_t const stride = channels + (follow ? 0 : 7);
                 tensor_view<T const> const x{&nothing, 1, channels, positions + 2, 0, 1, stride};
                 for (std::int64_t const of_box : {channels, (channels + 1) / 2})
-                  check_runs<T>(x, {folded, follow, streamed, offset == 0, masked, false}, of_box, offset);
+                  check_runs<T>(x, {folded, follow, streamed, offset == 0, masked, false, true}, of_box, offset);
               }
 }

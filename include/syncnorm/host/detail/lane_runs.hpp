@@ -21,6 +21,7 @@ struct lanes_at_hand {
   bool begin_lines; ///< where a line of the cache does, of what is streamed
   bool masked;
   bool foreseen; ///< by the processor, what is read next
+  bool fetched;  ///< had better be
 };
 
 /// The runs in which a map takes such channels, lanes, of a box: several positions, one, or a part of each.
@@ -48,7 +49,7 @@ public:
     else if (positions_ == 1 && sizeof(T) == 2)
       widest_part_ = 5 * chunk_channels<A> / 2;
     // Of more coefficients than these, fewer stay in the cache beside what is fetched.
-    reads_ahead_ = is.streamed && (!is.folded || widest_part_ < channels_ || channels_ <= widest_box<A>);
+    reads_ahead_ = is.streamed && is.fetched && (!is.folded || widest_part_ < channels_ || channels_ <= widest_box<A>);
   }
 
   /// Of a run.

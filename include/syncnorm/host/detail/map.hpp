@@ -108,10 +108,13 @@ public:
     finds_pages_ = streams && on.finds_pages_ahead();
     dense_ = layout_ == layout::rows && in_[0].spatial >= line_elements<T> &&
              all([](auto const& x) { return x.stride_c == x.spatial; });
-    reads_ahead_ =
-        streams && dense_ && mask == nullptr && !on.foresees && (inputs == 1 || in_[0].spatial < page_elements<T>);
+    bool const fetches =
+        fold_ != 1 || on.fetches_streams(inputs, static_cast<std::int64_t>(inputs * sizeof(T)) * in_[0].size());
+    reads_ahead_ = streams && dense_ && mask == nullptr && !on.foresees &&
+                   (inputs == 1 || in_[0].spatial < page_elements<T> / (fetches ? 1 : 2));
     bool const follow = layout_ == layout::channels && all([](auto const& x) { return x.stride_s == x.channels; });
-    runs_ = {in_[0], {fold_ != 1, follow, streams, run_.since_line(to(0, 0, 0)) <= 0, mask != nullptr, on.foresees}};
+    runs_ = {in_[0],
+             {fold_ != 1, follow, streams, run_.since_line(to(0, 0, 0)) <= 0, mask != nullptr, on.foresees, fetches}};
     step_ = coefficient_step<A>(runs_.period());
     fill_coefficients<coefficients>(table, terms, in_[0].channels, fold_, runs_.period());
   }

@@ -22,6 +22,8 @@ struct processor {
   bool foresees = true;
   /// Whether to sum rows and map others in one loop, a few vectors in turn, where it does not. AMD's Zen 5 had better.
   bool interleaves_rows = false;
+  /// Whether a core reads several tensors from memory at once as fast by itself as it does what is fetched, or faster. AMD's Zen 5 does.
+  bool follows_streams = false;
 
   /// What two blocks of channels may take of the cache together and still be found there: less than all, since what else is read
   /// and where pages lie takes some.
@@ -44,6 +46,12 @@ struct processor {
   /// meets; others hide that, and what is fetched with a page takes them more.
   [[nodiscard]] bool finds_pages_ahead() const { return !foresees; }
 
+  /// Whether a map had better fetch what it reads next, of so many tensors that have so many bytes together: not from memory, where that
+  /// is followed, but what may be in the third level.
+  [[nodiscard]] bool fetches_streams(std::int64_t tensors, std::int64_t bytes) const {
+    return !follows_streams || tensors == 1 || bytes <= std::int64_t{1} << 26;
+  }
+
   /// The one at hand.
   [[nodiscard]] static processor const& here() {
     static processor const found = [] {
@@ -55,7 +63,7 @@ struct processor {
 #if defined(__x86_64__) && defined(__GNUC__)
       __builtin_cpu_init();
       of.foresees = __builtin_cpu_is("amd") == 0;
-      of.interleaves_rows = !of.foresees && family() >= 0x1a;
+      of.interleaves_rows = of.follows_streams = !of.foresees && family() >= 0x1a;
 #endif
       return of;
     }();
