@@ -16,6 +16,7 @@ TEST_CASE("groups hold every position of every sample once, in order") {
     for (std::int64_t const s : {0, 1, 7, 1024, 1025, 5000}) {
       groups const parts{n, s, longest};
       CHECK(parts.count <= groups::most);
+      CHECK(parts.count * parts.length - parts.pieces < std::max<std::int64_t>(1, parts.count));
       std::int64_t next = 0, total = 0;
       for (std::int64_t g = 0; g < parts.count; ++g) {
         std::int64_t in_group = 0;

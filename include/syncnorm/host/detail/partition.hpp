@@ -169,11 +169,12 @@ struct groups {
   constexpr groups(std::int64_t samples, std::int64_t spatial, std::int64_t longest_piece)
       : cut{spatial, longest_piece}, pieces{samples * cut.pieces} {
     if (pieces == 0) return;
-    // What a group takes beside its rows counts where these are of few vectors: it has 4 KB of them.
+    // What a group takes beside its rows counts where these are of few vectors: as many groups as have 4 KB of them, but for the last,
+    // evenly.
     std::int64_t const fewest = spatial < shortest_row ? fewest_elements : longest_piece / 2;
-    length =
+    std::int64_t const enough =
         std::max({ceil_div(pieces, most), ceil_div(fewest, cut.length), cut.length >= long_piece ? fewest_pieces : 1});
-    count = ceil_div(pieces, length);
+    count = ceil_div(pieces, enough);
     length = ceil_div(pieces, count);
   }
 

@@ -162,7 +162,8 @@ private:
   }
 
   /// Adds the rows of channels position by position. Where the rows of a sample follow each other without a gap, those of
-  /// several channels are taken at once, so that their vectors are whole and they are read in the order of memory.
+  /// several channels are taken at once, so that their vectors are whole and they are read in the order of memory. Not inlined, which
+  /// would take registers from `sum_of_rows`.
   template <bool Masked>
   [[gnu::noinline]] void add_columns(std::int64_t c, std::int64_t channels, std::int64_t begin, std::int64_t end,
                                      sums_of_channels<sum_count> const& to) const {
