@@ -100,6 +100,26 @@ TEST_CASE_TEMPLATE("the sums of every shape and arrangement are the oracle's", T
   }
 }
 
+TEST_CASE(
+    "of equal gradients, which all round the same way, no more are added up than 32, however many rows there are") {
+  constexpr std::int64_t n = 20'000, c = 5;
+  constexpr std::array<float, c> of_channel{1.1F, 1.3F, 1.7F, -0.3F, 5.9F};
+  for (std::int64_t const s : {16, 49}) {
+    std::vector<float> values;
+    for (std::int64_t i = 0; i < n * c * s; ++i) values.push_back(of_channel[static_cast<std::size_t>(i / s % c)]);
+    for (auto const order : test::arrangements) {
+      INFO(test::name_of(order), ", S ", s);
+      test::tensor<float> dy{order, n, c, s, values};
+      sums const got{host::serial_executor{}, dy.view(), dy.view(), std::vector<double>(c, 0.0)};
+      for (std::size_t i = 0; i < of_channel.size(); ++i) {
+        double const value = of_channel[i], count = static_cast<double>(n * s);
+        CHECK(std::abs(got.dy[i] / (count * value) - 1) <= 2.0 / 3 * 0x1p-20);
+        CHECK(std::abs(got.dy_xmu[i] / (count * value * value) - 1) <= 2.0 / 3 * 0x1p-20);
+      }
+    }
+  }
+}
+
 TEST_CASE("the sums about a large mean make up for its rounding") {
   gradient_problem<float> const p{{8, 20, 200}, 12345.678};
   for (auto const order : test::arrangements) {
