@@ -169,8 +169,8 @@ struct groups {
   constexpr groups(std::int64_t samples, std::int64_t spatial, std::int64_t longest_piece)
       : cut{spatial, longest_piece}, pieces{samples * cut.pieces} {
     if (pieces == 0) return;
-    // What a group takes beside its rows counts where these are of few vectors: as many groups as have 4 KB of them, but for the last,
-    // evenly.
+    // What a group takes beside its rows counts where these are of few vectors: so many groups as 4 KB of them each make up, the last perhaps
+    // less, share them evenly.
     std::int64_t const fewest = spatial < shortest_row ? fewest_elements : longest_piece / 2;
     std::int64_t const enough =
         std::max({ceil_div(pieces, most), ceil_div(fewest, cut.length), cut.length >= long_piece ? fewest_pieces : 1});
