@@ -17,8 +17,8 @@ namespace syncnorm {
 /// concatenation. Their moments are merged before the one exchange.
 ///
 /// x and y are `[N_k, C, S_k]` for each k < K; N_k and S_k may differ and be zero, and K may differ between ranks and be
-/// zero. y[k] may be x[k], and overlaps nothing else. `epilogues`: none, or one for each k. Everything else, and what it throws, is
-/// as for one batch.
+/// zero. y[k] may be x[k] or the residual of this k, and overlaps nothing else. `epilogues`: none, or one for each k.
+/// Everything else, and what it throws, is as for one batch.
 template <class T, class P = accumulate_t<T>, communicator C>
 void batch_norm_forward_batches(host::executor_ref exec, C const& comm, std::span<tensor_view<T const> const> x,
                                 std::span<tensor_view<T> const> y, affine_parameters<P> affine,
@@ -37,7 +37,7 @@ void batch_norm_forward_batches(host::executor_ref exec, C const& comm, std::spa
 }
 
 /// Gradients of `batch_norm_forward_batches`, in one exchange: those of `batch_norm_backward` of the concatenation. dx may
-/// be empty: not needed; dx[k] may be dy[k] or x[k], of this k alone. `epilogues` are those of the forward pass,
+/// be empty: not needed; dx[k] may be dy[k], x[k] or the residual, of this k alone. `epilogues` are those of the forward pass,
 /// `dresidual` the gradients of their residuals, none or one for each k.
 template <class T, class P = accumulate_t<T>, communicator C>
 void batch_norm_backward_batches(host::executor_ref exec, C const& comm, std::span<tensor_view<T const> const> dy,

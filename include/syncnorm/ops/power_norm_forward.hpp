@@ -49,10 +49,10 @@ void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) 
 ///
 /// x, y `[N, C, S]`; mask `[N, S]`, not 0 where a position counts, the reverse of the authors' pad_mask; y may be x,
 /// and may not overlap it otherwise; N and S may differ between ranks and be zero. Masked positions are normalized like the others.
-/// Collective: one allgather, none with one rank. In the warm-up it waits for it. Afterwards it returns
-/// when y is written, with the exchange in flight, if the communicator has `allgather_async`: then what is wrong with the
-/// step on any rank is thrown on every rank by the next call that needs its result: its backward pass, the next forward pass
-/// or `workspace.synchronize()`. (Throwing at once, a rank would leave its peers alone in what it calls next.) Until then the
+/// Collective: one allgather, none with one rank, and one more in a workspace's first pass where there are more than
+/// 128 channels. In the warm-up and in that pass it waits for them. Afterwards it returns when y is written, with the exchange in
+/// flight, if the communicator has `allgather_async`: then what is wrong with the step on any rank is thrown on every rank by the
+/// next call that needs its result: its backward pass, the next forward pass or `workspace.synchronize()`. (Throwing at once, a rank would leave its peers alone in what it calls next.) Until then the
 /// state must not be read. Where no position of any rank counts, z = u/√(running_phi + eps) and the state is unchanged.
 ///
 /// On an error, whenever it is thrown, the state is unchanged; but not by what an executor throws in the warm-up once the ranks have
