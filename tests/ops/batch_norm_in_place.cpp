@@ -387,6 +387,24 @@ TEST_CASE("x is back after a pass in place, and stays there") {
   });
 }
 
+TEST_CASE("nothing is kept of an x that no memory has room for, or whose elements overlap, but said what is wrong") {
+  run_ranks(2, [](thread_communicator const& comm) {
+    syncnorm::batch_norm<float, thread_communicator> layer{comm, 2};
+    layer.gamma()[0] = 0; // a channel that is kept
+    std::vector<float> values(8, 1);
+    auto const check = [&](std::int64_t samples, std::int64_t stride, char const* part) {
+      auto x = syncnorm::nchw(values.data(), 2, 2, 2);
+      if (comm.rank() == 1) x.samples = samples, x.stride_n = stride;
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] { layer.forward_in_place(x); },
+          {"rank 1: ", " has the strides [" + std::to_string(stride) + ", 2, 1]", part});
+    };
+    check(2, std::int64_t{1} << 51, "no memory has room");
+    check(2, std::numeric_limits<std::int64_t>::max(), "no memory has room");
+    check(std::int64_t{1} << 40, 0, "its elements overlap");
+  });
+}
+
 TEST_CASE("a backward pass in place follows its forward pass, and what recovering x throws is an error on every rank") {
   run_ranks(2, [](thread_communicator const& comm) {
     int uses = 1;

@@ -43,7 +43,9 @@ public:
       return values.empty() || values.size() == static_cast<std::size_t>(x.channels);
     };
     // What is wrong with x or the parameters, the pass says.
-    if (!detail::is_countable(x) || x.data == nullptr || x.size() <= 0 || !fits(affine.gamma) || !fits(affine.beta))
+    detail::call_check check;
+    check.tensor(x, "x", x.channels);
+    if (check.failed() || x.size() == 0 || detail::overlaps_itself(x) || !fits(affine.gamma) || !fits(affine.beta))
       return;
     for (std::int64_t c = 0; c < x.channels; ++c) {
       auto const i = static_cast<std::size_t>(c);
