@@ -429,6 +429,16 @@ TEST_CASE("a fault of one rank is thrown on every rank, and changes nothing") {
       CHECK_MESSAGE(contains(text, "rank 1: only one of running_mean and running_var is given"), text);
       lacking = kept;
     }
+    for (bool const weight : {true, false}) {
+      auto const& kept = weight ? norm->weight : norm->bias;
+      auto const values = kept.data();
+      if (comm.rank() == 1) kept.set_data(values.reshape({1, 3, 1}));
+      auto const text = message_of<invalid_argument_error>([&] { norm->forward(good); });
+      CHECK_MESSAGE(contains(text, weight ? "rank 1: weight has 3 dimensions, expected 1, [C]"
+                                          : "rank 1: bias has 3 dimensions, expected 1, [C]"),
+                    text);
+      kept.set_data(values);
+    }
     // A counter that is no number, as Module::to makes it one of floats.
     auto const counter = norm->num_batches_tracked.to(torch::kLong);
     norm->num_batches_tracked = counter.to(torch::kDouble);

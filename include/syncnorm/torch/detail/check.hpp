@@ -79,6 +79,8 @@ inline void require_on(syncnorm::detail::call_check& check, at::Tensor const& te
   auto const of_channels = [&](at::Tensor const& tensor, char const* name) {
     if (!tensor.defined()) return;
     on_device(tensor, name);
+    check.require(tensor.dim() == 1,
+                  [&] { return check.text(name, " has ", tensor.dim(), " dimensions, expected 1, [C]"); });
     check.require(is_supported(type, tensor.scalar_type()),
                   [&] { return check.text("the input is of ", type, ", but ", name, " of ", tensor.scalar_type()); });
     check.require(tensor.scalar_type() == parameters_type, [&] {
