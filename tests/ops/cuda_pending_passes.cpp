@@ -12,6 +12,7 @@
 
 #include "cuda/echo.hpp"
 #include "cuda/pending_cases.hpp"
+#include "support/message_of.hpp"
 
 void test::double_values(double const* from, double* to, std::size_t n, cudaStream_t stream) {
   fake_cuda::enqueue(stream, [=] {
@@ -49,6 +50,11 @@ void check_dropped(C const& comm, syncnorm::exchange_policy policy) {
   }
   on.wait();
   if (drops) CHECK(a.results() == before);
+  auto const thrown = test_support::message_of([&] {
+    a.layer.backward(a.x.view, a.dy.view, a.dx.view, on);
+    a.layer.synchronize(on);
+  });
+  CHECK_MESSAGE(test_support::contains(thrown, "batch_norm backward: rank 0: there was no forward pass"), thrown);
   a.step(on);
   a.layer.synchronize(on);
 }

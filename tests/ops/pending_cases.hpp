@@ -143,6 +143,16 @@ std::vector<std::string> check_abandoned(C const& comm, std::int64_t channels, s
     } catch (std::runtime_error const&) {
     }
     expect(odd ? b.state() == before : b.state() != before, "a wrong state after a pass was abandoned");
+    // Those who have not dropped it hear that a backward pass cannot follow.
+    std::string thrown;
+    try {
+      b.layer.backward(b.x(), b.dy(), b.dx());
+    } catch (syncnorm::invalid_argument_error const& e) {
+      thrown = e.what();
+    }
+    expect(thrown.find("rank 1: the saved statistics have 0 channels") != std::string::npos,
+           "a backward pass of what another rank has dropped");
+    b.step();
     a.step(); // the ranks are still in step
   }
   return failures;

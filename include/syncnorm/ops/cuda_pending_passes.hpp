@@ -100,7 +100,7 @@ private:
 /// rank may finish them in an order of its own, but several forward passes of one layer, each of which moves its running
 /// statistics, in the same as the others. No other forward pass of a layer may come between `begin` and `finish` of its backward pass,
 /// which then throws, on the ranks where it did. Destruction without `finish` lets the stream that it was begun on wait for the
-/// exchange, and drops what comes: nothing else has changed on this rank, as on the host.
+/// exchange, and drops what comes: on this rank nothing else has changed but that there is no forward pass, as on the host.
 class pending_passes {
 public:
   pending_passes(pending_passes&& other) noexcept { swap(other); }
@@ -110,6 +110,8 @@ public:
     return *this;
   }
   ~pending_passes() {
+    if (!done_)
+      for (auto const& pass : passes_) pass.steps().drop();
     if (buffers_ == nullptr) return;
     (void)buffers_->side.join(stream_);
     buffers_->in_use = false;
@@ -145,7 +147,6 @@ public:
     pending.passes_.assign(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end()));
     pending.report_ = &report;
     pending.stream_ = stream;
-    pending.done_ = false;
     std::exception_ptr failure;
     try {
       failure = pending.start(comm, pool, agreed);
@@ -153,6 +154,7 @@ public:
       pending.fail();
       throw;
     }
+    pending.done_ = failure != nullptr;
     if (failure != nullptr) std::rethrow_exception(failure);
     return pending;
   }

@@ -25,9 +25,9 @@ namespace syncnorm {
 /// statistics, in the same as the others. No other forward pass of a layer may come between `begin` and `finish` of its backward pass,
 /// which then throws, on the ranks where it did. Destruction without `finish`, by an exception for instance, waits
 /// for the exchange and drops what came: the other ranks and the communicator do not notice, and on this rank nothing has
-/// changed but what `saved` and the outputs hold. So its running statistics stay behind those of ranks that do finish the
-/// pass, until it gets theirs, which are the same on all of these; and it has no part in the backward pass, which the others
-/// must not run either. To drop a pass on all ranks, or on none, keeps them equal.
+/// changed but that `saved` has no forward pass, so that a backward pass throws on every rank. So its running statistics stay
+/// behind those of ranks that do finish the pass, until it gets theirs, which are the same on all of these. To drop a pass on all
+/// ranks, or on none, keeps them equal.
 class pending_passes {
 public:
   pending_passes(pending_passes&& other) noexcept
@@ -36,6 +36,7 @@ public:
         exchanges_{other.exchanges_}, work_{std::move(other.work_)} {}
   pending_passes& operator=(pending_passes&& other) noexcept {
     if (this == &other) return *this;
+    drop();
     work_.reset(); // waits, before the buffers go
     passes_ = std::move(other.passes_);
     exchange_ = std::move(other.exchange_);
@@ -46,7 +47,7 @@ public:
     work_ = std::move(other.work_);
     return *this;
   }
-  ~pending_passes() = default; // the work, declared last, waits
+  ~pending_passes() { drop(); } // the work, declared last, waits
 
   /// Whether `finish` would not have to wait. Some communicators move data only while they are called; this does.
   [[nodiscard]] bool ready() {
@@ -88,7 +89,7 @@ public:
     try {
       pending.start(comm);
     } catch (...) {
-      pending.fail();
+      pending.drop();
       throw;
     }
     return pending;
@@ -101,6 +102,10 @@ private:
 
   void fail() const {
     for_each_layer([](std::size_t, detail::pass_steps& steps) { steps.fail(); });
+  }
+  /// Fails unless finished.
+  void drop() {
+    if (!std::exchange(done_, true)) fail();
   }
 
   void complete() {

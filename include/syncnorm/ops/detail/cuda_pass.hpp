@@ -73,6 +73,8 @@ public:
   virtual void forgo(cudaStream_t) {}
   /// Leaves nothing for a later pass, after something was thrown.
   virtual void fail() noexcept {}
+  /// The same where the others may have completed the pass, so that a later one, which fails, is collective still.
+  virtual void drop() noexcept {}
 
 protected:
   explicit device_pass(batch_norm_workspace& workspace, batch_norm_caller const& caller = {})

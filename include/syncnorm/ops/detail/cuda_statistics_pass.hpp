@@ -39,6 +39,10 @@ public:
     saved_->exists = false;
     saved_->scope = statistics_scope::constant; // so that no backward pass is collective: the others may have none
   }
+  void drop() noexcept override {
+    fail();
+    saved_->scope = scope_;
+  }
 
 protected:
   saving_pass(statistics_scope scope, batch_norm_options const& options, batch_norm_saved& saved,
