@@ -118,6 +118,16 @@ TEST_CASE("ranks in different steps or passes are told so, in the warm-up and af
           },
           {"the operation", "power_norm forward", "power_norm backward"});
       CHECK(watched.layer.iters() == 2);
+      // What failed on the one rank, and not on the other, is told to both.
+      test::check_throws<syncnorm::invalid_argument_error>(
+          [&] {
+            in.backward(watched.layer);
+            watched.layer.synchronize();
+          },
+          {"power_norm backward: rank 0: the forward pass failed: power_norm", "disagree on the operation"});
+      in.forward(watched.layer), in.backward(watched.layer);
+      watched.layer.synchronize();
+      CHECK(watched.layer.iters() == 3);
     });
 }
 

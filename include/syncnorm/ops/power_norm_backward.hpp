@@ -48,14 +48,18 @@ void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
   // Passes by constant statistics, which may be in several threads at once, wait for nothing.
   bool const constant = saved.pass != nullptr && saved.pass->constant;
   if (!constant) workspace.finish_forward();
-  // What failed, failed on every rank, and none of them exchanges anything now.
-  if (saved.pass != nullptr && saved.pass->error != nullptr) std::rethrow_exception(saved.pass->error);
+  std::exception_ptr const failure = saved.pass != nullptr ? saved.pass->error : nullptr;
+  // What failed on every rank, none of them exchanges anything for now.
+  if (failure != nullptr && !saved.pass->failed_here_alone) std::rethrow_exception(failure);
   if (!constant) workspace.finish_backward();
   std::int64_t const channels = workspace.channels();
   bool const wants_dx = dx.is_given();
 
   detail::call_check check;
   check.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+  check.require(failure == nullptr, [&] {
+    return "the forward pass failed: " + detail::thrown_by([&] { std::rethrow_exception(failure); });
+  });
   check.require(saved.pass != nullptr && saved.pass->complete, [] { return "there was no forward pass"; });
   check.tensor(x, "x", channels);
   if (!check.failed()) {

@@ -32,8 +32,9 @@ namespace detail {
 struct power_norm_pass {
   bool constant = false; ///< by the running state, which has no gradient: nothing is exchanged
   bool complete = false;
-  bool faulty = false;      ///< this rank reported a fault, and its y was not written
-  std::exception_ptr error; ///< why it will never be complete, on every rank
+  bool faulty = false;            ///< this rank reported a fault, and its y was not written
+  std::exception_ptr error;       ///< why it will never be complete
+  bool failed_here_alone = false; ///< perhaps, where others were in another pass; else on every rank
   std::int64_t step = 0;
   std::int64_t count = 0; ///< positions that count, over all ranks; 0: the pass leaves no trace in the state
   std::int64_t samples = 0, spatial = 0;
@@ -44,7 +45,7 @@ struct power_norm_pass {
 
   /// As made, but for the memory.
   void clear() {
-    constant = complete = faulty = false;
+    constant = complete = faulty = failed_here_alone = false;
     error = nullptr;
     step = count = samples = spatial = 0;
     for (auto* const values : {&inv_z, &inv_dx, &counted, &masked}) values->clear();
@@ -189,8 +190,12 @@ public:
       forward_.exchange.finish(*forward_.comm, sums_);
       agreed_ = true;
       commit_forward(*pass);
+    } catch (communicator_error const&) { // which no rank can use any more
+      pass->error = std::current_exception();
+      throw;
     } catch (...) {
       pass->error = std::current_exception();
+      pass->failed_here_alone = !forward_.exchange.is_of_one_pass();
       throw;
     }
     pass->complete = true;

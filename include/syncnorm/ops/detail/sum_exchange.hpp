@@ -60,6 +60,7 @@ public:
   [[nodiscard]] static constexpr bool can_overlap() { return allgathers_async<C, std::byte>; }
 
   void start(C const& comm, power_norm_header const& own) {
+    received_ = false;
     std::memcpy(send_.data(), &own, sizeof own);
     std::ranges::copy(std::span{values_}.first(first_), send_.begin() + header_size);
     if (ranks_ == 1) {
@@ -89,6 +90,7 @@ public:
     for (std::size_t r = 0; r < ranks_; ++r)
       std::memcpy(&headers_[r], bytes_of(std::as_const(receive_)).data() + r * message_ * sizeof(double),
                   sizeof(power_norm_header));
+    received_ = true;
     require_agreement(headers_);
 
     std::size_t const rest = values_.size() - first_;
@@ -118,6 +120,11 @@ public:
     return r;
   }
 
+  /// Whether what was finished last, or failed, is known to be the same pass on every rank.
+  [[nodiscard]] bool is_of_one_pass() const {
+    return received_ && std::ranges::all_of(headers_, [&](auto const& of) { return of.pass == headers_.front().pass; });
+  }
+
   /// The headers of all ranks, once finished.
   [[nodiscard]] std::span<power_norm_header const> headers() const { return headers_; }
 
@@ -131,7 +138,7 @@ private:
   }
 
   std::size_t ranks_ = 0, first_ = 0, message_ = 0;
-  bool agreed_ = false, late_ = false;
+  bool agreed_ = false, late_ = false, received_ = false;
   std::vector<double> values_, send_, receive_, rest_; // doubles, for the alignment of the values
   std::vector<power_norm_header> headers_;
   // The last member, so that whoever destroys the exchange waits before the buffers go.
