@@ -209,6 +209,7 @@ public:
                                           {gamma_grad_, beta_grad_}, options, {}, epilogues, dresidual);
   }
 
+  /// The same on every rank, since evaluation exchanges nothing.
   void train(bool on = true) noexcept { training_ = on; }
   void eval() noexcept { training_ = false; }
   [[nodiscard]] bool is_training() const noexcept { return training_; }
@@ -286,7 +287,7 @@ private:
                                     std::span<batch_norm_epilogue<T> const> epilogues) {
     using detail::call_check;
     auto const batches = y.size();
-    if (in_place_.pass != saved_.passes) return "the latest forward pass was not in place";
+    if (in_place_.pass != saved_.passes) return "the latest forward pass was not in place, or failed";
     if (batches != in_place_.batches)
       return call_check::text("there are ", batches, " micro-batches of y, expected ", in_place_.batches,
                               " as of the forward pass in place");

@@ -137,6 +137,7 @@ public:
         std::make_unique<detail::planned_complex_backward<T>>(exec_, channels_, in, saved_, options.exchange)};
   }
 
+  /// The same on every rank, since evaluation exchanges nothing.
   void train(bool on = true) noexcept { training_ = on; }
   void eval() noexcept { training_ = false; }
   [[nodiscard]] bool is_training() const noexcept { return training_; }

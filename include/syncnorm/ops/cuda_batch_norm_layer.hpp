@@ -138,7 +138,8 @@ public:
                          std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues,
                          std::span<tensor_view<T> const> dresidual, batch_norm_backward_options const& options,
                          cudaStream_t stream) {
-    std::string_view const fault = in_place_.pass == saved_.passes ? "" : "the latest forward pass was not in place";
+    std::string_view const fault =
+        in_place_.pass == saved_.passes ? "" : "the latest forward pass was not in place, or failed";
     detail::backward_operands<T, P> const in{
         dy, read_only(y), dx, affine(), {gamma_grad_, beta_grad_}, epilogues, dresidual, kept_of(in_place_.batches), y};
     run_backward(in, options, stream, {.fault = fault});

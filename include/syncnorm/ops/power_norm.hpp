@@ -79,6 +79,7 @@ public:
   /// Whether there is something in flight.
   [[nodiscard]] bool in_flight() const noexcept { return workspace_.in_flight(); }
 
+  /// The same on every rank, since evaluation exchanges nothing.
   void train(bool on = true) noexcept { training_ = on; }
   void eval() noexcept { training_ = false; }
   [[nodiscard]] bool is_training() const noexcept { return training_; }

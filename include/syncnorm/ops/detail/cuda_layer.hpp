@@ -42,6 +42,7 @@ public:
     check();
   }
 
+  /// The same on every rank, since evaluation exchanges nothing.
   void train(bool on = true) noexcept { training_ = on; }
   void eval() noexcept { training_ = false; }
   [[nodiscard]] bool is_training() const noexcept { return training_; }

@@ -82,7 +82,7 @@ decltype(auto) explaining_mismatches(F const& f) {
     if (text.find("ranks disagree on collective") == std::string::npos) throw;
     throw mismatch_error{text +
                          " (of a normalization's statistics: ranks are in different passes, or differ in the number of "
-                         "channels, the element type or the exchange policy)"};
+                         "channels, the element type or the exchange policy, or a layer is new on some of them)"};
   }
 }
 
