@@ -1,6 +1,5 @@
 // batch_norm over thread_group, beside the same work without exchange.
 
-#include <algorithm>
 #include <exception>
 #include <iostream>
 #include <memory>

@@ -10,7 +10,6 @@
 #include <exception>
 #include <fstream>
 #include <iostream>
-#include <memory>
 #include <ostream>
 #include <regex>
 #include <sstream>

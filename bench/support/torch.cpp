@@ -1,7 +1,6 @@
 #include "support/peers.hpp"
 
 #include <array>
-#include <memory>
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>

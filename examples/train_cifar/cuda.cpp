@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <span>
 #include <string>
-#include <vector>
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>

@@ -3,8 +3,6 @@
 #include <cstddef>
 #include <filesystem>
 #include <fstream>
-#include <limits>
-#include <span>
 #include <string>
 #include <vector>
 

@@ -1,7 +1,6 @@
 #include <chrono>
 #include <cstddef>
 #include <new>
-#include <numeric>
 #include <span>
 #include <string>
 #include <vector>

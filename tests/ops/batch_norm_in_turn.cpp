@@ -1,6 +1,5 @@
 #include <doctest/doctest.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdint>

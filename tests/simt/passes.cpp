@@ -2,7 +2,6 @@
 #include <cmath>
 #include <cstdint>
 #include <deque>
-#include <optional>
 #include <string>
 #include <vector>
 

@@ -8,7 +8,6 @@
 #include <span>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <complex>
 #include <cstddef>
 #include <cstdint>

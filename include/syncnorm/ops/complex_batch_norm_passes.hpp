@@ -2,7 +2,6 @@
 
 #include <complex>
 #include <cstdint>
-#include <memory>
 #include <span>
 
 #include <syncnorm/comm/communicator.hpp>

@@ -1,9 +1,7 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
-#include <string_view>
 
 #include <cuda_runtime_api.h>
 
@@ -11,7 +9,6 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/kernels.hpp>

@@ -3,8 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
-#include <string_view>
 #include <utility>
 
 #include <cuda_runtime_api.h>

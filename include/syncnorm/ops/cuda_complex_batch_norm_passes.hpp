@@ -2,7 +2,6 @@
 
 #include <complex>
 #include <cstddef>
-#include <cstdint>
 #include <span>
 #include <vector>
 

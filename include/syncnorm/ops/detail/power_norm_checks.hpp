@@ -4,9 +4,7 @@
 #include <cstdint>
 #include <span>
 
-#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
-#include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 
 namespace syncnorm::detail {

@@ -9,7 +9,6 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/element.hpp>
-#include <syncnorm/core/error.hpp>
 #include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>

@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <span>
 #include <tuple>
-#include <utility>
 
 #include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/core/epilogue.hpp>
