@@ -228,7 +228,7 @@ using normalizing_map = host::detail::elementwise_map<T, host::detail::linear_op
 
 TEST_CASE_TEMPLATE(
     "vectors of a block mapped between those that are summed of the next give the bits of separate passes", T, float,
-    double) {
+    double, bfloat16) {
   // Rows of one line more than fours of any vectors, of fours, of several pieces, of a last piece of a line, in one group and many.
   for (auto const& shape : {test::extents{9, 7, 336}, {5, 4, 576}, {3, 5, 2112}, {130, 3, 272}, {2, 3, 4160}}) {
     std::int64_t const n = shape.n, c = shape.c, s = shape.s;
@@ -237,7 +237,7 @@ TEST_CASE_TEMPLATE(
     test::tensor<T> x{test::arrangement::nchw, n, c, s, test::deviates<T>(n, c, s, 1), 1},
         dy{test::arrangement::nchw, n, c, s, test::deviates<T>(n, c, s, 2)};
     // A channel whose first piece is far off the others' mean, so that its pivot moves.
-    for (std::int64_t i = 0; i < s; ++i) x.view()(0, 1, i) += T(5000);
+    for (std::int64_t i = 0; i < s; ++i) x.view()(0, 1, i) = T(static_cast<accumulate_t<T>>(x.view()(0, 1, i)) + 5000);
     lined_tensor<T> y{shape}, dx{shape};
     pipeline_case<T> passes{x.view(), dy.view(), std::vector<T>(ch, T(1.5)), std::vector<T>(ch, T(-0.25)), n * s};
     pipeline_results<T> whole{c};
@@ -263,8 +263,11 @@ TEST_CASE_TEMPLATE(
     check(host::serial_executor{}, 1, 100 * bytes);
     check(host::serial_executor{}, 2, 100 * bytes); // the last block of three channels, the others of two
     check(test::shuffling_executor{2}, 1, 100 * bytes);
-    check(host::serial_executor{}, 1, bytes);     // no room for one block
-    check(host::serial_executor{}, 1, 2 * bytes); // room for one forward, and not for two: it is mapped by itself
+    check(host::serial_executor{}, 1, bytes); // no room for one block
+    // Room for one forward, or for two that two threads share, as far as blocks have groups.
+    check(host::serial_executor{}, 1, 2 * bytes);
+    check(test::shuffling_executor{2}, 1, 2 * bytes);
+    check(test::lone_executor{2}, 1, 2 * bytes);
 
     // A part of the channels, and then the others.
     for (std::int64_t const cut : {std::int64_t{1}, c - 1}) {
@@ -318,13 +321,18 @@ TEST_CASE_TEMPLATE("a piece mapped four vectors at a time has the bits of its ro
   lined_tensor<T> y{shape}, whole{shape};
   auto const streaming = host::stores::streaming;
   host::detail::row_cut const cut{s, host::detail::row_cut::longest<T>};
+  auto const can_interleave = [&](tensor_view<T> to, host::stores how, std::type_identity_t<tensor_view<T const>> from,
+                                  host::detail::row_cut const& of) {
+    return host::detail::can_interleave<T>(std::array{from}, std::array{to}, nullptr, how, of);
+  };
   auto const map = map_to(y.view(), streaming, x.view());
-  REQUIRE(map.can_interleave(cut) == host::detail::can_stream<T>);
+  REQUIRE(can_interleave(y.view(), streaming, x.view(), cut) == host::detail::can_stream<T>);
   if (!host::detail::can_stream<T>) return;
   constexpr std::int64_t four = 4 * host::detail::native_lanes<accumulate_t<T>>;
   for (std::int64_t i = 0; i < n; ++i)
     for (std::int64_t j = 0; j < c; ++j) {
-      auto const between = map.interleaved({i, 0, s}, j);
+      auto between = map.interleaved(j);
+      between.move_to(i, 0, s);
       for (std::int64_t at = 0; at + four <= s; at += four) between(at);
       between.finish();
     }
@@ -334,27 +342,28 @@ TEST_CASE_TEMPLATE("a piece mapped four vectors at a time has the bits of its ro
   CHECK(y.intact());
 
   // Where an output is not streamed, or lines have parts of two pieces, it is not.
-  CHECK(!map_to(y.view(), host::stores::cached, x.view()).can_interleave(cut));
-  CHECK(!map_to(y.view(), streaming, y.view()).can_interleave(cut));
+  CHECK(!can_interleave(y.view(), host::stores::cached, x.view(), cut));
+  CHECK(!can_interleave(y.view(), streaming, y.view(), cut));
   auto elsewhere = y.view();
   ++elsewhere.data;
-  CHECK(!map_to(elsewhere, streaming, x.view()).can_interleave(cut));
+  CHECK(!can_interleave(elsewhere, streaming, x.view(), cut));
   auto apart = y.view();
   apart.stride_n += 1;
-  CHECK(!map_to(apart, streaming, x.view()).can_interleave(cut));
+  CHECK(!can_interleave(apart, streaming, x.view(), cut));
   auto shorter = y.view();
   shorter.spatial = s - 1;
   tensor_view<T const> from = x.view();
   from.spatial = s - 1;
-  CHECK(!map_to(shorter, streaming, from).can_interleave({s - 1, host::detail::row_cut::longest<T>}));
+  CHECK(!can_interleave(shorter, streaming, from, {s - 1, host::detail::row_cut::longest<T>}));
 }
 
 TEST_CASE("blocks that do not fit the cache of a core twice are shared by as few threads as have room for them") {
   constexpr std::int64_t kb = 1024;
-  host::detail::processor const on{2048 * kb, true};
+  host::detail::processor on{2048 * kb, true};
+  bool interleaves = false;
   auto const shares = [&](test::extents const& of, std::int64_t inputs, std::int64_t threads) {
     tensor_view<float const> const x{nullptr, of.n, of.c, of.s, of.c * of.s, of.s, 1};
-    return host::detail::shares_of_block(x, of.c, inputs, threads, on);
+    return host::detail::shares_of_block(x, of.c, inputs, threads, interleaves, on);
   };
   for (std::int64_t const threads : {1, 2, 8})
     CHECK(shares({32, 1, 3136}, 1, threads) == 1); // 392 KB, twice in 1280 KB
@@ -367,8 +376,12 @@ TEST_CASE("blocks that do not fit the cache of a core twice are shared by as few
   CHECK(shares({32, 1, 50'176}, 2, 2) == 1); // 12.25 MB, in no case
   CHECK(shares({2, 1, 200'704}, 1, 4) == 2); // of two samples
   CHECK(shares({3000, 1, 100}, 1, 2) == 1);  // short rows, which are no pipeline's
-  tensor_view<float const> const x{nullptr, 32, 1, 12'544, 12'544, 12'544, 1};
-  CHECK(host::detail::shares_of_block(x, 1, 2, 2, {2048 * kb, false}) == 1); // where a block is mapped by itself
+  on = {2048 * kb, false};
+  CHECK(shares({32, 1, 3136}, 2, 2) == 1); // where a block is mapped by itself
+  interleaves = true;
+  CHECK(shares({32, 1, 3136}, 2, 2) == 2);
+  CHECK(shares({32, 1, 3136}, 1, 2) == 1);
+  CHECK(shares({32, 1, 12'544}, 2, 8) == 4);
 }
 
 TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits of separate passes", T, float,

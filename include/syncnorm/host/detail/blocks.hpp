@@ -25,11 +25,13 @@ template <class T>
 }
 
 /// Of so many threads, how many had better share each `block` of channels with contiguous rows, of which `inputs` tensors like `x` are
-/// summed: the fewest that have room for two blocks in their caches, or else for one.
+/// summed: the fewest that have room for two blocks in their caches, or else for one; not where a block is mapped by itself, instead of in
+/// turns with the next one's sums, be these of a few vectors (`interleaves`).
 template <class T>
 [[nodiscard]] std::int64_t shares_of_block(tensor_view<T> const& x, std::int64_t block, std::int64_t inputs,
-                                           std::int64_t threads, processor const& on = processor::here()) {
-  if (!on.foresees || !has_rows(x) || are_short_rows(x.spatial)) return 1;
+                                           std::int64_t threads, bool interleaves = false,
+                                           processor const& on = processor::here()) {
+  if (!(on.foresees || interleaves) || !has_rows(x) || are_short_rows(x.spatial)) return 1;
   std::int64_t const bytes = x.count() * block * inputs * static_cast<std::int64_t>(sizeof(T)),
                      groups_of_pieces = groups{x}.count, most = std::min({threads, groups_of_pieces, x.samples});
   std::int64_t widest = 1;

@@ -33,13 +33,24 @@ public:
 
   [[nodiscard]] Op const& op() const { return op_; }
 
-  /// `n` elements, whose outputs are whole lines of the cache and all streamed, as another loop goes through as many: four vectors
-  /// between its own.
+  /// Pieces of a channel, whose outputs are whole lines of the cache and all streamed, as another loop goes through as many elements:
+  /// four vectors between its own.
   template <class K>
   class interleaved {
   public:
-    [[gnu::always_inline]] interleaved(Op const& op, pointers const& in, targets const& out, std::int64_t n, K const& k)
-        : op_{op}, in_{in}, out_{out}, n_{n}, k_{k} {}
+    /// The channel begins at `in` and `out`, and its rows are so many elements apart.
+    [[gnu::always_inline]] interleaved(Op const& op, pointers const& in, distances const& in_rows, targets const& out,
+                                       std::array<std::int64_t, outputs> const& out_rows, K const& k)
+        : op_{op}, channel_in_{in}, in_rows_{in_rows}, channel_out_{out}, out_rows_{out_rows}, k_{k} {}
+
+    /// Goes on with `n` elements of a row, from position `begin` on.
+    [[gnu::always_inline]] void move_to(std::int64_t row, std::int64_t begin, std::int64_t n) {
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < inputs; ++j) in_[j] = channel_in_[j] + row * in_rows_[j] + begin;
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < outputs; ++j) out_[j] = channel_out_[j] + row * out_rows_[j] + begin;
+      n_ = n;
+    }
 
     /// The four vectors at element `i`, a multiple of as many.
     [[gnu::always_inline]] void operator()(std::int64_t i) const {
@@ -66,10 +77,14 @@ public:
     }();
 
     Op op_;
-    pointers in_;
-    targets out_;
-    std::int64_t n_;
+    pointers channel_in_;
+    distances in_rows_;
+    targets channel_out_;
+    std::array<std::int64_t, outputs> out_rows_;
     K k_;
+    pointers in_{};
+    targets out_{};
+    std::int64_t n_ = 0;
   };
 
   /// `n` contiguous elements, or, where they are streamed, [first, last) of these, which both are 0, `n`, or where a line begins.

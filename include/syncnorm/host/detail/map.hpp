@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <tuple>
 
@@ -51,6 +52,32 @@ template <class T>
   return {sample, c, begin, end, follows, is_followed};
 }
 
+/// Which outputs a map streams if it is to: not those in place, whose lines are in the cache already.
+template <class T, std::size_t Inputs, std::size_t Outputs>
+[[nodiscard]] std::array<bool, Outputs> streamed_outputs(std::array<tensor_view<T const>, Inputs> const& in,
+                                                         std::array<tensor_view<T>, Outputs> const& out, stores how) {
+  std::array<bool, Outputs> streamed;
+  std::ranges::transform(out, streamed.begin(), [&](auto const& y) {
+    bool const in_place = std::ranges::any_of(in, [&](auto const& x) { return x.data == y.data; });
+    return y.data != nullptr && how == stores::streaming && can_stream<T> && !in_place;
+  });
+  return streamed;
+}
+
+/// Whether pieces of contiguous rows can be mapped between the vectors of another loop: where all outputs are streamed, and none of
+/// their lines has parts of two pieces.
+template <class T, std::size_t Inputs, std::size_t Outputs>
+[[nodiscard]] bool can_interleave(std::array<tensor_view<T const>, Inputs> const& in,
+                                  std::array<tensor_view<T>, Outputs> const& out, prepared_mask const* mask, stores how,
+                                  row_cut const& cut) {
+  auto const in_lines = [](std::int64_t elements) { return elements % line_elements<T> == 0; };
+  return mask == nullptr && in_lines(cut.length) && in_lines(cut.spatial) &&
+         std::ranges::all_of(streamed_outputs<T>(in, out, how), std::identity{}) &&
+         std::ranges::all_of(out, [&](auto const& y) {
+           return elements_since_line(y.data) == 0 && in_lines(y.stride_c) && in_lines(y.stride_n);
+         });
+}
+
 /// Elementwise `out… = op(in…, coefficients of the channel, lanes that count)`. Outputs without data are left out. `Op` has
 ///
 ///     static constexpr std::size_t inputs, outputs, coefficients;
@@ -95,13 +122,7 @@ public:
         join_samples_in_order(in_, out_);
     }
     if (how == stores::automatic) how = stores_for(in[0]);
-    per_output streamed{};
-    for (std::size_t j = 0; j < outputs; ++j) {
-      // In place, the lines to be written are in the cache already.
-      bool const in_place = std::ranges::any_of(in, [&](auto const& x) { return x.data == out[j].data; });
-      streamed[j] = out[j].data != nullptr && how == stores::streaming && can_stream<T> && !in_place &&
-                    layout_ != layout::strided;
-    }
+    auto const streamed = layout_ == layout::strided ? per_output{} : streamed_outputs<T>(in, out, how);
     run_ = run_type{op, streamed};
     auto const& on = processor::here();
     bool const streams = std::ranges::find(streamed, true) != streamed.end();
@@ -139,22 +160,14 @@ public:
     });
   }
 
-  /// Whether pieces of rows can be mapped between the vectors of another loop: where all outputs are streamed, and none of their lines
-  /// has parts of two pieces.
-  [[nodiscard]] bool can_interleave(row_cut const& cut) const {
-    auto const in_lines = [](std::int64_t elements) { return elements % line_elements<T> == 0; };
-    return mask_ == nullptr && layout_ == layout::rows && run_.since_line(to(0, 0, 0)) == 0 && in_lines(cut.length) &&
-           in_lines(cut.spatial) && std::ranges::all_of(out_, [&](auto const& x) {
-             return x.data != nullptr && in_lines(x.stride_c) && in_lines(x.stride_n);
-           });
-  }
-
-  /// Such a piece, which the caller has to compute. `stream_fence` must follow.
-  [[nodiscard, gnu::always_inline]] auto interleaved(groups::piece const& of, std::int64_t c) const {
+  /// Pieces of channel `c`, where they `can_interleave`, which the caller has to compute. `stream_fence` must follow.
+  [[nodiscard, gnu::always_inline]] auto interleaved(std::int64_t c) const {
     using coefficients_type = constant<false>;
-    return typename run_type::template interleaved<coefficients_type>{run_.op(), from(of.sample, c, of.begin),
-                                                                      to(of.sample, c, of.begin), of.length,
-                                                                      coefficients_type{table_ + c, step_, nullptr}};
+    std::array<std::int64_t, outputs> out_rows;
+    for (std::size_t j = 0; j < outputs; ++j) out_rows[j] = out_[j].stride_n;
+    return typename run_type::template interleaved<coefficients_type>{
+        run_.op(),   from(0, c, 0), further({0, 1, 0}),
+        to(0, c, 0), out_rows,      coefficients_type{table_ + c, step_, nullptr}};
   }
 
 private:
@@ -372,15 +385,39 @@ private:
   bool finds_pages_ = false; ///< whether the pages of what follows are found, of a row while the one before is mapped
 };
 
-/// Makes the map of channels [first, first + length), with the coefficients of `make(first, length)`, for `reduce_and_map`.
+/// Makes the maps of channels [first, first + length), with the coefficients of `make(first, length)`, for `reduce_and_map`.
+template <class T, class Op, class Make>
+class maps_of_channels {
+public:
+  using map_type = elementwise_map<T, Op>;
+
+  maps_of_channels(Op const& op, typename map_type::views const& in, typename map_type::out_views const& out,
+                   prepared_mask const* mask, stores how, Make const& make)
+      : op_{op}, in_{in}, out_{out}, mask_{mask}, how_{how}, make_{make} {}
+
+  [[nodiscard]] map_type operator()(std::int64_t first, std::int64_t length, accumulate_t<T>* table) const {
+    return {op_,  make_(first, length), channels_of(in_, first, length), channels_of(out_, first, length), mask_, how_,
+            table};
+  }
+
+  [[nodiscard]] bool can_interleave(row_cut const& cut) const {
+    return detail::can_interleave<T>(in_, out_, mask_, how_, cut);
+  }
+
+private:
+  Op op_;
+  typename map_type::views in_;
+  typename map_type::out_views out_;
+  prepared_mask const* mask_;
+  stores how_;
+  Make make_;
+};
+
 template <class T, class Op, class Make>
 [[nodiscard]] auto map_of_channels(Op const& op, typename elementwise_map<T, Op>::views const& in,
                                    typename elementwise_map<T, Op>::out_views const& out, prepared_mask const* mask,
                                    stores how, Make const& make) {
-  return [=](std::int64_t first, std::int64_t length, accumulate_t<T>* table) {
-    return elementwise_map<T, Op>{
-        op, make(first, length), channels_of(in, first, length), channels_of(out, first, length), mask, how, table};
-  };
+  return maps_of_channels<T, Op, Make>{op, in, out, mask, how, make};
 }
 
 } // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS

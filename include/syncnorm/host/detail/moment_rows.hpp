@@ -198,17 +198,26 @@ public:
     });
   }
 
-  [[nodiscard]] bool can_interleave() const { return contiguous_; }
-
-  /// Where it can: the same of as many elements as a vector has at least; between(i) after each four vectors.
+  /// Where rows are contiguous, and all positions count: all of group `g` of channel `c`, in pieces of a vector's elements at least;
+  /// `between` is an `elementwise_run::interleaved`, of the same pieces of another channel.
   template <class Between>
-  [[gnu::always_inline]] void add_interleaved(std::int64_t c, groups::piece const& now, read_ahead const& later,
-                                              bool begun, Between const& between) {
-    auto& sums = sums_[static_cast<std::size_t>(c)];
-    T const* const x = &x_(now.sample, c, now.begin);
-    if (!begun) sums = pivoted_sums<A>{pilot_mean(x, now.length)};
-    sums.add_vectors(x, now.length, lookahead(x_, c, now, later), later.level, all_count{}, between);
-    if (!begun) settle_pivot(sums, now.length, [&](pivoted_sums<A>& to) { to.add(x, now.length, 0, 0); });
+  [[gnu::noinline]] void add_interleaved(std::int64_t c, groups const& parts, std::int64_t g, Between const& between) {
+    tensor_view<T const> const x = x_; // a copy, which stays in registers
+    pivoted_sums<A> sums;
+    bool begun = false;
+    for_each_piece_of_channel<T>(
+        parts, g, c,
+        x.channels, [&](groups::piece const& now, later_piece const& later) __attribute__((always_inline)) {
+          T const* const from = &x(now.sample, c, now.begin);
+          if (!begun) sums = pivoted_sums<A>{pilot_mean(from, now.length)};
+          Between here = between; // a copy, which stays in registers
+          here.move_to(now.sample, now.begin, now.length);
+          sums.add_vectors(from, now.length, later.distance(x, now), 1, all_count{}, here);
+          here.finish();
+          if (!begun) settle_pivot(sums, now.length, [&](pivoted_sums<A>& to) { to.add(from, now.length, 0, 0); });
+          begun = true;
+        });
+    sums_[static_cast<std::size_t>(c)] = sums;
   }
 
   /// The moments of all channels over the group that was added.

@@ -223,12 +223,13 @@ struct groups {
     return first_element(g + 1) - first_element(g);
   }
 
-private:
+  /// Piece `i`, which may be past the last.
   [[nodiscard]] constexpr piece at(std::int64_t i) const {
     std::int64_t const part = i % cut.pieces;
     return {i / cut.pieces, cut.begin(part), cut.size(part)};
   }
 
+private:
   [[nodiscard]] constexpr piece after(piece const& p) const {
     bool const ends_row = p.begin + p.length == cut.spatial;
     std::int64_t const begin = ends_row ? 0 : p.begin + p.length;

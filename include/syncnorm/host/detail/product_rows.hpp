@@ -183,15 +183,30 @@ public:
     add_to(sums_[i], contiguous_ ? piece_of(c, now, later).sum(terms_, coefficients_[i]) : sum_copies(c, now));
   }
 
-  [[nodiscard]] bool can_interleave() const { return contiguous_ && mask_ == nullptr; }
-
-  /// Where it can: the same of as many elements as a vector has at least; between(i) after each four vectors.
+  /// Where rows are contiguous, and all positions count: all of group `g` of channel `c`, in pieces of a vector's elements at least;
+  /// `between` is an `elementwise_run::interleaved`, of the same pieces of another channel.
   template <class Between>
-  [[gnu::always_inline]] void add_interleaved(std::int64_t c, groups::piece const& now, read_ahead const& later,
-                                              bool begun, Between const& between) {
+  [[gnu::noinline]] void add_interleaved(std::int64_t c, groups const& parts, std::int64_t g, Between const& between) {
     auto const i = static_cast<std::size_t>(c);
-    if (!begun) sums_[i] = {};
-    add_to(sums_[i], piece_of(c, now, later).sum_interleaved(terms_, coefficients_[i], between));
+    views const in = in_; // copies, which stay in registers
+    Terms const terms = terms_;
+    auto const k = coefficients_[i];
+    std::array<double, sum_count> all{};
+    for_each_piece_of_channel<T>(
+        parts, g, c,
+        in[0].channels, [&](groups::piece const& now, later_piece const& later) __attribute__((always_inline)) {
+          product_piece<T, Terms> piece{{}, nullptr, now.length, {}, 1};
+#pragma GCC unroll 8
+          for (std::size_t j = 0; j < inputs; ++j) {
+            piece.from[j] = &in[j](now.sample, c, now.begin);
+            piece.ahead[j] = later.distance(in[j], now);
+          }
+          Between here = between; // a copy, which stays in registers
+          here.move_to(now.sample, now.begin, now.length);
+          add_to(all, piece.sum_interleaved(terms, k, here));
+          here.finish();
+        });
+    sums_[i] = all;
   }
 
   /// The sums of all channels over the group that was added.

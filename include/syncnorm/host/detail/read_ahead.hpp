@@ -7,6 +7,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/processor.hpp>
+#include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/sums_of_channels.hpp>
 #include <syncnorm/host/stores.hpp>
 
@@ -84,6 +85,37 @@ void for_each_piece_read(groups const& parts, std::int64_t g, std::int64_t chann
   parts.for_each_piece(g, pieces, [&](groups::piece const& now, groups::piece const& then, groups::piece const& next) {
     f(now, read_ahead{then, next, rest, fetch.level});
   });
+}
+
+/// What is read later than a piece where groups are read channel by channel, perhaps so many channels further.
+struct later_piece {
+  groups::piece then;
+  std::int64_t channels;
+
+  /// Elements to it from piece `now`.
+  template <class T>
+  [[nodiscard, gnu::always_inline]] std::int64_t distance(tensor_view<T> const& x, groups::piece const& now) const {
+    return channels * x.stride_c + (then.sample - now.sample) * x.stride_n + then.begin - now.begin;
+  }
+};
+
+/// Calls f(piece, what is read some 4 KB later, or a piece) for each piece of group `g` of channel `c` of so many, of elements of type `T`.
+template <class T, class F>
+[[gnu::always_inline]] inline void for_each_piece_of_channel(groups const& parts, std::int64_t g, std::int64_t c,
+                                                             std::int64_t channels, F const& f) {
+  std::int64_t const first = parts.begin(g), count = parts.end(g) - first,
+                     later = std::max<std::int64_t>(1, page_elements<T> / parts.cut.length);
+  bool const is_last = c + 1 == channels;
+  std::int64_t i =
+      later - count; // of the piece that is read later, in the next channel or group where it is not negative
+  parts.for_each_piece(
+      g, later,
+      [&](groups::piece const& now, groups::piece const& then, groups::piece const&) __attribute__((always_inline)) {
+        bool const in_next_channel = i >= 0 && !is_last;
+        f(now, in_next_channel ? later_piece{parts.at(first + std::min(i, count - 1)), 1}
+                               : later_piece{then, i >= 0 ? -c : 0});
+        ++i;
+      });
 }
 
 /// The sums of `rows`, of so many channels, over group `g`. `Rows` has what `moment_rows` has. f(c, piece) after each.

@@ -68,22 +68,19 @@ using group_sums = std::array<double, Rows::sum_count* static_cast<std::size_t>(
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
-  /// `block`: the extents of what is mapped at a time, in so many `shares`.
-  row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading,
+  /// `block`: the extents of what is mapped at a time, in so many `shares`. `interleaves`: by turns of a few vectors.
+  row_pipeline(tensor_view<T const> const& block, Parts const& parts, pipeline_reading const& reading, bool interleaves,
                std::int64_t shares = 1, processor const& on = processor::here())
       : parts_{parts}, samples_{block.samples}, shares_{shares}, takes_turns_{on.foresees}, fetched_{reading.fetched},
         reads_long_rows_{reading.summed == 1 && sizeof(T) >= 4 &&
                          parts.cut.spatial * static_cast<std::int64_t>(sizeof(T)) >= long_row},
-        interleaves_{on.interleaves_rows && sizeof(T) >= 4 && shares == 1 && reading.summed <= 2 &&
-                     reading.fetched != map_fetches::next_piece},
+        interleaves_{interleaves},
         fetch_{takes_turns_ ? fetching{1, 2} : fetching::of(block, parts, reading.summed, on)}, lead_{parts.pieces} {
     suit_cache(reading.summed, block.size() * static_cast<std::int64_t>(sizeof(T)) / shares, on);
   }
 
   /// Whether a block is mapped while the next one is summed.
-  [[nodiscard]] bool maps_later(Rows const& rows, Map const& map) const {
-    return takes_turns_ || interleaves(rows, map);
-  }
+  [[nodiscard]] bool maps_later() const { return takes_turns_ || interleaves_; }
 
   /// Maps a block of so many channels by itself, and fetches the next.
   void map_block(Map const& map, std::int64_t channels, next_block const& fetch) const {
@@ -93,14 +90,20 @@ public:
   /// Maps a share of a block of so many channels by itself.
   void map_share(Map const& map, std::int64_t share, std::int64_t channels) const {
     auto const of = share_of(share);
-    map(boxes::box{0, channels, of.sample, of.samples_end - of.sample, 0, parts_.cut.spatial});
+    if (!interleaves_)
+      return map(boxes::box{0, channels, of.sample, of.samples_end - of.sample, 0, parts_.cut.spatial});
+    for (std::int64_t g = of.group; g < of.groups_end; ++g)
+      parts_.for_each_piece(g, [&](groups::piece const& now) {
+        for (std::int64_t c = 0; c < channels; ++c)
+          map(row_piece{now.sample, c, now.begin, now.begin + now.length, false, false}, std::nullopt);
+      });
   }
 
   /// The sums of `rows`, of `length` channels, which are `fetched` already or not, over each group of a share, to
   /// `sums`; meanwhile maps that share of the `mapped` channels before these by `map`, no more.
   [[gnu::noinline]] void operator()(Rows& rows, std::int64_t share, std::int64_t length, double* sums, Map const* map,
                                     std::int64_t mapped, bool fetched = false) const {
-    if (map != nullptr && interleaves(rows, *map)) return interleave(rows, length, sums, *map, mapped);
+    if (map != nullptr && interleaves_) return interleave(rows, share, length, sums, *map, mapped);
     fetching const fetch = fetched && reads_long_rows_ ? fetching{0, 0} : fetch_;
     auto const of = share_of(share);
     std::int64_t const to_map = map == nullptr ? 0 : of.pieces_to_map,
@@ -137,30 +140,21 @@ public:
   }
 
 private:
-  [[nodiscard]] bool interleaves([[maybe_unused]] Rows const& rows, Map const& map) const {
-    if constexpr (std::is_same_v<Parts, groups>)
-      return interleaves_ && rows.can_interleave() && map.can_interleave(parts_.cut);
-    else
-      return false;
-  }
-
-  /// The sums of all groups, a few vectors of each piece in turn with as many of the piece of `map` at the same place.
-  [[gnu::noinline]] void interleave(Rows& rows, std::int64_t length, double* sums, Map const& map,
+  /// The sums of the groups of a share, a few vectors of each piece in turn with as many of the piece of `map` at the same place.
+  [[gnu::noinline]] void interleave(Rows& rows, std::int64_t share, std::int64_t length, double* sums, Map const& map,
                                     std::int64_t mapped) const {
     if constexpr (std::is_same_v<Parts, groups>) {
       std::int64_t const both = std::min(length, mapped);
-      for (std::int64_t g = 0; g < parts_.count; ++g) {
+      auto const of = share_of(share);
+      for (std::int64_t g = of.group; g < of.groups_end; ++g) {
+        for (std::int64_t c = 0; c < both; ++c) rows.add_interleaved(c, parts_, g, map.interleaved(c));
         bool begun = false;
-        auto const add = [&](groups::piece const& now, read_ahead const& later) __attribute__((always_inline)) {
-          for (std::int64_t c = 0; c < both; ++c) {
-            auto const between = map.interleaved(now, c);
-            rows.add_interleaved(c, now, later, begun, between);
-            between.finish();
-          }
-          for (std::int64_t c = both; c < length; ++c) rows.add(c, now, later, begun);
-          begun = true;
-        };
-        for_each_piece_read(parts_, g, length, fetching{1, 1}, add);
+        if (both < length)
+          for_each_piece_read(parts_, g, length, fetching{1, 1},
+                              [&](groups::piece const& now, read_ahead const& later) {
+                                for (std::int64_t c = both; c < length; ++c) rows.add(c, now, later, begun);
+                                begun = true;
+                              });
         rows.finish(g, sums_of_group<Rows::sum_count>(sums, length, g));
       }
     }
@@ -172,11 +166,10 @@ private:
 
   /// Has `bytes` of so many tensors mapped before more of the next ones is read than fits beside them; not where both fit, nor where not
   /// even they do, which are read from memory again in any case. Of several tensors it is a gain where none of the next fits: memory takes
-  /// longer to read than to write. Vectors of both in turn are no gain where one block fits, and not two.
+  /// longer to read than to write.
   void suit_cache(std::int64_t inputs, std::int64_t bytes, processor const& on) {
     std::int64_t const all = inputs * bytes, room = on.room_for_blocks();
     bool const fits = all <= room, next_fits = 2 * all <= room;
-    if (fits && !next_fits) interleaves_ = false;
     if (!next_fits && all <= on.second_level && (inputs == 1 || !fits))
       lead_ = std::max<std::int64_t>(1, lead_ * std::max<std::int64_t>(0, room - all) / all);
   }
@@ -234,6 +227,14 @@ private:
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
 
+/// Whether a pipeline had better take turns of a few vectors, if its map can: not of shorter pieces of 16-bit elements.
+template <class T>
+[[nodiscard]] constexpr bool suits_turns_of_vectors(groups const& parts, pipeline_reading const& reading,
+                                                    processor const& on) {
+  bool const of_some_length = sizeof(T) >= 4 || parts.cut.length * static_cast<std::int64_t>(sizeof(T)) >= 3 << 10;
+  return on.interleaves_rows && of_some_length && reading.summed <= 2 && reading.fetched != map_fetches::next_piece;
+}
+
 /// Whether `map_and_sum_rows` may be worth a try on `out` and, after it, `next_channels` more channels.
 template <class Rows, class T, std::size_t Inputs>
 [[nodiscard]] bool suits_map_and_sum(executor_ref exec, std::array<tensor_view<T const>, Inputs> const& in,
@@ -253,9 +254,11 @@ template <class T, class Rows, class Terms, std::size_t Inputs>
   scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
   map_type const map{{}, terms_of, in, {out}, nullptr, how, table.data()};
   groups const parts{out};
-  row_pipeline<T, Rows, map_type, groups> const pipeline{
-      in[0], parts, {Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing}, 1, on};
-  if (!pipeline.maps_later(rows, map)) return false;
+  pipeline_reading const reading{Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing};
+  bool const interleaves =
+      suits_turns_of_vectors<T>(parts, reading, on) && can_interleave<T>(in, std::array{out}, nullptr, how, parts.cut);
+  row_pipeline<T, Rows, map_type, groups> const pipeline{in[0], parts, reading, interleaves, 1, on};
+  if (!pipeline.maps_later()) return false;
   group_sums<Rows> of_groups;
   pipeline(rows, 0, length, of_groups.data(), &map, out.channels);
   merge_groups(parts, length, of_groups.data(), &Rows::merge, sums);
@@ -277,8 +280,12 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
   using A = accumulate_t<T>;
   using map_type = std::invoke_result_t<MakeMap const&, std::int64_t, std::int64_t, A*>;
   using shares_type = std::bitset<static_cast<std::size_t>(block_team::most_shares)>;
-  std::int64_t const shares = shares_of_block(x, blocks.length, reading.summed, exec.concurrency(), on);
-  row_pipeline<T, Rows, map_type, Parts> const pipeline{x.channel_range(0, blocks.length), parts, reading, shares, on};
+  bool interleaves = false;
+  if constexpr (std::is_same_v<Parts, groups>)
+    interleaves = suits_turns_of_vectors<T>(parts, reading, on) && make_map.can_interleave(parts.cut);
+  std::int64_t const shares = shares_of_block(x, blocks.length, reading.summed, exec.concurrency(), interleaves, on);
+  row_pipeline<T, Rows, map_type, Parts> const pipeline{
+      x.channel_range(0, blocks.length), parts, reading, interleaves, shares, on};
   std::int64_t const longest = blocks.size(blocks.count - 1),
                      sums_of_block = static_cast<std::int64_t>(Rows::sum_count) * parts.count * longest;
   block_teams teams{exec, blocks.count, shares};
@@ -315,7 +322,7 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
       if (held.none()) continue;
       map.emplace(make_map(first, length, table.data()));
       mapped = length;
-      if (pipeline.maps_later(rows, *map)) continue;
+      if (pipeline.maps_later()) continue;
       auto const next = next_block::of(x.channel_range(first, length), reading.summed, i + 1 == end ? 0 : length, on);
       pipeline.map_block(*map, length, next);
       fetched = next.channels_ahead != 0;
