@@ -52,12 +52,13 @@ void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) 
 /// Collective: one allgather, none with one rank, and one more in a workspace's first pass where there are more than
 /// 128 channels. In the warm-up and in that pass it waits for them. Afterwards it returns when y is written, with the exchange in
 /// flight, if the communicator has `allgather_async`: then what is wrong with the step on any rank is thrown on every rank by the
-/// next call that needs its result: its backward pass, the next forward pass or `workspace.synchronize()`. (Throwing at once, a rank would leave its peers alone in what it calls next.) Until then the
-/// state must not be read. Where no position of any rank counts, z = u/√(running_phi + eps) and the state is unchanged.
+/// next call that needs its result: its backward pass, the next forward pass or `workspace.synchronize()`. (Throwing at once, a
+/// rank would leave its peers alone in what it calls next.) Until then the state must not be read. Where no position of any rank
+/// counts, z = u/√(running_phi + eps) and the state is unchanged.
 ///
 /// On an error, whenever it is thrown, the state is unchanged; but not by what an executor throws in the warm-up once the ranks have
-/// exchanged, which have all moved it: that is thrown here alone, and then by the backward pass on every rank. Throws invalid_argument_error (an argument of any rank; a
-/// running_phi that would not be finite), mismatch_error, communicator_error.
+/// exchanged, which have all moved it: that is thrown here alone, and then by the backward pass on every rank. Throws
+/// invalid_argument_error (an argument of any rank; a running_phi that would not be finite), mismatch_error, communicator_error.
 /// Source: Shen et al., "PowerNorm: Rethinking batch normalization in transformers", 2020, and its authors' code.
 template <class T, class P = accumulate_t<T>, communicator C>
 void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identity_t<tensor_view<T const>> x,

@@ -106,8 +106,8 @@ template <class T, class F>
   std::int64_t const first = parts.begin(g), count = parts.end(g) - first,
                      later = std::max<std::int64_t>(1, page_elements<T> / parts.cut.length);
   bool const is_last = c + 1 == channels;
-  std::int64_t i =
-      later - count; // of the piece that is read later, in the next channel or group where it is not negative
+  // Of the piece that is read later: not negative in the next channel or group.
+  std::int64_t i = later - count;
   parts.for_each_piece(
       g, later,
       [&](groups::piece const& now, groups::piece const& then, groups::piece const&) __attribute__((always_inline)) {
