@@ -11,6 +11,7 @@
 #include <span>
 
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,7 +20,11 @@
 // A communicator of one's own: two processes at the two ends of a stream socket. Batch norm needs no more than this.
 class pair_communicator {
 public:
-  pair_communicator(int rank, int socket) : rank_{rank}, socket_{socket} {}
+  pair_communicator(int rank, int socket) : rank_{rank}, socket_{socket} {
+    timeval const patience{60, 0};
+    for (int const direction : {SO_RCVTIMEO, SO_SNDTIMEO})
+      setsockopt(socket, SOL_SOCKET, direction, &patience, sizeof patience);
+  }
 
   int rank() const { return rank_; }
   int size() const { return 2; }
@@ -41,7 +46,7 @@ private:
   void transfer(Bytes bytes, Call call) const {
     while (!bytes.empty()) {
       auto const moved = call(socket_, bytes.data(), bytes.size());
-      if (moved <= 0) throw syncnorm::communicator_error{"pair", "the other end is gone", errno};
+      if (moved <= 0) throw syncnorm::communicator_error{"pair", "the other end is gone, or late", errno};
       bytes = bytes.subspan(static_cast<std::size_t>(moved));
     }
   }

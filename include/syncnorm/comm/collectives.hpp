@@ -39,7 +39,8 @@ template <communicator C>
 }
 
 /// About how many seconds of this rank's own time a small collective costs, whatever it waits for. A communicator that
-/// says it by a member of this name lets large exchanges be cut into parts; infinity where it says nothing. Local.
+/// says it by a member of this name, which does not throw, lets large exchanges be cut into parts; infinity where it says
+/// nothing. Local.
 template <communicator C>
 [[nodiscard]] double exchange_overhead(C const& comm) {
   if constexpr (requires { comm.exchange_overhead(); })

@@ -82,7 +82,8 @@ concept async_work = std::move_constructible<W> && !std::copy_constructible<W> &
 };
 
 /// allgather(in, out): `out` holds size() blocks of in.size() elements in rank order; `in` may be block rank() of
-/// `out`.
+/// `out`. Ranks whose extents differ, as when they are in different passes, had better all throw mismatch_error; where a
+/// communicator cannot tell, a `checked_communicator` around it can.
 template <class C, class T>
 concept allgathers = communicator<C> && requires(C const& c, std::span<T const> in, std::span<T> out) {
   communicator_traits<C>::template allgather<T>(c, in, out);

@@ -18,7 +18,8 @@ struct exchange_cost {
   bool operator==(exchange_cost const&) const = default;
 };
 
-/// What `comm` says by a member of this name, which has to be the same on every rank; else that of a usual network. Local.
+/// What `comm` says by a member of this name, which has to be the same on every rank and does not throw; else that of a usual
+/// network. Local.
 template <communicator C>
 [[nodiscard]] exchange_cost cost_of_exchange(C const& comm) {
   if constexpr (requires { comm.cost_of_exchange(); })
