@@ -251,14 +251,14 @@ template <class T, class Rows, class Terms, std::size_t Inputs>
                                     tensor_view<T> const& out, stores how, Rows rows, std::int64_t length,
                                     sums_of_channels<Rows::sum_count> const& sums, processor const& on) {
   using map_type = elementwise_map<T, linear_op<Inputs>>;
-  scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
-  map_type const map{{}, terms_of, in, {out}, nullptr, how, table.data()};
   groups const parts{out};
   pipeline_reading const reading{Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing};
   bool const interleaves =
       suits_turns_of_vectors<T>(parts, reading, on) && can_interleave<T>(in, std::array{out}, nullptr, how, parts.cut);
   row_pipeline<T, Rows, map_type, groups> const pipeline{in[0], parts, reading, interleaves, 1, on};
   if (!pipeline.maps_later()) return false;
+  scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
+  map_type const map{{}, terms_of, in, {out}, nullptr, how, table.data()};
   group_sums<Rows> of_groups;
   pipeline(rows, 0, length, of_groups.data(), &map, out.channels);
   merge_groups(parts, length, of_groups.data(), &Rows::merge, sums);
