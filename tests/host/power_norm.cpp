@@ -391,6 +391,14 @@ TEST_CASE("what group scaling cannot do is said") {
   CHECK(test_support::message_of<invalid_argument_error>([&] {
           host::group_scaling_backward<float>(serial, x.channel_range(0, 2), x, x, {2});
         }) == "group_scaling_backward: dy is [2, 2, 3], expected [2, 4, 3] as x");
+  auto far = x;
+  far.stride_n = std::int64_t{1} << 51;
+  CHECK(forward(far, x, {2}) ==
+        "group_scaling: x has the strides [2251799813685248, 1, 4], which no memory has room for");
+  CHECK(forward(x, far, {2}).starts_with("group_scaling: y has the strides [2251799813685248, 1, 4]"));
+  auto many = x;
+  many.samples = many.spatial = std::int64_t{1} << 32;
+  CHECK(forward(many, many, {2}).starts_with("group_scaling: x has more elements than can be counted: [4294967296, "));
   CHECK(forward(x, x, {4}) == "nothing was thrown");
   auto const empty = x.sample_range(0, 0);
   CHECK(forward(empty, empty, {2}) == "nothing was thrown");

@@ -5,6 +5,7 @@
 #include <string>
 #include <type_traits>
 
+#include <syncnorm/core/detail/view_checks.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -21,20 +22,26 @@ template <class T, class Y>
 void require_scalable(char const* what, tensor_view<T> const& x, tensor_view<Y> const& y, char const* name,
                       channel_scaling const& scaling) {
   auto const fail = [&](std::string const& why) { throw invalid_argument_error{std::string{what} + ": " + why}; };
-  auto const extents = [](auto const& view) {
-    std::string text{"["};
-    text.append(std::to_string(view.samples)).append(", ").append(std::to_string(view.channels));
-    return text.append(", ").append(std::to_string(view.spatial)).append("]");
-  };
-  if (x.samples < 0 || x.channels < 0 || x.spatial < 0) fail("x has a negative extent: " + extents(x));
+  if (x.samples < 0 || x.channels < 0 || x.spatial < 0)
+    fail("x has a negative extent: " + syncnorm::detail::extents_of(x));
+  if (!syncnorm::detail::is_countable(x))
+    fail("x has more elements than can be counted: " + syncnorm::detail::extents_of(x));
   if (scaling.groups < 1 || x.channels % scaling.groups != 0)
     fail(std::to_string(x.channels) + " channels cannot be divided into " + std::to_string(scaling.groups) + " groups");
   if (!(std::isfinite(scaling.eps) && scaling.eps >= 0))
     fail("eps is " + std::to_string(scaling.eps) + ", expected a number >= 0");
   if (y.samples != x.samples || y.channels != x.channels || y.spatial != x.spatial)
-    fail(std::string{name} + " is " + extents(y) + ", expected " + extents(x) + " as x");
+    fail(std::string{name} + " is " + syncnorm::detail::extents_of(y) + ", expected " +
+         syncnorm::detail::extents_of(x) + " as x");
   if (x.size() > 0 && (x.data == nullptr || y.data == nullptr))
     fail(std::string{x.data == nullptr ? "x" : name} + " is null");
+  auto const require_room = [&](auto const& view, char const* of) {
+    if (!syncnorm::detail::fits_memory(view))
+      fail(std::string{of} + " has the strides " + syncnorm::detail::strides_of(view) +
+           ", which no memory has room for");
+  };
+  require_room(x, "x");
+  require_room(y, name);
 }
 
 /// `channels` ones and as many zeros.

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +10,7 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/view_checks.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -23,31 +22,6 @@ namespace syncnorm::detail {
 [[nodiscard]] inline std::string one_value_fault(bool of_all_ranks) {
   return of_all_ranks ? "training needs more than 1 value per channel over all ranks, got 1"
                       : "statistics of one rank need more than 1 value per channel, got 1";
-}
-
-/// Whether the number of elements is one, and that of all ranks' positions.
-template <class T>
-[[nodiscard]] bool is_countable(tensor_view<T> const& x) {
-  constexpr std::int64_t most_positions = std::int64_t{1} << 47;
-  std::int64_t count = 0, elements = 0;
-  return !__builtin_mul_overflow(x.samples, x.spatial, &count) && count <= most_positions &&
-         !__builtin_mul_overflow(count, x.channels, &elements);
-}
-
-/// Whether elements so far apart can be in one memory. Of a stride that nobody goes by, too, passes take multiples.
-template <std::size_t Dimensions>
-[[nodiscard]] constexpr bool fits_memory(std::array<std::int64_t, Dimensions> const& extents,
-                                         std::array<std::int64_t, Dimensions> const& strides,
-                                         std::size_t element_bytes) {
-  constexpr std::int64_t most_bytes = std::int64_t{1} << 52;
-  std::int64_t const most = most_bytes / static_cast<std::int64_t>(element_bytes);
-  for (std::size_t i = 0; i < Dimensions; ++i) {
-    std::int64_t reach = 0;
-    if (__builtin_mul_overflow(std::max<std::int64_t>(1, extents[i] - 1), strides[i], &reach) || reach > most ||
-        reach < -most)
-      return false;
-  }
-  return true;
 }
 
 /// Collects the first thing that is wrong with a call. It throws nothing, because the other ranks have to be told first;
@@ -67,9 +41,9 @@ public:
   template <class T, class Name>
   void tensor(tensor_view<T> const& x, Name name, std::int64_t channels) {
     require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0,
-            [&] { return text(name, " has a negative extent: ", extents(x)); });
+            [&] { return text(name, " has a negative extent: ", extents_of(x)); });
     require(x.channels == channels, [&] { return text(name, " has ", x.channels, " channels, expected ", channels); });
-    require(is_countable(x), [&] { return text(name, " has more elements than can be counted: ", extents(x)); });
+    require(is_countable(x), [&] { return text(name, " has more elements than can be counted: ", extents_of(x)); });
     require_data(x, name);
   }
 
@@ -77,7 +51,7 @@ public:
   template <class T, class Name>
   void same_extents(tensor_view<T> const& y, Name name, tensor_view<std::remove_const_t<T> const> const& x) {
     require(y.samples == x.samples && y.channels == x.channels && y.spatial == x.spatial,
-            [&] { return text(name, " is ", extents(y), ", expected ", extents(x), " as x"); });
+            [&] { return text(name, " is ", extents_of(y), ", expected ", extents_of(x), " as x"); });
     require_data(y, name);
   }
 
@@ -87,7 +61,7 @@ public:
     same_extents(y, name, x);
     if (failed()) return;
     require(!overlaps_itself(y),
-            [&] { return text(name, " has the strides ", strides(y), ", by which its elements overlap"); });
+            [&] { return text(name, " has the strides ", strides_of(y), ", by which its elements overlap"); });
   }
 
   template <class P>
@@ -179,18 +153,10 @@ private:
   template <class T, class Name>
   void require_data(tensor_view<T> const& x, Name name) {
     if (failed()) return; // of what cannot be counted there is no size
-    require(x.data != nullptr || x.size() == 0, [&] { return text(name, " is null, its extents are ", extents(x)); });
-    require(fits_memory<3>({x.samples, x.channels, x.spatial}, {x.stride_n, x.stride_c, x.stride_s}, sizeof(T)),
-            [&] { return text(name, " has the strides ", strides(x), ", which no memory has room for"); });
-  }
-
-  template <class T>
-  static std::string extents(tensor_view<T> const& x) {
-    return text("[", x.samples, ", ", x.channels, ", ", x.spatial, "]");
-  }
-  template <class T>
-  static std::string strides(tensor_view<T> const& x) {
-    return text("[", x.stride_n, ", ", x.stride_c, ", ", x.stride_s, "]");
+    require(x.data != nullptr || x.size() == 0,
+            [&] { return text(name, " is null, its extents are ", extents_of(x)); });
+    require(fits_memory(x),
+            [&] { return text(name, " has the strides ", strides_of(x), ", which no memory has room for"); });
   }
 
   std::string fault_;
