@@ -56,7 +56,7 @@ template <class T>
 template <class T, std::size_t Inputs, std::size_t Outputs>
 [[nodiscard]] std::array<bool, Outputs> streamed_outputs(std::array<tensor_view<T const>, Inputs> const& in,
                                                          std::array<tensor_view<T>, Outputs> const& out, stores how) {
-  std::array<bool, Outputs> streamed;
+  std::array<bool, Outputs> streamed{}; // which g++ 12 cannot see that the algorithm fills
   std::ranges::transform(out, streamed.begin(), [&](auto const& y) {
     bool const in_place = std::ranges::any_of(in, [&](auto const& x) { return x.data == y.data; });
     return y.data != nullptr && how == stores::streaming && can_stream<T> && !in_place;
