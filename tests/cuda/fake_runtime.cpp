@@ -162,7 +162,11 @@ runtime& state() {
   return all;
 }
 
-thread_local std::map<std::string, cudaError_t> failures;
+struct failure {
+  cudaError_t code;
+  int after; ///< so many calls
+};
+thread_local std::map<std::string, failure> failures;
 thread_local int current_device = 0;
 thread_local CUstream_st* capturing_stream = nullptr;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
@@ -284,7 +288,8 @@ cudaError_t enter(char const* function) {
   ++all.calls[function];
   auto const found = failures.find(function);
   if (found == failures.end()) return cudaSuccess;
-  auto const code = found->second;
+  if (found->second.after-- > 0) return cudaSuccess;
+  auto const code = found->second.code;
   failures.erase(found);
   return std::string{function}.starts_with("cuda") ? remembered(code) : code;
 }
@@ -292,7 +297,7 @@ int calls(std::string const& function) {
   std::lock_guard const lock{state().mutex};
   return state().calls[function];
 }
-void fail_next(std::string const& function, cudaError_t code) { failures[function] = code; }
+void fail_next(std::string const& function, cudaError_t code, int after) { failures[function] = {code, after}; }
 void reset() {
   std::lock_guard const lock{state().mutex};
   state().calls.clear();

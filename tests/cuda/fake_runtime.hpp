@@ -16,8 +16,8 @@ namespace fake_cuda {
 /// How often `function` was called since the last `reset`, by any thread.
 int calls(std::string const& function);
 
-/// Lets the next call of `function` by this thread return `code`.
-void fail_next(std::string const& function, cudaError_t code);
+/// Lets the next call of `function` by this thread return `code`, or the one after so many.
+void fail_next(std::string const& function, cudaError_t code, int after = 0);
 
 /// Counts a call of `function`, and returns what is injected for it: success, unless there is something.
 cudaError_t enter(char const* function);

@@ -84,7 +84,98 @@ void check_two_phases(C const& comm, syncnorm::exchange_policy policy) {
   data.layer.synchronize(on);
 }
 
+/// Rank 1 is refused a kernel of `forward` after so many, the packets being under way; the others complete it, or hear that sums are
+/// missing (`lost`). The backward pass after it fails on every rank and writes nothing, and then all go on.
+template <class Layer, class C, class Forward, class Backward>
+void check_refused_after_the_exchange(Layer& layer, C const& comm, test::stream const& on, int after, bool lost,
+                                      Forward const& forward, Backward const& backward) {
+  bool const here = comm.rank() == 1;
+  on.wait();
+  if (here) fake_cuda::fail_next("kernel", cudaErrorInvalidValue, after);
+  std::string const said = test::thrown<syncnorm::error>([&] {
+    forward();
+    layer.synchronize(on);
+  });
+  if (here)
+    CHECK(said.starts_with("cuda: "));
+  else if (lost)
+    CHECK(said.starts_with("exchange: sums have not come from all ranks"));
+  else
+    CHECK(said.empty());
+  on.wait();
+  auto const before = state_of(layer);
+  std::string const then = test::thrown<syncnorm::error>([&] {
+    backward();
+    layer.synchronize(on);
+  });
+  CHECK(then.starts_with("batch_norm backward: rank "));
+  CHECK(then.find("rank 1: there was no forward pass") != std::string::npos);
+  on.wait();
+  CHECK(state_of(layer) == before);
+  for (int times = 0; times < 2; ++times) {
+    auto const tracked = state_of(layer)[0];
+    forward();
+    backward();
+    layer.synchronize(on);
+    CHECK(state_of(layer)[0] == tracked + 1);
+  }
+}
+
+template <class C>
+void check_after_the_exchange(C const& comm, syncnorm::exchange_policy policy) {
+  bool const reduces = policy == syncnorm::exchange_policy::reduce;
+  layer_over<C> layer{comm, 3, {.norm = {.exchange = policy}}};
+  test::stream const on;
+  step_memory step;
+  layer.prepare(on);
+  auto const forward = [&] { step.forward(layer, on); };
+  auto const backward = [&] { step.backward(layer, on); };
+  check_refused_after_the_exchange(layer, comm, on, 1, reduces, forward, backward);
+  if (reduces) check_refused_after_the_exchange(layer, comm, on, 2, false, forward, backward);
+}
+
+template <class C>
+void check_finish(C const& comm) {
+  layer_cases::pending_data<layer_over<C>, C> data{comm, 3, syncnorm::exchange_policy::gather};
+  test::stream const on;
+  data.step(on);
+  data.layer.synchronize(on);
+  check_refused_after_the_exchange(
+      data.layer, comm, on, 1, false, [&] { data.begin_forward(on).finish(on); },
+      [&] { data.begin_backward(on).finish(on); });
+}
+
 } // namespace
+
+TEST_CASE("a kernel that CUDA refuses on one rank after the exchange leaves the ranks in step") {
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    test::over_nccl(3, [&](auto const& comm) { check_after_the_exchange(comm, policy); });
+  test::over_nccl(2, [&](auto const& comm) { check_finish(comm); });
+  test::over_threads(2, [&](auto const& comm) { check_after_the_exchange(comm, syncnorm::exchange_policy::gather); });
+  test::check_no_violations();
+}
+
+TEST_CASE("a forward pass that meets the backward pass of a failed one on another rank is an error on both") {
+  test::over_nccl(2, [](auto const& comm) {
+    layer_over<syncnorm::nccl_communicator> layer{comm, 3, {.norm = {.exchange = syncnorm::exchange_policy::gather}}};
+    test::stream const on;
+    step_memory step;
+    layer.prepare(on);
+    check_refused(layer, comm, on, "kernel", "batch_norm forward", [&] { step.forward(layer, on); });
+    auto const before = state_of(layer);
+    std::string const said = test::thrown<syncnorm::error>([&] {
+      comm.rank() == 0 ? step.backward(layer, on) : step.forward(layer, on);
+      layer.synchronize(on);
+    });
+    CHECK(said.find("rank 0: the forward pass failed") != std::string::npos);
+    on.wait();
+    CHECK(state_of(layer) == before);
+    step.forward(layer, on);
+    step.backward(layer, on);
+    layer.synchronize(on);
+  });
+  test::check_no_violations();
+}
 
 TEST_CASE("a kernel that CUDA refuses on one rank is an error on every rank, and nothing is written") {
   for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce}) {

@@ -110,8 +110,7 @@ public:
     return *this;
   }
   ~pending_passes() {
-    if (!done_)
-      for (auto const& pass : passes_) pass.steps().drop();
+    if (!done_) drop();
     if (buffers_ == nullptr) return;
     (void)buffers_->side.join(stream_);
     buffers_->in_use = false;
@@ -130,7 +129,7 @@ public:
     try {
       complete(stream);
     } catch (...) {
-      fail();
+      drop();
       throw;
     }
     if (auto* const buffers = std::exchange(buffers_, nullptr)) buffers->in_use = false;
@@ -148,10 +147,11 @@ public:
     pending.report_ = &report;
     pending.stream_ = stream;
     std::exception_ptr failure;
+    bool exchanged = false;
     try {
-      failure = pending.start(comm, pool, agreed);
+      failure = pending.start(comm, pool, agreed, exchanged);
     } catch (...) {
-      pending.fail();
+      exchanged ? pending.drop() : pending.fail();
       throw;
     }
     pending.done_ = failure != nullptr;
@@ -172,6 +172,9 @@ private:
 
   void fail() const noexcept {
     for (auto const& pass : passes_) pass.steps().fail();
+  }
+  void drop() const noexcept {
+    for (auto const& pass : passes_) pass.steps().drop();
   }
 
   void complete(cudaStream_t stream) {
@@ -226,9 +229,9 @@ private:
     }
   }
 
-  /// Returns what is to be thrown of passes of which all ranks hear.
+  /// Returns what is to be thrown of passes of which all ranks hear. `exchanged`: whether the others may have begun them.
   template <class C>
-  [[nodiscard]] std::exception_ptr start(C const& comm, detail::packet_pool& pool, bool& agreed) {
+  [[nodiscard]] std::exception_ptr start(C const& comm, detail::packet_pool& pool, bool& agreed, bool& exchanged) {
     bool exchanges = false;
     for (auto const& pass : passes_) exchanges |= syncnorm::size(comm) > 1 && pass.steps().collective();
     if (exchanges) detail::require_capturable(comm, passes_.front().steps().name(), agreed, stream_);
@@ -272,6 +275,7 @@ private:
         if (failure == nullptr) failure = thrown;
       }
       buffers.side.run_after(on, [&](cudaStream_t side) {
+        exchanged = true;
         if (failure == nullptr)
           detail::exchange(comm, first, buffers.packets, policy, {}, side); // whose faults `finish` reports
         else

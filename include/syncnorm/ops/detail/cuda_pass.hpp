@@ -143,8 +143,15 @@ void run_collectives(C const& comm, pass_packets const& packets, merge_rule rule
     if (policy == exchange_policy::reduce) {
       bool const moments = rule == merge_rule::moments;
       reduce_values(comm, packets, moments, stream);
-      accept();
+      std::exception_ptr failure;
+      try {
+        accept();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      // In step with the others, who find that this rank's sums are missing.
       if (moments) reduce_m2(comm, packets, stream);
+      if (failure != nullptr) std::rethrow_exception(failure);
       return;
     }
   syncnorm::allgather(comm, std::span<std::byte const>{packets.own()}, packets.all(), stream);
@@ -189,9 +196,10 @@ template <class Write>
   }
 }
 
-/// `run_pass`, but for what becomes of a pass that throws. Returns what is to be thrown of a pass of which all ranks hear.
+/// `run_pass`, but for what becomes of a pass that throws; `exchanged`: whether the others may have completed it. Returns what is to be
+/// thrown of a pass of which all ranks hear.
 template <communicator C>
-[[nodiscard]] std::exception_ptr run_steps(C const& comm, device_pass& pass, cudaStream_t stream) {
+[[nodiscard]] std::exception_ptr run_steps(C const& comm, device_pass& pass, bool& exchanged, cudaStream_t stream) {
   auto& workspace = pass.workspace();
   bool const alone = syncnorm::size(comm) == 1 || !pass.collective();
   if (!alone) require_capturable(comm, pass.name(), workspace.agreed(), stream);
@@ -212,6 +220,7 @@ template <communicator C>
       if (!workspace.agreed()) workspace.agree(comm, header, on);
       auto const own = packets.place(0, reduces, pass.rule() == merge_rule::moments);
       failure = thrown_by_writing(header, own, on, [&] { pass.local(header, own, on); });
+      exchanged = true;
       if (failure != nullptr) {
         rehearse_exchange(comm, packets, pass.rule(), policy, on);
         workspace.passes_report().tell(pass.rule() == merge_rule::moments);
@@ -228,10 +237,11 @@ template <communicator C>
 template <communicator C>
 void run_pass(C const& comm, device_pass& pass, cudaStream_t stream) {
   std::exception_ptr failure;
+  bool exchanged = false;
   try {
-    failure = run_steps(comm, pass, stream);
+    failure = run_steps(comm, pass, exchanged, stream);
   } catch (...) {
-    pass.fail();
+    exchanged ? pass.drop() : pass.fail();
     throw;
   }
   if (failure != nullptr) std::rethrow_exception(failure);

@@ -57,7 +57,9 @@ public:
       return std::strcmp(header.fault.data(), "the forward pass failed") == 0;
     };
     bool const echo = std::ranges::any_of(headers, of_forward) && std::ranges::all_of(headers, [&](auto const& header) {
-                        return header.fault[0] == '\0' || of_forward(header); // a layer of constant statistics has none
+                        bool const no_other =
+                            header.fault[0] == '\0' || of_forward(header); // a layer of constant statistics has none
+                        return no_other && header.pass == headers.front().pass;
                       });
     if (echo && forward_was_told_) return;
     auto const pass = syncnorm::detail::get_text(headers.front().pass);
