@@ -399,6 +399,17 @@ TEST_CASE("what group scaling cannot do is said") {
   auto many = x;
   many.samples = many.spatial = std::int64_t{1} << 32;
   CHECK(forward(many, many, {2}).starts_with("group_scaling: x has more elements than can be counted: [4294967296, "));
+  std::vector<float> longer(26);
+  auto const before = nhwc(longer.data(), 2, 4, 3), after = nhwc(longer.data() + 2, 2, 4, 3);
+  CHECK(forward(before, after, {2}) == "group_scaling: y and x overlap in memory, and are not the same");
+  CHECK(forward(nchw(memory.data(), 2, 4, 3), x, {2}).starts_with("group_scaling: y and x overlap in memory"));
+  auto one_row = x;
+  one_row.stride_n = 0;
+  CHECK(forward(before, one_row, {2}) == "group_scaling: y has the strides [0, 1, 4], by which its elements overlap");
+  CHECK(forward(one_row, before, {2}) == "nothing was thrown");
+  CHECK(test_support::message_of<invalid_argument_error>([&] {
+          host::group_scaling_backward<float>(serial, before, x, after, {2});
+        }) == "group_scaling_backward: dx and dy overlap in memory, and are not the same");
   CHECK(forward(x, x, {4}) == "nothing was thrown");
   auto const empty = x.sample_range(0, 0);
   CHECK(forward(empty, empty, {2}) == "nothing was thrown");

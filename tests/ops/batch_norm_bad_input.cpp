@@ -233,6 +233,14 @@ TEST_CASE("a negative counter cannot be averaged by, and several passes on one r
   test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(in.x_view, in.y_view); },
                                                        {"num_batches_tracked is -1, expected at least 0"});
   CHECK(layer.running_mean()[0] == 0);
+  for (auto const& momentum : {std::optional<double>{}, std::optional{0.5}}) {
+    syncnorm::batch_norm<float> full{{}, 3, {.norm = {.momentum = momentum}}};
+    full.num_batches_tracked() = std::numeric_limits<std::int64_t>::max();
+    test::check_throws<syncnorm::invalid_argument_error>(
+        [&] { full.forward(in.x_view, in.y_view); },
+        {"num_batches_tracked is 9223372036854775807, the most that it can count"});
+    CHECK(full.running_mean()[0] == 0);
+  }
 
   syncnorm::batch_norm<float> good{{}, 3}, bad{{}, 3};
   auto one = in.x_view, out = in.y_view;
@@ -240,6 +248,18 @@ TEST_CASE("a negative counter cannot be averaged by, and several passes on one r
   auto const passes = syncnorm::passes(good.plan_forward(in.x_view, in.y_view), bad.plan_forward(one, out));
   test::check_throws<syncnorm::invalid_argument_error>([&] { syncnorm::run_alone(passes); }, {"more than 1 value"});
   CHECK(good.num_batches_tracked() == 0);
+}
+
+TEST_CASE("extents that no pass can count by are refused, even of no elements") {
+  syncnorm::batch_norm<float> layer{{}, 3};
+  constexpr std::int64_t far = std::int64_t{1} << 62;
+  for (auto const& extents : {std::array{far, std::int64_t{0}}, {0, far}}) {
+    auto const none = syncnorm::nchw<float>(nullptr, extents[0], 3, extents[1]);
+    test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(none, none); },
+                                                         {"x has more elements than can be counted: ["});
+  }
+  layer.forward(syncnorm::nchw<float>(nullptr, 1 << 20, 3, 0), syncnorm::nchw<float>(nullptr, 1 << 20, 3, 0));
+  CHECK(layer.num_batches_tracked() == 0);
 }
 
 TEST_CASE("one value per channel over all ranks cannot be trained on") {

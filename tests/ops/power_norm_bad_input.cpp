@@ -348,6 +348,17 @@ TEST_CASE("where no position of any rank counts, the state is unchanged and runn
         });
 }
 
+TEST_CASE("samples without positions, however many, are gone through by none") {
+  for (auto const recursion : {syncnorm::power_norm_recursion::reference, syncnorm::power_norm_recursion::corrected}) {
+    syncnorm::power_norm<double> layer{{}, 1, {.norm = {.recursion = recursion}}};
+    std::uint8_t const counted = 1;
+    constexpr std::int64_t samples = std::int64_t{1} << 40;
+    syncnorm::tensor_view<double> const none{nullptr, samples, 1, 0, 0, 0, 0};
+    layer.forward(none, none, {&counted, samples, 0, 0, 0});
+    CHECK(layer.iters() == 0);
+  }
+}
+
 TEST_CASE("a backward pass needs a forward pass, on every rank") {
   syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
     watched_layer watched{comm, 4};

@@ -1,4 +1,5 @@
 #include <doctest/doctest.h>
+#include <limits>
 
 #include <cstdint>
 #include <initializer_list>
@@ -25,15 +26,18 @@ TEST_CASE("a number of steps that is none on one rank is an error in the same ca
       auto const backward = [&] { layer.backward(in.x_view, in.dy_view, in.dx_view); };
       forward(), backward();
       layer.synchronize();
-      if (comm.rank() == 1) layer.iters() = -1;
-      auto const check = [](auto const& call) {
-        test::check_throws<syncnorm::invalid_argument_error>(call, {"power_norm forward: rank 1: iters is -1"});
-      };
-      if (warmup != 0) {
-        check(forward);
-      } else {
-        forward();
-        check(backward);
+      for (std::int64_t const bad : {std::int64_t{-1}, std::numeric_limits<std::int64_t>::max()}) {
+        if (comm.rank() == 1) layer.iters() = bad;
+        auto const check = [&](auto const& call) {
+          test::check_throws<syncnorm::invalid_argument_error>(
+              call, {"power_norm forward: rank 1: iters is " + std::to_string(bad)});
+        };
+        if (warmup != 0) {
+          check(forward);
+        } else {
+          forward();
+          check(backward);
+        }
       }
       if (comm.rank() == 1) layer.iters() = 1;
       forward(), backward();

@@ -2,9 +2,11 @@
 
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <type_traits>
 
+#include <syncnorm/core/detail/overlap.hpp>
 #include <syncnorm/core/detail/view_checks.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
@@ -18,31 +20,55 @@ namespace syncnorm::host {
 
 namespace detail {
 
-template <class T, class Y>
-void require_scalable(char const* what, tensor_view<T> const& x, tensor_view<Y> const& y, char const* name,
-                      channel_scaling const& scaling) {
-  auto const fail = [&](std::string const& why) { throw invalid_argument_error{std::string{what} + ": " + why}; };
-  if (x.samples < 0 || x.channels < 0 || x.spatial < 0)
-    fail("x has a negative extent: " + syncnorm::detail::extents_of(x));
-  if (!syncnorm::detail::is_countable(x))
-    fail("x has more elements than can be counted: " + syncnorm::detail::extents_of(x));
-  if (scaling.groups < 1 || x.channels % scaling.groups != 0)
-    fail(std::to_string(x.channels) + " channels cannot be divided into " + std::to_string(scaling.groups) + " groups");
-  if (!(std::isfinite(scaling.eps) && scaling.eps >= 0))
-    fail("eps is " + std::to_string(scaling.eps) + ", expected a number >= 0");
-  if (y.samples != x.samples || y.channels != x.channels || y.spatial != x.spatial)
-    fail(std::string{name} + " is " + syncnorm::detail::extents_of(y) + ", expected " +
-         syncnorm::detail::extents_of(x) + " as x");
-  if (x.size() > 0 && (x.data == nullptr || y.data == nullptr))
-    fail(std::string{x.data == nullptr ? "x" : name} + " is null");
-  auto const require_room = [&](auto const& view, char const* of) {
-    if (!syncnorm::detail::fits_memory(view))
-      fail(std::string{of} + " has the strides " + syncnorm::detail::strides_of(view) +
-           ", which no memory has room for");
+/// What is wrong with tensors of a scaling: `read`, of which x is the first, and `written`, which may be one of them.
+template <class T>
+struct scaling_check {
+  struct named_view {
+    tensor_view<T const> view;
+    char const* name;
   };
-  require_room(x, "x");
-  require_room(y, name);
-}
+
+  char const* pass;
+
+  void operator()(channel_scaling const& scaling, std::initializer_list<named_view> read,
+                  named_view const& written) const {
+    auto const& x = read.begin()->view;
+    if (x.samples < 0 || x.channels < 0 || x.spatial < 0)
+      fail("x has a negative extent: ", syncnorm::detail::extents_of(x));
+    if (!syncnorm::detail::is_countable(x))
+      fail("x has more elements than can be counted: ", syncnorm::detail::extents_of(x));
+    if (scaling.groups < 1 || x.channels % scaling.groups != 0)
+      fail(std::to_string(x.channels), " channels cannot be divided into ", std::to_string(scaling.groups), " groups");
+    if (!(std::isfinite(scaling.eps) && scaling.eps >= 0))
+      fail("eps is ", std::to_string(scaling.eps), ", expected a number >= 0");
+    for (auto const& each : read) tensor(each, x);
+    tensor(written, x);
+    if (syncnorm::detail::overlaps_itself(written.view))
+      fail(written.name, " has the strides ", syncnorm::detail::strides_of(written.view),
+           ", by which its elements overlap");
+    for (auto const& each : read)
+      if (syncnorm::detail::place<T>(written.view, each.view) == syncnorm::detail::placement::overlapping &&
+          !syncnorm::detail::are_same<T>(written.view, each.view))
+        fail(written.name, " and ", each.name, " overlap in memory, and are not the same");
+  }
+
+private:
+  template <class... Parts>
+  [[noreturn]] void fail(Parts const&... parts) const {
+    std::string message{pass};
+    message.append(": ");
+    (message.append(parts), ...);
+    throw invalid_argument_error{message};
+  }
+  void tensor(named_view const& of, tensor_view<T const> const& x) const {
+    auto const& [view, name] = of;
+    if (view.samples != x.samples || view.channels != x.channels || view.spatial != x.spatial)
+      fail(name, " is ", syncnorm::detail::extents_of(view), ", expected ", syncnorm::detail::extents_of(x), " as x");
+    if (x.size() > 0 && view.data == nullptr) fail(name, " is null");
+    if (!syncnorm::detail::fits_memory(view))
+      fail(name, " has the strides ", syncnorm::detail::strides_of(view), ", which no memory has room for");
+  }
+};
 
 /// `channels` ones and as many zeros.
 template <class A>
@@ -59,14 +85,15 @@ void fill_identity(A* table, std::int64_t channels) {
 ///
 ///     y = x/√(mean of x² over the group's channels + eps)
 ///
-/// x and y `[N, C, S]`, C a multiple of `scaling.groups` ≥ 1. Local; y may be x. Throws invalid_argument_error. Source: the
+/// x and y `[N, C, S]`, C a multiple of `scaling.groups` ≥ 1. Local; y may be x, and may not overlap it otherwise. Throws
+/// invalid_argument_error. Source: the
 /// authors' code of "PowerNorm" (Shen et al., 2020), GroupScaling1D.
 template <class T>
 requires element<T>
 void group_scaling(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,
                    channel_scaling const& scaling) {
   using A = accumulate_t<T>;
-  detail::require_scalable("group_scaling", x, y, "y", scaling);
+  detail::scaling_check<T>{"group_scaling"}(scaling, {{x, "x"}}, {y, "y"});
   detail::scratch_lease<A> table{2 * x.channels};
   detail::fill_identity(table.data(), x.channels);
   detail::power_forward_pass<false, true, T>(exec, x, y, {}, scaling, table.data(), table.data() + x.channels, {}, {});
@@ -76,15 +103,15 @@ void group_scaling(executor_ref exec, std::type_identity_t<tensor_view<T const>>
 ///
 ///     dx = r·(dy − u·(mean of dy·u over the group's channels))
 ///
-/// dy, x and dx `[N, C, S]`. Local; dx may be dy or x. Throws invalid_argument_error.
+/// dy, x and dx `[N, C, S]`. Local; dx may be dy or x, and may not overlap them otherwise. Throws
+/// invalid_argument_error.
 template <class T>
 requires element<T>
 void group_scaling_backward(executor_ref exec, std::type_identity_t<tensor_view<T const>> dy,
                             std::type_identity_t<tensor_view<T const>> x, tensor_view<T> dx,
                             channel_scaling const& scaling) {
   using A = accumulate_t<T>;
-  detail::require_scalable("group_scaling_backward", x, dy, "dy", scaling);
-  detail::require_scalable("group_scaling_backward", x, dx, "dx", scaling);
+  detail::scaling_check<T>{"group_scaling_backward"}(scaling, {{x, "x"}, {dy, "dy"}}, {dx, "dx"});
   detail::scratch_lease<A> table{2 * x.channels};
   detail::fill_identity(table.data(), x.channels);
   detail::power_backward_pass<false, true, T>(exec, dy, x, dx, {}, scaling, table.data(), table.data() + x.channels, {},

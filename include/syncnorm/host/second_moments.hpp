@@ -58,7 +58,7 @@ void second_moments(executor_ref exec, tensor_view<X> x, mask_view const& mask, 
 
 /// How many positions of `[N, S]` count.
 [[nodiscard]] inline std::int64_t count_positions(std::int64_t samples, std::int64_t spatial, mask_view const& mask) {
-  if (mask.data == nullptr) return samples * spatial;
+  if (mask.data == nullptr || spatial == 0) return samples * spatial;
   std::int64_t count = 0;
   for (std::int64_t n = 0; n < samples; ++n)
     for (std::int64_t s = 0; s < spatial; ++s) count += mask(n, s) ? 1 : 0;

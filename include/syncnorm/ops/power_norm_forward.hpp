@@ -106,7 +106,7 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
     pass->samples = x.samples;
     pass->spatial = x.spatial;
     own.count = host::count_positions(x.samples, x.spatial, mask);
-    if (corrected && mask.data != nullptr)
+    if (corrected && mask.data != nullptr && x.count() > 0)
       for (std::int64_t n = 0; n < x.samples; ++n)
         for (std::int64_t s = 0; s < x.spatial; ++s) pass->mask.push_back(mask(n, s) ? 1 : 0);
     if (by_batch) {

@@ -10,13 +10,13 @@
 
 namespace syncnorm::detail {
 
-/// Whether the number of elements is one, and that of all ranks' positions.
+/// Whether the number of elements is one, and that of all ranks' positions; of an extent of 0, too, passes take products of the others.
 template <class T>
 [[nodiscard]] bool is_countable(tensor_view<T> const& x) {
-  constexpr std::int64_t most_positions = std::int64_t{1} << 47;
+  constexpr std::int64_t one = 1, most_positions = one << 47;
   std::int64_t count = 0, elements = 0;
-  return !__builtin_mul_overflow(x.samples, x.spatial, &count) && count <= most_positions &&
-         !__builtin_mul_overflow(count, x.channels, &elements);
+  return !__builtin_mul_overflow(std::max(one, x.samples), std::max(one, x.spatial), &count) &&
+         count <= most_positions && !__builtin_mul_overflow(count, std::max(one, x.channels), &elements);
 }
 
 /// Whether elements so far apart can be in one memory. Of a stride that nobody goes by, too, passes take multiples.

@@ -6,10 +6,10 @@
 #include <string_view>
 #include <type_traits>
 
+#include <syncnorm/core/detail/overlap.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
-#include <syncnorm/ops/detail/overlap.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
 // What a pass writes is apart in memory from what it reads of other elements, which it may be yet to read.

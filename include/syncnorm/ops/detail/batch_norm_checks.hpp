@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <sstream>
 #include <string>
@@ -10,11 +11,11 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/overlap.hpp>
 #include <syncnorm/core/detail/view_checks.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/ops/detail/overlap.hpp>
 
 namespace syncnorm::detail {
 
@@ -135,10 +136,16 @@ public:
     require(options.momentum || running.mean.empty() || running.num_batches_tracked != nullptr,
             [] { return "the cumulative average needs num_batches_tracked, which is null"; });
   }
-  /// What a cumulative average goes on from, in memory of the host.
+  /// What a pass adds 1 to, and a cumulative average goes on from, in memory of the host.
   void batches_tracked(batch_norm_options const& options, std::int64_t const* tracked) {
-    require(options.momentum || tracked == nullptr || *tracked >= 0,
+    if (tracked == nullptr) return;
+    require(options.momentum || *tracked >= 0,
             [&] { return text("num_batches_tracked is ", *tracked, ", expected at least 0"); });
+    counts_on(*tracked, "num_batches_tracked");
+  }
+  void counts_on(std::int64_t counter, std::string_view name) {
+    require(counter < std::numeric_limits<std::int64_t>::max(),
+            [&] { return text(name, " is ", counter, ", the most that it can count"); });
   }
 
   /// The parts of a message, one after the other.

@@ -37,6 +37,7 @@ void check_state(call_check& check, power_norm_state<P> const& state, std::int64
   check.require(state.iters != nullptr, [] { return "iters is null"; });
   check.require(state.iters == nullptr || *state.iters >= 0,
                 [&] { return check.text("iters is ", *state.iters, ", expected at least 0"); });
+  if (state.iters != nullptr) check.counts_on(*state.iters, "iters");
 }
 
 } // namespace syncnorm::detail

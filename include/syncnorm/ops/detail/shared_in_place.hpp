@@ -5,10 +5,10 @@
 #include <span>
 #include <string>
 
+#include <syncnorm/core/detail/overlap.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
-#include <syncnorm/ops/detail/overlap.hpp>
 #include <syncnorm/ops/detail/pass_steps.hpp>
 
 namespace syncnorm::detail {

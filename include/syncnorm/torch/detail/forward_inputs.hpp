@@ -12,9 +12,9 @@
 #include <torch/types.h>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/overlap.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
-#include <syncnorm/ops/detail/overlap.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/recorded_pass.hpp>
 #include <syncnorm/torch/detail/views.hpp>

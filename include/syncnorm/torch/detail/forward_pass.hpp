@@ -9,11 +9,11 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/types.h>
 
+#include <syncnorm/core/detail/overlap.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
-#include <syncnorm/ops/detail/overlap.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/device_passes.hpp>
 #include <syncnorm/torch/detail/forward_inputs.hpp>
