@@ -81,7 +81,10 @@ int main() {
     return 77;
   }
   std::vector<ncclComm_t> comms(static_cast<std::size_t>(devices));
-  if (ncclCommInitAll(comms.data(), devices, nullptr) != ncclSuccess) return 1;
+  if (auto const code = ncclCommInitAll(comms.data(), devices, nullptr); code != ncclSuccess) {
+    std::fprintf(stderr, "ncclCommInitAll: %s\n", ncclGetErrorString(code));
+    return 1;
+  }
   syncnorm::run_ranks(devices, [&](syncnorm::thread_communicator const& thread) {
     train(syncnorm::nccl_communicator::adopt(comms[static_cast<std::size_t>(thread.rank())]), thread);
   });

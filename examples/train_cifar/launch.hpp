@@ -25,6 +25,14 @@
 
 namespace train_cifar {
 
+/// Where temporary files go.
+inline std::filesystem::path temporary_directory() {
+  std::error_code code;
+  auto path = std::filesystem::temp_directory_path(code);
+  if (code) throw syncnorm::error{"TMPDIR, the folder for temporary files, cannot be used: " + code.message()};
+  return path;
+}
+
 namespace detail {
 
 inline constexpr char const* starter_variable = "TRAIN_CIFAR_STARTER";
@@ -32,7 +40,7 @@ inline constexpr char const* starter_variable = "TRAIN_CIFAR_STARTER";
 /// An empty folder that is removed in the end.
 class temporary_folder {
 public:
-  temporary_folder() : path_{(std::filesystem::temp_directory_path() / "train_cifar.XXXXXX").string()} {
+  temporary_folder() : path_{(temporary_directory() / "train_cifar.XXXXXX").string()} {
     if (::mkdtemp(path_.data()) == nullptr)
       throw syncnorm::error{path_ + ": cannot be made: " + std::generic_category().message(errno)};
   }

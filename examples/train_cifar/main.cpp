@@ -20,7 +20,7 @@ namespace {
 /// The folder that the data is read from; the drawn shapes are made where there is no other.
 std::filesystem::path data_directory(options const& opts) {
   if (!opts.data.empty()) return opts.data;
-  auto const cache = opts.data_cache.empty() ? std::filesystem::temp_directory_path() : opts.data_cache;
+  auto const cache = opts.data_cache.empty() ? temporary_directory() : opts.data_cache;
   auto directory = shapes_directory(cache, opts.shapes);
   make_shapes(directory, opts.shapes);
   return directory;
