@@ -254,7 +254,7 @@ TEST_CASE("extents that no pass can count by are refused, even of no elements") 
   syncnorm::batch_norm<float> layer{{}, 3};
   constexpr std::int64_t far = std::int64_t{1} << 62;
   for (auto const& extents : {std::array{far, std::int64_t{0}}, {0, far}}) {
-    auto const none = syncnorm::nchw<float>(nullptr, extents[0], 3, extents[1]);
+    syncnorm::tensor_view<float> const none{nullptr, extents[0], 3, extents[1], 0, 0, 0};
     test::check_throws<syncnorm::invalid_argument_error>([&] { layer.forward(none, none); },
                                                          {"x has more elements than can be counted: ["});
   }

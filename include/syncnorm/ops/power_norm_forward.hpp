@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -92,9 +93,10 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   auto const scaling = detail::scaling_of(options);
   bool const corrected = options.recursion == power_norm_recursion::corrected;
   auto const own_sums = workspace.prepare_forward(comm);
-  pass->step = state.iters == nullptr ? 0 : *state.iters + 1;
+  bool const has_next = state.iters != nullptr && *state.iters < std::numeric_limits<std::int64_t>::max();
+  pass->step = has_next ? *state.iters + 1 : 0;
   // Where this rank cannot tell, as the others do, so that it throws where they throw.
-  bool const tells = state.iters != nullptr && *state.iters >= 0 && options.warmup_iters >= 0;
+  bool const tells = has_next && *state.iters >= 0 && options.warmup_iters >= 0;
   bool const by_batch = tells ? pass->step <= options.warmup_iters : workspace.warms_up();
   auto own = detail::make_power_norm_header<T>(name, channels, options, check);
   own.step = pass->step;
