@@ -1,8 +1,8 @@
 #include <doctest/doctest.h>
-#include <limits>
 
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
