@@ -229,8 +229,16 @@ using normalizing_map = host::detail::elementwise_map<T, host::detail::linear_op
 TEST_CASE_TEMPLATE(
     "vectors of a block mapped between those that are summed of the next give the bits of separate passes", T, float,
     double, bfloat16) {
-  // Rows of one line more than fours of any vectors, of fours, of several pieces, of a last piece of a line, in one group and many.
-  for (auto const& shape : {test::extents{9, 7, 336}, {5, 4, 576}, {3, 5, 2112}, {130, 3, 272}, {2, 3, 4160}}) {
+  // Rows of one line more than fours of any vectors, of fours, of several pieces, of a last piece of a line, in one group and many; groups that
+  // are read side by side, two of them with one left over, two with a shorter one after them, and of pieces that do not match.
+  for (auto const& shape : {test::extents{9, 7, 336},
+                            {5, 4, 576},
+                            {3, 5, 2112},
+                            {130, 3, 272},
+                            {2, 3, 4160},
+                            {24, 3, 1040},
+                            {11, 3, 2112},
+                            {7, 3, 4160}}) {
     std::int64_t const n = shape.n, c = shape.c, s = shape.s;
     CAPTURE(test::name_of(shape));
     auto const ch = static_cast<std::size_t>(c);

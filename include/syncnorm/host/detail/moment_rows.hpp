@@ -74,38 +74,46 @@ struct pivoted_sums {
   template <class T, class Counted, class Between>
   [[gnu::always_inline]] void add_vectors(T const* x, std::int64_t n, std::int64_t ahead, int fetch,
                                           Counted const& counted, Between const& between) {
-    using vector = vector_t<A, lanes>;
-    struct sums {
-      vector first{}, second{};
-      void add(vector const& d) {
-        first += d;
-        second = multiply_add(d, d, second);
-      }
-    };
-    constexpr std::int64_t stretch = longest_sum * 4 * lanes;
     vector const p = splat<A, lanes>(pivot);
-    auto const at = [&](std::int64_t j) { return counted.template keep<lanes>(load<lanes>(x + j) - p, j); };
     for (std::int64_t i = 0; i < n;) {
-      sums s0, s1, s2, s3;
+      partial_sums some;
       std::int64_t const end = std::min(n, i + stretch);
       for (; i + 4 * lanes <= end; i += 4 * lanes) {
         prefetch_for<4 * lanes>(fetch, x, i + ahead);
-        auto const [v0, v1] = load_pair<lanes>(x + i);
-        auto const [v2, v3] = load_pair<lanes>(x + i + 2 * lanes);
-        auto const [d0, d1] = counted.template keep_pair<lanes>(v0 - p, v1 - p, i);
-        auto const [d2, d3] = counted.template keep_pair<lanes>(v2 - p, v3 - p, i + 2 * lanes);
-        s0.add(d0);
-        s1.add(d1);
-        s2.add(d2);
-        s3.add(d3);
+        some.add_four(x, i, p, counted);
         between(i);
       }
       if (i < end) prefetch_for<4 * lanes>(fetch, x, i + ahead);
-      for (; i + lanes <= end; i += lanes) s0.add(at(i));
-      if (i < end) s1.add(keep_last<A, lanes>(at(n - lanes), static_cast<int>(n - i)));
+      some.add_last(x, i, end, p, counted);
       i = end;
-      first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
-      second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
+      add(some);
+    }
+  }
+
+  /// Adds `n` elements, at least a vector's, to each of two sums, which are read side by side and fetched so many elements ahead; of both
+  /// between(i) after each four vectors.
+  template <class T, class Between>
+  [[gnu::always_inline]] static void add_two(std::int64_t n, std::int64_t ahead, pivoted_sums& a, T const* x,
+                                             Between const& between_x, pivoted_sums& b, T const* y,
+                                             Between const& between_y) {
+    vector const p = splat<A, lanes>(a.pivot), q = splat<A, lanes>(b.pivot);
+    all_count const all;
+    for (std::int64_t i = 0; i < n;) {
+      partial_sums of_x, of_y;
+      std::int64_t const end = std::min(n, i + stretch);
+      for (; i + 4 * lanes <= end; i += 4 * lanes) {
+        prefetch<4 * lanes, 1>(x, i + ahead);
+        of_x.add_four(x, i, p, all);
+        prefetch<4 * lanes, 1>(y, i + ahead);
+        of_y.add_four(y, i, q, all);
+        between_x(i);
+        between_y(i);
+      }
+      of_x.add_last(x, i, end, p, all);
+      of_y.add_last(y, i, end, q, all);
+      i = end;
+      a.add(of_x);
+      b.add(of_y);
     }
   }
 
@@ -126,6 +134,49 @@ struct pivoted_sums {
   }
 
 private:
+  using vector = vector_t<A, lanes>;
+  static constexpr std::int64_t stretch = longest_sum * 4 * lanes;
+
+  struct sums_of_vectors {
+    vector first{}, second{};
+    void add(vector const& d) {
+      first += d;
+      second = multiply_add(d, d, second);
+    }
+  };
+
+  /// Of at most a stretch of elements, about the pivots `p`.
+  struct partial_sums {
+    sums_of_vectors s0, s1, s2, s3;
+
+    template <class T, class Counted>
+    [[gnu::always_inline]] void add_four(T const* x, std::int64_t i, vector const& p, Counted const& counted) {
+      auto const [v0, v1] = load_pair<lanes>(x + i);
+      auto const [v2, v3] = load_pair<lanes>(x + i + 2 * lanes);
+      auto const [d0, d1] = counted.template keep_pair<lanes>(v0 - p, v1 - p, i);
+      auto const [d2, d3] = counted.template keep_pair<lanes>(v2 - p, v3 - p, i + 2 * lanes);
+      s0.add(d0);
+      s1.add(d1);
+      s2.add(d2);
+      s3.add(d3);
+    }
+
+    /// Elements [i, end), less than four vectors; a vector's are there before `end`.
+    template <class T, class Counted>
+    [[gnu::always_inline]] void add_last(T const* x, std::int64_t i, std::int64_t end, vector const& p,
+                                         Counted const& counted) {
+      auto const at = [&](std::int64_t j) { return counted.template keep<lanes>(load<lanes>(x + j) - p, j); };
+      for (; i + lanes <= end; i += lanes) s0.add(at(i));
+      if (i < end) s1.add(keep_last<A, lanes>(at(end - lanes), static_cast<int>(end - i)));
+    }
+  };
+
+  [[gnu::always_inline]] void add(partial_sums const& some) {
+    auto const& [s0, s1, s2, s3] = some;
+    first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
+    second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
+  }
+
   [[nodiscard]] double sum() const { return sum_lanes<double, native_lanes<double>>(first); }
   [[nodiscard]] double squares() const { return sum_lanes<double, native_lanes<double>>(second); }
 };
@@ -181,6 +232,8 @@ class moment_rows {
 
 public:
   static constexpr std::int64_t channels_at_once = 64;
+  /// Whether `sum_two_interleaved` is worth while, as registers suffice for two.
+  static constexpr bool reads_side_by_side = true;
   static constexpr std::size_t sum_count = 2; ///< means and m2
 
   /// `x`: up to channels_at_once channels.
@@ -220,13 +273,40 @@ public:
     sums_[static_cast<std::size_t>(c)] = sums;
   }
 
+  /// The same of group `g`, to `first`, and of the next one, which `match`, to `second`: they are read side by side.
+  template <class Between>
+  [[gnu::noinline]] void sum_two_interleaved(std::int64_t c, groups const& parts, std::int64_t g,
+                                             Between const& between, sums_of_channels<sum_count> const& first,
+                                             sums_of_channels<sum_count> const& second) const {
+    tensor_view<T const> const x = x_; // a copy, which stays in registers
+    pivoted_sums<A> of_first{A{}}, of_second{A{}};
+    bool begun = false;
+    parts.for_each_two_pieces(
+        g, [&](groups::piece const& now, groups::piece const& then) __attribute__((always_inline)) {
+          T const *const from = &x(now.sample, c, now.begin), *const other = &x(then.sample, c, then.begin);
+          if (!begun) {
+            of_first = pivoted_sums<A>{pilot_mean(from, now.length)};
+            of_second = pivoted_sums<A>{pilot_mean(other, now.length)};
+          }
+          Between here = between, there = between; // copies, which stay in registers
+          here.move_to(now.sample, now.begin, now.length);
+          there.move_to(then.sample, then.begin, now.length);
+          pivoted_sums<A>::add_two(now.length, elements_ahead_of_two<T>, of_first, from, here, of_second, other, there);
+          here.finish();
+          there.finish();
+          if (!begun) {
+            settle_pivot(of_first, now.length, [&](pivoted_sums<A>& to) { to.add(from, now.length, 0, 0); });
+            settle_pivot(of_second, now.length, [&](pivoted_sums<A>& to) { to.add(other, now.length, 0, 0); });
+          }
+          begun = true;
+        });
+    put(of_first, c, g, first);
+    put(of_second, c, g + 1, second);
+  }
+
   /// The moments of all channels over the group that was added.
   void finish(std::int64_t group, sums_of_channels<sum_count> const& to) const {
-    for (std::int64_t c = 0; c < x_.channels; ++c)
-      finish_group(sums_[static_cast<std::size_t>(c)], parts_, group, to[0][c], to[1][c],
-                   [&](pivoted_sums<A>& sums, groups::piece const& piece) {
-                     with_elements(c, piece, [&](auto const* x) { sums.add(x, piece.length, 0, 0); });
-                   });
+    for (std::int64_t c = 0; c < x_.channels; ++c) put(sums_[static_cast<std::size_t>(c)], c, group, to);
   }
 
   static void merge(std::int64_t before, std::int64_t more, sums_of_channels<sum_count> const& to,
@@ -236,6 +316,12 @@ public:
   }
 
 private:
+  void put(pivoted_sums<A> const& of, std::int64_t c, std::int64_t group, sums_of_channels<sum_count> const& to) const {
+    finish_group(of, parts_, group, to[0][c], to[1][c], [&](pivoted_sums<A>& sums, groups::piece const& piece) {
+      with_elements(c, piece, [&](auto const* x) { sums.add(x, piece.length, 0, 0); });
+    });
+  }
+
   /// Calls f(the elements of a piece, one after the other).
   template <class F>
   void with_elements(std::int64_t c, groups::piece const& piece, F const& f) const {

@@ -208,6 +208,22 @@ struct groups {
     });
   }
 
+  /// Whether the pieces of group `g` and of the one after it are as many, and at each place as long as each other.
+  [[nodiscard]] constexpr bool match(std::int64_t g) const {
+    return begin(g) + 2 * length <= pieces && length % cut.pieces == 0;
+  }
+
+  /// Calls f(piece of group `g`, that of the one after it) for each place of two groups that `match`.
+  template <class F>
+  [[gnu::always_inline]] constexpr void for_each_two_pieces(std::int64_t g, F const& f) const {
+    piece now = at(begin(g)), then = at(begin(g + 1));
+    for (std::int64_t left = length; left > 0; --left) {
+      f(now, then);
+      now = after(now);
+      then = after(then);
+    }
+  }
+
   /// Calls f(run) for each piece of group `g`, cut into runs of at most `longest` elements.
   template <class F>
   constexpr void for_each_run(std::int64_t g, std::int64_t longest, F const& f) const {

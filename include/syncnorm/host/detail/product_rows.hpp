@@ -51,12 +51,33 @@ struct product_piece {
     return sum_vectors<false>(terms, k, between);
   }
 
+  /// The same of two pieces of the same length, which are read side by side.
+  template <class Between>
+  [[nodiscard, gnu::always_inline]] static std::array<sums<A>, 2>
+  sum_two_interleaved(Terms const& given, std::array<A, coefficients> const& of_channel, product_piece const& a,
+                      Between const& between_a, product_piece const& b, Between const& between_b) {
+    // Copies, which stay in registers.
+    Terms const terms = given;
+    product_piece const first = a, second = b;
+    vectors const k = splat_all(of_channel);
+    partial_sums of_first{}, of_second{};
+    std::int64_t i = 0;
+    for (std::int64_t const n = a.length; i + 4 * lanes <= n; i += 4 * lanes) {
+      first.template add_four<false>(of_first, terms, k, i);
+      second.template add_four<false>(of_second, terms, k, i);
+      between_a(i);
+      between_b(i);
+    }
+    return {first.template finish<false>(of_first, terms, k, i), second.template finish<false>(of_second, terms, k, i)};
+  }
+
 private:
   using vector = vector_t<A, lanes>;
   using terms_type = std::array<vector, values>;
   using vectors = std::array<vector, coefficients>;
   /// Vectors that are summed apart, as many as the latency of their sums hides.
   static constexpr std::size_t apart = sum_count == 2 ? 4 : 2;
+  using partial_sums = std::array<sums<vector>, apart>;
 
   [[nodiscard]] sums<A> sum_elements(Terms const& terms, std::array<A, coefficients> const& k) const {
     sums<A> all{};
@@ -91,7 +112,7 @@ private:
 
   /// Of so many vectors, in whatever order is the quickest.
   template <bool Masked>
-  [[gnu::always_inline]] void add_vectors(std::array<sums<vector>, apart>& to, Terms const& terms, vectors const& k,
+  [[gnu::always_inline]] void add_vectors(partial_sums& to, Terms const& terms, vectors const& k,
                                           std::int64_t i) const {
     std::array<std::array<vector, inputs>, apart> in;
 #pragma GCC unroll 8
@@ -126,23 +147,41 @@ private:
     // Copies, which stay in registers.
     Terms const terms = given;
     product_piece const piece = *this;
-    vectors k;
-#pragma GCC unroll 8
-    for (std::size_t j = 0; j < coefficients; ++j) k[j] = splat<A, lanes>(of_channel[j]);
-    std::array<sums<vector>, apart> of{};
+    vectors const k = splat_all(of_channel);
+    partial_sums of{};
     std::int64_t const n = length;
     std::int64_t i = 0;
     for (; i + 4 * lanes <= n; i += 4 * lanes) {
       piece.ask(i);
-#pragma GCC unroll 8
-      for (std::size_t v = 0; v < 4; v += apart)
-        piece.template add_vectors<Masked>(of, terms, k, i + static_cast<std::int64_t>(v) * lanes);
+      piece.template add_four<Masked>(of, terms, k, i);
       between(i);
     }
     if (i < n) piece.ask(i);
-    for (; i + lanes <= n; i += lanes) add_products(of[0], piece.template one<Masked>(terms, k, i));
+    return piece.template finish<Masked>(of, terms, k, i);
+  }
+
+  [[nodiscard, gnu::always_inline]] static vectors splat_all(std::array<A, coefficients> const& of_channel) {
+    vectors k;
+#pragma GCC unroll 8
+    for (std::size_t j = 0; j < coefficients; ++j) k[j] = splat<A, lanes>(of_channel[j]);
+    return k;
+  }
+
+  template <bool Masked>
+  [[gnu::always_inline]] void add_four(partial_sums& to, Terms const& terms, vectors const& k, std::int64_t i) const {
+#pragma GCC unroll 8
+    for (std::size_t v = 0; v < 4; v += apart)
+      add_vectors<Masked>(to, terms, k, i + static_cast<std::int64_t>(v) * lanes);
+  }
+
+  /// Adds what is left from element `i` on, less than four vectors, and adds up all.
+  template <bool Masked>
+  [[nodiscard, gnu::always_inline]] sums<A> finish(partial_sums& of, Terms const& terms, vectors const& k,
+                                                   std::int64_t i) const {
+    std::int64_t const n = length;
+    for (; i + lanes <= n; i += lanes) add_products(of[0], one<Masked>(terms, k, i));
     if (i < n) {
-      auto last = piece.template one<Masked>(terms, k, n - lanes);
+      auto last = one<Masked>(terms, k, n - lanes);
 #pragma GCC unroll 8
       for (auto& each : last) each = keep_last<A, lanes>(each, static_cast<int>(n - i));
       add_products(of[1], last);
@@ -167,6 +206,8 @@ class product_rows {
 public:
   using views = std::array<tensor_view<T const>, inputs>;
   static constexpr std::int64_t channels_at_once = 64;
+  /// Whether `sum_two_interleaved` is worth while, as registers suffice for two.
+  static constexpr bool reads_side_by_side = Terms::coefficients == 1 && simd_bytes >= 32;
   static constexpr std::size_t sum_count = products_of<Terms::values>;
 
   /// `in`: up to channels_at_once channels, of which `terms` are; `of`: what is contiguous in them; `mask`: null: all count.
@@ -195,7 +236,7 @@ public:
     for_each_piece_of_channel<T>(
         parts, g, c,
         in[0].channels, [&](groups::piece const& now, later_piece const& later) __attribute__((always_inline)) {
-          product_piece<T, Terms> piece{{}, nullptr, now.length, {}, 1};
+          piece_type piece{{}, nullptr, now.length, {}, 1};
 #pragma GCC unroll 8
           for (std::size_t j = 0; j < inputs; ++j) {
             piece.from[j] = &in[j](now.sample, c, now.begin);
@@ -209,12 +250,39 @@ public:
     sums_[i] = all;
   }
 
+  /// The same of group `g`, to `first`, and of the next one, which `match`, to `second`: they are read side by side.
+  template <class Between>
+  [[gnu::noinline]] void sum_two_interleaved(std::int64_t c, groups const& parts, std::int64_t g,
+                                             Between const& between, sums_of_channels<sum_count> const& first,
+                                             sums_of_channels<sum_count> const& second) const {
+    views const in = in_; // copies, which stay in registers
+    Terms const terms = terms_;
+    auto const k = coefficients_[static_cast<std::size_t>(c)];
+    std::array<double, sum_count> of_first{}, of_second{};
+    auto const piece_at = [&](groups::piece const& at) __attribute__((always_inline)) {
+      piece_type piece{{}, nullptr, at.length, {}, 0};
+#pragma GCC unroll 8
+      for (std::size_t j = 0; j < inputs; ++j) piece.from[j] = &in[j](at.sample, c, at.begin);
+      return piece;
+    };
+    parts.for_each_two_pieces(
+        g, [&](groups::piece const& now, groups::piece const& then) __attribute__((always_inline)) {
+          Between here = between, there = between; // copies, which stay in registers
+          here.move_to(now.sample, now.begin, now.length);
+          there.move_to(then.sample, then.begin, then.length);
+          auto const [a, b] = piece_type::sum_two_interleaved(terms, k, piece_at(now), here, piece_at(then), there);
+          add_to(of_first, a);
+          add_to(of_second, b);
+          here.finish();
+          there.finish();
+        });
+    put(of_first, c, first);
+    put(of_second, c, second);
+  }
+
   /// The sums of all channels over the group that was added.
   void finish(std::int64_t, sums_of_channels<sum_count> const& to) const {
-    for (std::int64_t c = 0; c < in_[0].channels; ++c) {
-      for (std::size_t j = 0; j < sum_count; ++j) to[j][c] = sums_[static_cast<std::size_t>(c)][j];
-      take_off(to, c, terms_.excess(c));
-    }
+    for (std::int64_t c = 0; c < in_[0].channels; ++c) put(sums_[static_cast<std::size_t>(c)], c, to);
   }
 
   static void merge(std::int64_t, std::int64_t, sums_of_channels<sum_count> const& to,
@@ -224,7 +292,13 @@ public:
   }
 
 private:
-  using sums = typename product_piece<T, Terms>::template sums<A>;
+  using piece_type = product_piece<T, Terms>;
+  using sums = typename piece_type::template sums<A>;
+
+  void put(std::array<double, sum_count> const& of, std::int64_t c, sums_of_channels<sum_count> const& to) const {
+    for (std::size_t j = 0; j < sum_count; ++j) to[j][c] = of[j];
+    take_off(to, c, terms_.excess(c));
+  }
 
   [[nodiscard]] std::uint8_t const* mask_of(groups::piece const& now) const {
     return mask_ == nullptr ? nullptr : mask_->row(now.sample) + now.begin;
@@ -234,9 +308,9 @@ private:
     for (std::size_t j = 0; j < sum_count; ++j) to[j] += static_cast<double>(of_piece[j]);
   }
 
-  [[nodiscard, gnu::always_inline]] product_piece<T, Terms> piece_of(std::int64_t c, groups::piece const& now,
-                                                                     read_ahead const& later) const {
-    product_piece<T, Terms> piece{{}, mask_of(now), now.length, {}, later.level};
+  [[nodiscard, gnu::always_inline]] piece_type piece_of(std::int64_t c, groups::piece const& now,
+                                                        read_ahead const& later) const {
+    piece_type piece{{}, mask_of(now), now.length, {}, later.level};
     for (std::size_t j = 0; j < inputs; ++j) {
       piece.from[j] = &in_[j](now.sample, c, now.begin);
       piece.ahead[j] = lookahead(in_[j], c, now, later);

@@ -118,6 +118,18 @@ template <class T, class F>
       });
 }
 
+/// Whether group `g` and the one after it, of so many tensors, had better be read side by side, where a processor takes turns of vectors:
+/// where pieces are not too short, and not of 16-bit elements.
+template <class T>
+[[nodiscard]] constexpr bool suit_side_by_side(groups const& parts, std::int64_t g, std::size_t inputs) {
+  std::int64_t const shortest = static_cast<std::int64_t>(inputs) * 2048;
+  return sizeof(T) >= 4 && parts.cut.length * static_cast<std::int64_t>(sizeof(T)) >= shortest && parts.match(g);
+}
+
+/// How far moments are fetched ahead then; of several tensors nothing is.
+template <class T>
+inline constexpr std::int64_t elements_ahead_of_two = 2048 / static_cast<std::int64_t>(sizeof(T));
+
 /// The sums of `rows`, of so many channels, over group `g`. `Rows` has what `moment_rows` has. f(c, piece) after each.
 template <class Rows, class F>
 void sum_rows(Rows& rows, groups const& parts, std::int64_t g, std::int64_t channels, fetching const& fetch,

@@ -140,13 +140,22 @@ public:
   }
 
 private:
-  /// The sums of the groups of a share, a few vectors of each piece in turn with as many of the piece of `map` at the same place.
+  /// The sums of the groups of a share, one or two at a time, a few vectors of each in turn with as many of the pieces of `map` at the same
+  /// places.
   [[gnu::noinline]] void interleave(Rows& rows, std::int64_t share, std::int64_t length, double* sums, Map const& map,
                                     std::int64_t mapped) const {
     if constexpr (std::is_same_v<Parts, groups>) {
       std::int64_t const both = std::min(length, mapped);
       auto const of = share_of(share);
+      auto const to = [&](std::int64_t g) { return sums_of_group<Rows::sum_count>(sums, length, g); };
       for (std::int64_t g = of.group; g < of.groups_end; ++g) {
+        if constexpr (Rows::reads_side_by_side)
+          if (length <= mapped && g + 1 < of.groups_end && suit_side_by_side<T>(parts_, g, Map::inputs)) {
+            for (std::int64_t c = 0; c < length; ++c)
+              rows.sum_two_interleaved(c, parts_, g, map.interleaved(c), to(g), to(g + 1));
+            ++g;
+            continue;
+          }
         for (std::int64_t c = 0; c < both; ++c) rows.add_interleaved(c, parts_, g, map.interleaved(c));
         bool begun = false;
         if (both < length)
@@ -155,7 +164,7 @@ private:
                                 for (std::int64_t c = both; c < length; ++c) rows.add(c, now, later, begun);
                                 begun = true;
                               });
-        rows.finish(g, sums_of_group<Rows::sum_count>(sums, length, g));
+        rows.finish(g, to(g));
       }
     }
   }
