@@ -21,10 +21,14 @@ namespace syncnorm::detail {
 /// Channels of which the first exchange of a workspace has room for two values each, beside a header.
 inline constexpr std::int64_t head_channels = 128;
 
+/// Of a text that is too long, its end is left out, with an ellipsis instead.
 template <std::size_t N>
 void set_text(std::array<char, N>& field, std::string_view text) {
+  constexpr std::string_view ellipsis = "...";
+  constexpr std::size_t room = N - 1;
   field.fill('\0');
-  std::ranges::copy(text.substr(0, N - 1), field.begin());
+  std::ranges::copy(text.substr(0, room), field.begin());
+  if (text.size() > room) std::ranges::copy(ellipsis, field.begin() + (room - ellipsis.size()));
 }
 
 /// What a header says of the type of elements.
