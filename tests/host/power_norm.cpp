@@ -384,8 +384,8 @@ TEST_CASE("what group scaling cannot do is said") {
   CHECK(forward(x, x, {0}) == "group_scaling: 4 channels cannot be divided into 0 groups");
   CHECK(forward(x, x, {-2}) == "group_scaling: 4 channels cannot be divided into -2 groups");
   CHECK(forward(x, x.sample_range(0, 1), {2}) == "group_scaling: y is [1, 4, 3], expected [2, 4, 3] as x");
-  CHECK(forward(null, x, {2}) == "group_scaling: x is null");
-  CHECK(forward(x, null, {2}) == "group_scaling: y is null");
+  CHECK(forward(null, x, {2}) == "group_scaling: x is null, its extents are [2, 4, 3]");
+  CHECK(forward(x, null, {2}) == "group_scaling: y is null, its extents are [2, 4, 3]");
   CHECK(forward(x.sample_range(0, -1), x, {2}).starts_with("group_scaling: x has a negative extent"));
   CHECK(forward(x, x, {2, -1}).starts_with("group_scaling: eps is"));
   CHECK(test_support::message_of<invalid_argument_error>([&] {

@@ -374,11 +374,13 @@ TEST_CASE("an executor that cannot tell its concurrency on one rank is an error 
     step_inputs good{5};
     auto const forward = [&] { layer.forward(good.x_view, good.y_view); };
     auto const backward = [&] { layer.backward(good.x_view, good.dy_view, good.dx_view); };
-    test::check_throws<syncnorm::invalid_argument_error>(forward, {"batch_norm forward", "rank 1", "no pool", "???..."});
+    test::check_throws<syncnorm::invalid_argument_error>(forward,
+                                                         {"batch_norm forward", "rank 1", "no pool", "???..."});
     lost = false;
     forward(), backward();
     lost = comm.rank() == 1;
-    test::check_throws<syncnorm::invalid_argument_error>(backward, {"batch_norm backward", "rank 1", "no pool", "???..."});
+    test::check_throws<syncnorm::invalid_argument_error>(backward,
+                                                         {"batch_norm backward", "rank 1", "no pool", "???..."});
     CHECK(layer.num_batches_tracked() == 1);
   });
 }

@@ -11,7 +11,6 @@
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/power_backward.hpp>
-#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/power_norm_checks.hpp>
 #include <syncnorm/ops/power_norm_forward.hpp>
@@ -74,8 +73,8 @@ void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
   check.same_extents(dy, "dy", x);
   if (wants_dx) {
     check.output(dx, "dx", x);
-    detail::check_apart<T>(check, dx, "dx", dy, "dy", true);
-    detail::check_apart<T>(check, dx, "dx", x, "x", true);
+    check.apart<T>(dx, "dx", dy, "dy", true);
+    check.apart<T>(dx, "dx", x, "x", true);
   }
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(gradients.gamma, "the gradient of gamma", channels);

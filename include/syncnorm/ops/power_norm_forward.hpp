@@ -17,7 +17,6 @@
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/power_forward.hpp>
 #include <syncnorm/host/second_moments.hpp>
-#include <syncnorm/ops/detail/apart.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/power_norm_checks.hpp>
 #include <syncnorm/ops/power_norm_state.hpp>
@@ -82,7 +81,7 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   check.require(channels >= 0, [&] { return check.text("the number of channels is negative: ", channels); });
   check.tensor(x, "x", channels);
   check.output(y, "y", x);
-  detail::check_apart<T>(check, y, "y", x, "x", true);
+  check.apart<T>(y, "y", x, "x", true);
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(affine.beta, "beta", channels);
   detail::check_options(check, options, channels);
@@ -143,7 +142,7 @@ void power_norm_inference(host::executor_ref exec, std::type_identity_t<tensor_v
   detail::call_check check;
   check.tensor(x, "x", channels);
   check.output(y, "y", x);
-  detail::check_apart<T>(check, y, "y", x, "x", true);
+  check.apart<T>(y, "y", x, "x", true);
   check.channel_values(affine.gamma, "gamma", channels);
   check.channel_values(affine.beta, "beta", channels);
   detail::check_options(check, options, channels);

@@ -6,7 +6,6 @@
 #include <string_view>
 #include <type_traits>
 
-#include <syncnorm/core/detail/overlap.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
@@ -14,16 +13,6 @@
 
 // What a pass writes is apart in memory from what it reads of other elements, which it may be yet to read.
 namespace syncnorm::detail {
-
-/// `may_be_same`: each element of `written` is made after the one of `other` was read.
-template <class T, class Name, class OtherName>
-void check_apart(call_check& check, std::type_identity_t<tensor_view<T const>> const& written, Name const& name,
-                 tensor_view<T const> const& other, OtherName const& other_name, bool may_be_same) {
-  if (check.failed() || place<T>(written, other) != placement::overlapping) return;
-  check.require(may_be_same && are_same<T>(written, other), [&] {
-    return check.text(name, " and ", other_name, " overlap in memory", may_be_same ? ", and are not the same" : "");
-  });
-}
 
 /// The operands of one kind of all micro-batches; beyond the last of them, and of default views, there is nothing.
 template <class T>
@@ -56,10 +45,10 @@ void check_output_apart(call_check& check, std::size_t batches, named_views<T> c
     if (!written[k].is_given()) continue;
     batch_name const of{written.name, k, batches};
     for (std::size_t j = 0; j < k; ++j)
-      check_apart<T>(check, written[k], of, written[j], batch_name{written.name, j, batches}, false);
+      check.apart<T>(written[k], of, written[j], batch_name{written.name, j, batches}, false);
     for (std::size_t j = 0; j < batches; ++j)
       for (auto const& each : read)
-        check_apart<T>(check, written[k], of, each[j], batch_name{each.name, j, batches}, may_be_same && j == k);
+        check.apart<T>(written[k], of, each[j], batch_name{each.name, j, batches}, may_be_same && j == k);
   }
 }
 
@@ -71,8 +60,8 @@ void check_outputs_apart(call_check& check, std::size_t batches, named_views<T> 
   check_output_apart<T>(check, batches, second, read, may_be_same);
   for (std::size_t k = 0; k < batches; ++k)
     for (std::size_t j = 0; j < batches; ++j)
-      check_apart<T>(check, first[k], batch_name{first.name, k, batches}, second[j],
-                     batch_name{second.name, j, batches}, false);
+      check.apart<T>(first[k], batch_name{first.name, k, batches}, second[j], batch_name{second.name, j, batches},
+                     false);
 }
 
 } // namespace syncnorm::detail

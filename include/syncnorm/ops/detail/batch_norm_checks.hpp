@@ -5,13 +5,12 @@
 #include <cstdint>
 #include <limits>
 #include <span>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
-#include <syncnorm/core/detail/overlap.hpp>
+#include <syncnorm/core/detail/argument_check.hpp>
 #include <syncnorm/core/detail/view_checks.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
@@ -25,46 +24,9 @@ namespace syncnorm::detail {
                       : "statistics of one rank need more than 1 value per channel, got 1";
 }
 
-/// Collects the first thing that is wrong with a call. It throws nothing, because the other ranks have to be told first;
-/// and it builds no text unless something is wrong.
-class call_check {
+/// What is wrong with a call of a pass, besides its tensors.
+class call_check : public argument_check {
 public:
-  [[nodiscard]] std::string const& fault() const noexcept { return fault_; }
-  [[nodiscard]] bool failed() const noexcept { return !fault_.empty(); }
-
-  /// `message()` says what is wrong unless `holds`.
-  template <class Message>
-  void require(bool holds, Message const& message) {
-    if (!holds && fault_.empty()) fault_ = message();
-  }
-
-  /// A name is anything that can be written to a stream.
-  template <class T, class Name>
-  void tensor(tensor_view<T> const& x, Name name, std::int64_t channels) {
-    require(x.samples >= 0 && x.channels >= 0 && x.spatial >= 0,
-            [&] { return text(name, " has a negative extent: ", extents_of(x)); });
-    require(x.channels == channels, [&] { return text(name, " has ", x.channels, " channels, expected ", channels); });
-    require(is_countable(x), [&] { return text(name, " has more elements than can be counted: ", extents_of(x)); });
-    require_data(x, name);
-  }
-
-  /// `y` is a tensor with the extents of `x`.
-  template <class T, class Name>
-  void same_extents(tensor_view<T> const& y, Name name, tensor_view<std::remove_const_t<T> const> const& x) {
-    require(y.samples == x.samples && y.channels == x.channels && y.spatial == x.spatial,
-            [&] { return text(name, " is ", extents_of(y), ", expected ", extents_of(x), " as x"); });
-    require_data(y, name);
-  }
-
-  /// The same for a tensor that is written.
-  template <class T, class Name>
-  void output(tensor_view<T> const& y, Name name, tensor_view<T const> const& x) {
-    same_extents(y, name, x);
-    if (failed()) return;
-    require(!overlaps_itself(y),
-            [&] { return text(name, " has the strides ", strides_of(y), ", by which its elements overlap"); });
-  }
-
   template <class P>
   void channel_values(std::span<P> values, std::string_view name, std::int64_t channels) {
     require(values.empty() || values.size() == static_cast<std::size_t>(channels),
@@ -118,10 +80,6 @@ public:
             [&] { return text("x has ", count, " values per channel, in the forward pass ", expected); });
   }
 
-  void eps(double value) {
-    require(std::isfinite(value) && value >= 0, [&] { return text("eps is ", value, ", expected a number >= 0"); });
-  }
-
   /// `running` as `running_statistics`, or those of complex channels.
   template <class Running>
   void options(batch_norm_options const& options, Running const& running, std::int64_t channels) {
@@ -147,26 +105,6 @@ public:
     require(counter < std::numeric_limits<std::int64_t>::max(),
             [&] { return text(name, " is ", counter, ", the most that it can count"); });
   }
-
-  /// The parts of a message, one after the other.
-  template <class... Parts>
-  [[nodiscard]] static std::string text(Parts const&... parts) {
-    std::ostringstream message;
-    (message << ... << parts);
-    return message.str();
-  }
-
-private:
-  template <class T, class Name>
-  void require_data(tensor_view<T> const& x, Name name) {
-    if (failed()) return; // of what cannot be counted there is no size
-    require(x.data != nullptr || x.size() == 0,
-            [&] { return text(name, " is null, its extents are ", extents_of(x)); });
-    require(fits_memory(x),
-            [&] { return text(name, " has the strides ", strides_of(x), ", which no memory has room for"); });
-  }
-
-  std::string fault_;
 };
 
 } // namespace syncnorm::detail
