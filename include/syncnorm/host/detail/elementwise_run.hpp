@@ -54,9 +54,11 @@ public:
 
     /// The four vectors at element `i`, a multiple of as many.
     [[gnu::always_inline]] void operator()(std::int64_t i) const {
-      put_two(op_, in_, out_, i, k_, all_streamed);
-      put_two(op_, in_, out_, i + 2 * L, k_, all_streamed);
+      pair(i);
+      pair(i + 2 * L);
     }
+    /// Two of them.
+    [[gnu::always_inline]] void pair(std::int64_t i) const { put_two(op_, in_, out_, i, k_, all_streamed); }
 
     /// What is left after the last four.
     [[gnu::always_inline]] void finish() const {

@@ -91,7 +91,7 @@ struct pivoted_sums {
   }
 
   /// Adds `n` elements, at least a vector's, to each of two sums, which are read side by side and fetched so many elements ahead; of both
-  /// between(i) after each four vectors.
+  /// between.pair(i) after each two vectors.
   template <class T, class Between>
   [[gnu::always_inline]] static void add_two(std::int64_t n, std::int64_t ahead, pivoted_sums& a, T const* x,
                                              Between const& between_x, pivoted_sums& b, T const* y,
@@ -102,12 +102,16 @@ struct pivoted_sums {
       partial_sums of_x, of_y;
       std::int64_t const end = std::min(n, i + stretch);
       for (; i + 4 * lanes <= end; i += 4 * lanes) {
-        prefetch<4 * lanes, 1>(x, i + ahead);
-        of_x.add_four(x, i, p, all);
-        prefetch<4 * lanes, 1>(y, i + ahead);
-        of_y.add_four(y, i, q, all);
-        between_x(i);
-        between_y(i);
+#pragma GCC unroll 2
+        for (std::size_t to = 0; to < 4; to += 2) {
+          std::int64_t const at = i + static_cast<std::int64_t>(to) * lanes;
+          prefetch<2 * lanes, 1>(x, at + ahead);
+          of_x.add_pair(to, x, at, p, all);
+          prefetch<2 * lanes, 1>(y, at + ahead);
+          of_y.add_pair(to, y, at, q, all);
+          between_x.pair(at);
+          between_y.pair(at);
+        }
       }
       of_x.add_last(x, i, end, p, all);
       of_y.add_last(y, i, end, q, all);
@@ -147,18 +151,22 @@ private:
 
   /// Of at most a stretch of elements, about the pivots `p`.
   struct partial_sums {
-    sums_of_vectors s0, s1, s2, s3;
+    std::array<sums_of_vectors, 4> of{};
+
+    /// Two vectors, to the sums `to` and the next.
+    template <class T, class Counted>
+    [[gnu::always_inline]] void add_pair(std::size_t to, T const* x, std::int64_t i, vector const& p,
+                                         Counted const& counted) {
+      auto const [v0, v1] = load_pair<lanes>(x + i);
+      auto const [d0, d1] = counted.template keep_pair<lanes>(v0 - p, v1 - p, i);
+      of[to].add(d0);
+      of[to + 1].add(d1);
+    }
 
     template <class T, class Counted>
     [[gnu::always_inline]] void add_four(T const* x, std::int64_t i, vector const& p, Counted const& counted) {
-      auto const [v0, v1] = load_pair<lanes>(x + i);
-      auto const [v2, v3] = load_pair<lanes>(x + i + 2 * lanes);
-      auto const [d0, d1] = counted.template keep_pair<lanes>(v0 - p, v1 - p, i);
-      auto const [d2, d3] = counted.template keep_pair<lanes>(v2 - p, v3 - p, i + 2 * lanes);
-      s0.add(d0);
-      s1.add(d1);
-      s2.add(d2);
-      s3.add(d3);
+      add_pair(0, x, i, p, counted);
+      add_pair(2, x, i + 2 * lanes, p, counted);
     }
 
     /// Elements [i, end), less than four vectors; a vector's are there before `end`.
@@ -166,13 +174,13 @@ private:
     [[gnu::always_inline]] void add_last(T const* x, std::int64_t i, std::int64_t end, vector const& p,
                                          Counted const& counted) {
       auto const at = [&](std::int64_t j) { return counted.template keep<lanes>(load<lanes>(x + j) - p, j); };
-      for (; i + lanes <= end; i += lanes) s0.add(at(i));
-      if (i < end) s1.add(keep_last<A, lanes>(at(end - lanes), static_cast<int>(end - i)));
+      for (; i + lanes <= end; i += lanes) of[0].add(at(i));
+      if (i < end) of[1].add(keep_last<A, lanes>(at(end - lanes), static_cast<int>(end - i)));
     }
   };
 
   [[gnu::always_inline]] void add(partial_sums const& some) {
-    auto const& [s0, s1, s2, s3] = some;
+    auto const& [s0, s1, s2, s3] = some.of;
     first += fold_to_double<A>((s0.first + s1.first) + (s2.first + s3.first));
     second += fold_to_double<A>((s0.second + s1.second) + (s2.second + s3.second));
   }
