@@ -209,11 +209,11 @@ struct groups {
   }
 
   /// Whether the pieces of group `g` and of the one after it are as many, and at each place as long as each other.
-  [[nodiscard]] constexpr bool match(std::int64_t g) const {
+  [[nodiscard]] constexpr bool matches_next(std::int64_t g) const {
     return begin(g) + 2 * length <= pieces && length % cut.pieces == 0;
   }
 
-  /// Calls f(piece of group `g`, that of the one after it) for each place of two groups that `match`.
+  /// Calls f(piece of group `g`, that of the one after it) for each place, if it `matches_next`.
   template <class F>
   [[gnu::always_inline]] constexpr void for_each_two_pieces(std::int64_t g, F const& f) const {
     piece now = at(begin(g)), then = at(begin(g + 1));

@@ -250,7 +250,7 @@ public:
     sums_[i] = all;
   }
 
-  /// The same of group `g`, to `first`, and of the next one, which `match`, to `second`: they are read side by side.
+  /// The same of group `g`, which `matches_next`, to `first`, and of the one after it to `second`: they are read side by side.
   template <class Between>
   [[gnu::noinline]] void sum_two_interleaved(std::int64_t c, groups const& parts, std::int64_t g,
                                              Between const& between, sums_of_channels<sum_count> const& first,

@@ -123,7 +123,7 @@ template <class T, class F>
 template <class T>
 [[nodiscard]] constexpr bool suit_side_by_side(groups const& parts, std::int64_t g, std::size_t inputs) {
   std::int64_t const shortest = static_cast<std::int64_t>(inputs) * 2048;
-  return sizeof(T) >= 4 && parts.cut.length * static_cast<std::int64_t>(sizeof(T)) >= shortest && parts.match(g);
+  return sizeof(T) >= 4 && parts.cut.length * static_cast<std::int64_t>(sizeof(T)) >= shortest && parts.matches_next(g);
 }
 
 /// How far moments are fetched ahead then; of several tensors nothing is.
