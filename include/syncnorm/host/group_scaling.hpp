@@ -30,8 +30,7 @@ void check_scaling(char const* pass, channel_scaling const& scaling,
   auto const& x = read.begin()->view;
   syncnorm::detail::argument_check check;
   check.tensor(x, "x", x.channels);
-  check.require(scaling.groups >= 1 && x.channels % scaling.groups == 0,
-                [&] { return check.text(x.channels, " channels cannot be divided into ", scaling.groups, " groups"); });
+  check.groups(x.channels, scaling.groups);
   check.eps(scaling.eps);
   for (auto const& each : read) check.same_extents(each.view, each.name, x);
   check.output(written.view, written.name, x);

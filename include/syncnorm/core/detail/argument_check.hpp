@@ -61,8 +61,14 @@ public:
     });
   }
 
-  void eps(double value) {
-    require(std::isfinite(value) && value >= 0, [&] { return text("eps is ", value, ", expected a number >= 0"); });
+  void eps(double value, char const* name = "eps") {
+    require(std::isfinite(value) && value >= 0, [&] { return text(name, " is ", value, ", expected a number >= 0"); });
+  }
+
+  /// So many `groups` of channels can be scaled.
+  void groups(std::int64_t channels, std::int64_t groups) {
+    require(groups >= 1 && channels % groups == 0,
+            [&] { return text(channels, " channels cannot be divided into ", groups, " groups"); });
   }
 
   /// The parts of a message, one after the other.

@@ -4,7 +4,6 @@
 #include <initializer_list>
 #include <span>
 #include <string_view>
-#include <type_traits>
 
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>

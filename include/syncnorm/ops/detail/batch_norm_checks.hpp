@@ -7,7 +7,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/detail/argument_check.hpp>
@@ -24,7 +23,7 @@ namespace syncnorm::detail {
                       : "statistics of one rank need more than 1 value per channel, got 1";
 }
 
-/// What is wrong with a call of a pass, besides its tensors.
+/// What is wrong with a call of a pass: with its tensors, and what else it takes.
 class call_check : public argument_check {
 public:
   template <class P>

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <span>
 
@@ -19,10 +18,8 @@ inline void check_options(call_check& check, power_norm_options const& options, 
   alpha(options.alpha_backward, "alpha_backward");
   check.require(options.warmup_iters >= 0,
                 [&] { return check.text("warmup_iters is ", options.warmup_iters, ", expected at least 0"); });
-  check.require(options.groups >= 0 && (options.groups == 0 || channels % options.groups == 0),
-                [&] { return check.text(channels, " channels cannot be divided into ", options.groups, " groups"); });
-  check.require(std::isfinite(options.group_eps) && options.group_eps >= 0,
-                [&] { return check.text("group_eps is ", options.group_eps, ", expected a number >= 0"); });
+  if (options.groups != 0) check.groups(channels, options.groups);
+  check.eps(options.group_eps, "group_eps");
 }
 
 template <class P>
