@@ -70,6 +70,31 @@ TEST_CASE("ranks that disagree on the options are told so") {
     });
 }
 
+TEST_CASE("ranks whose cumulative averages have different numbers of batches are told so") {
+  for (auto const& momentum : {std::optional<double>{}, std::optional{0.1}})
+    syncnorm::run_ranks(3, [&](syncnorm::thread_communicator const& comm) {
+      layer_of_floats layer{comm, 3, {.norm = {.momentum = momentum}}};
+      step_inputs in{3};
+      layer.forward(in.x_view, in.y_view);
+      layer.forward(in.x_view, in.y_view);
+      if (comm.rank() == 1) layer.num_batches_tracked() = 7;
+      std::vector const mean(layer.running_mean().begin(), layer.running_mean().end());
+      auto const forward = [&] { layer.forward(in.x_view, in.y_view); };
+      if (momentum) {
+        forward(); // of which the counter takes no part
+        CHECK(layer.num_batches_tracked() == (comm.rank() == 1 ? 8 : 3));
+        return;
+      }
+      test::check_throws<syncnorm::mismatch_error>(
+          forward, {"momentum (-1 - n: the cumulative average of n batches)", "rank 0 has -3", "rank 1 has -8"});
+      CHECK(layer.num_batches_tracked() == (comm.rank() == 1 ? 7 : 2));
+      CHECK(std::ranges::equal(layer.running_mean(), mean));
+      layer.num_batches_tracked() = 7;
+      forward();
+      CHECK(layer.num_batches_tracked() == 8);
+    });
+}
+
 TEST_CASE("ranks in different passes are told so") {
   syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
     layer_of_floats layer{comm, 3};

@@ -15,7 +15,7 @@ struct packet_header {
   std::array<char, 16> element{}; ///< element_traits<T>::name
   std::int64_t channels = 0;
   double eps = 0;
-  double momentum = 0;               ///< −1: cumulative average
+  double momentum = 0;               ///< −1 − n: the cumulative average of n batches, 0 of a counter on a device
   std::int16_t running_variance = 0; ///< the option of this name
   std::int16_t normalize_by = 0;     ///< the same
   std::int32_t tracks_running_statistics = 0;

@@ -57,6 +57,12 @@ template <class T, class Affine, class Running>
   return own;
 }
 
+/// Has ranks agree on how many batches a cumulative average has, by a counter in memory of the host.
+inline void name_batches_averaged(packet_header& own, std::int64_t const* tracked, call_check const& check) {
+  bool const averages = own.momentum < 0 && own.tracks_running_statistics != 0 && !check.failed();
+  if (averages) own.momentum = -1 - static_cast<double>(*tracked);
+}
+
 /// Runs `look`, which says in `check` what is wrong with a pass. So is what it throws, for want of memory.
 template <class Look>
 void look_into(call_check& check, Look const& look) {

@@ -95,6 +95,7 @@ public:
 
   [[nodiscard]] packet_header header() const override {
     auto own = make_forward_header<T>(channels(), count(), in_.affine, in_.running, options_, check_);
+    name_batches_averaged(own, in_.running.num_batches_tracked, check_);
     name_complex<T>(own);
     name_complex_gamma(own, in_.affine);
     return own;

@@ -128,6 +128,7 @@ public:
 
   [[nodiscard]] packet_header header() const override {
     auto own = make_forward_header<T>(channels_, count(), in_.affine, in_.running, options_, check_);
+    name_batches_averaged(own, in_.running.num_batches_tracked, check_);
     own.backward = static_cast<std::int32_t>(backward_);
     return own;
   }

@@ -115,7 +115,7 @@ void for_each_agreed_field(F const& f) {
   f(&packet_header::channels, "the number of channels");
   f(&packet_header::shape, "the channels of their layers (a digest)");
   f(&packet_header::eps, "eps");
-  f(&packet_header::momentum, "momentum (-1: cumulative average)");
+  f(&packet_header::momentum, "momentum (-1 - n: the cumulative average of n batches)");
   f(&packet_header::running_variance, "the running variance (0: unbiased, 1: biased, 2: standard deviation)");
   f(&packet_header::normalize_by, "the variance that normalizes (0: biased, 1: unbiased)");
   f(&packet_header::tracks_running_statistics, "tracking running statistics");
