@@ -213,11 +213,17 @@ TEST_CASE("options out of range on one rank are an error on every rank") {
     syncnorm::batch_norm_options norm;
     char const* part;
   };
-  for (auto const& bad : std::initializer_list<bad_options>{{{.eps = -1e-5}, "eps is"},
-                                                            {{.eps = nan}, "eps is"},
-                                                            {{.momentum = -0.1}, "momentum is -0.1"},
-                                                            {{.momentum = 1.5}, "momentum is 1.5"},
-                                                            {{.momentum = nan}, "momentum"}})
+  auto const unnamed = []<class Enum>(Enum) { return static_cast<Enum>(9); };
+  for (auto const& bad : std::initializer_list<bad_options>{
+           {{.eps = -1e-5}, "eps is"},
+           {{.eps = nan}, "eps is"},
+           {{.momentum = -0.1}, "momentum is -0.1"},
+           {{.momentum = 1.5}, "momentum is 1.5"},
+           {{.momentum = nan}, "momentum"},
+           {{.variance = unnamed(syncnorm::running_variance{})}, "the running variance is 9, expected 0 to 2"},
+           {{.exchange = unnamed(syncnorm::exchange_policy{})}, "the exchange policy is 9, expected 0 to 2"},
+           {{.normalize_by = unnamed(syncnorm::batch_variance{})},
+            "the variance that normalizes is 9, expected 0 to 1"}})
     syncnorm::run_ranks(world_size, [&](syncnorm::thread_communicator const& comm) {
       auto const norm = comm.rank() == 2 ? bad.norm : syncnorm::batch_norm_options{};
       layer_of_floats layer{comm, 3, {.norm = norm}};

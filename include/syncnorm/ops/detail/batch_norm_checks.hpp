@@ -86,6 +86,9 @@ public:
     double const momentum = options.momentum.value_or(0);
     require(momentum >= 0 && momentum <= 1,
             [&] { return text("momentum is ", momentum, ", expected a number in [0, 1]"); });
+    one_of(options.variance, running_variance::standard_deviation, "the running variance");
+    one_of(options.exchange, exchange_policy::reduce, "the exchange policy");
+    one_of(options.normalize_by, batch_variance::unbiased, "the variance that normalizes");
     channel_values(running.mean, "running_mean", channels);
     channel_values(running.var, "running_var", channels);
     require(running.mean.empty() == running.var.empty(),
@@ -99,6 +102,12 @@ public:
     require(options.momentum || *tracked >= 0,
             [&] { return text("num_batches_tracked is ", *tracked, ", expected at least 0"); });
     counts_on(*tracked, "num_batches_tracked");
+  }
+  /// `value` is an enumerator, of which the first is 0.
+  template <class Enum>
+  void one_of(Enum value, Enum last, std::string_view name) {
+    require(value <= last,
+            [&] { return text(name, " is ", static_cast<int>(value), ", expected 0 to ", static_cast<int>(last)); });
   }
   void counts_on(std::int64_t counter, std::string_view name) {
     require(counter < std::numeric_limits<std::int64_t>::max(),
