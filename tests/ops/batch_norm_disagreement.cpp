@@ -10,6 +10,7 @@
 
 #include <syncnorm/comm/thread_group.hpp>
 #include <syncnorm/ops/batch_norm.hpp>
+#include <syncnorm/ops/batch_norm_group.hpp>
 #include <syncnorm/ops/passes.hpp>
 
 #include <ops/batch_norm_steps.hpp>
@@ -109,6 +110,26 @@ TEST_CASE("ranks in different passes are told so") {
         },
         {"the operation", "batch_norm forward", "batch_norm backward"});
   });
+}
+
+TEST_CASE("a pass by itself and one of a group are told apart, and then go on") {
+  for (auto const policy : {syncnorm::exchange_policy::gather, syncnorm::exchange_policy::reduce})
+    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+      layer_of_floats layer{comm, 3, {.norm = {.exchange = policy}}};
+      step_inputs in{3};
+      syncnorm::batch_norm_group group{comm};
+      auto const by_itself = [&] { layer.begin_forward(in.x_view, in.y_view).finish(); };
+      auto const grouped = [&] { group.run(syncnorm::passes(layer.plan_forward(in.x_view, in.y_view))); };
+      for (int round = 0; round < 2; ++round) { // before and after the first exchanges that went well
+        test::check_throws<syncnorm::mismatch_error>([&] { comm.rank() == 0 ? grouped() : by_itself(); },
+                                                     {"in two (1), in a group (2)", "rank 0 has 2", "rank 1 has 1"});
+        CHECK(layer.num_batches_tracked() == 3 * round);
+        layer.forward(in.x_view, in.y_view);
+        by_itself();
+        grouped();
+      }
+      CHECK(layer.num_batches_tracked() == 6);
+    });
 }
 
 TEST_CASE("what is wrong on one rank is said of the pass that this rank runs") {

@@ -273,7 +273,7 @@ TEST_CASE(
         run(cuda::passes(a.plan_backward(),
                          b.layer.plan_backward(b.x.view, b.dy.view, b.dx.view, {}, {}, {.exchange = !alone})));
       });
-      CHECK_MESSAGE(text.find("of this rank alone (2): rank 0 has 1, rank 1 has 2") != std::string::npos, text);
+      CHECK_MESSAGE(text.find("of this rank alone (3): rank 0 has 2, rank 1 has 3") != std::string::npos, text);
       CHECK(a.results() == before);
       text = test::thrown<syncnorm::invalid_argument_error>(
           [&] { run(cuda::passes(a.plan_forward(), a.plan_forward())); });

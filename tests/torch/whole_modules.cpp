@@ -411,6 +411,24 @@ TEST_CASE("a clone and what converts have as many channels as the tensors, whate
   }
 }
 
+TEST_CASE("a module that has loaded the state of another number of channels refuses it in every mode") {
+  torch::nn::BatchNorm1d five{BatchNormOptions{5}};
+  std::stringstream file;
+  torch::save(five, file);
+  syncnorm::torch::SyncBatchNorm norm{BatchNormOptions{3}};
+  torch::load(norm, file);
+  for (std::int64_t const channels : {3, 5})
+    for (bool const training : {true, false})
+      for (bool const frozen : {false, true}) {
+        norm->train(training);
+        norm->freeze_statistics(frozen);
+        auto const text = message_of<syncnorm::invalid_argument_error>([&] {
+          norm->forward(torch::ones({2, channels, 4}));
+        });
+        CHECK_MESSAGE(contains(text, "expected 3"), text);
+      }
+}
+
 TEST_CASE("parameters that are views of negated memory are read as they are") {
   auto const values = torch::full({1}, 0.75, torch::kDouble);
   auto const negated = torch::imag(torch::complex(torch::zeros_like(values), -values).conj());

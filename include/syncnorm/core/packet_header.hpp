@@ -7,6 +7,9 @@
 
 namespace syncnorm::detail {
 
+/// How a pass is run, by which messages lie.
+enum class pass_form : std::int16_t { one_phase, two_phases, in_group, in_group_alone };
+
 /// What every rank says about itself at the head of an exchange, so that what is wrong on one rank only is known to all
 /// before any of them acts on the statistics. What ranks have to agree on comes first, without gaps, so that a kernel
 /// compares bytes.
@@ -20,11 +23,11 @@ struct packet_header {
   std::int16_t normalize_by = 0;     ///< the same
   std::int32_t tracks_running_statistics = 0;
   std::int32_t affine = 0;
-  std::int16_t policy = 0;    ///< exchange_policy, resolved
-  std::int16_t wish = 0;      ///< exchange_policy as the options have it
-  std::int16_t layers = 1;    ///< whose values travel together
-  std::int16_t two_phase = 0; ///< 1: in two phases or a group, whose message lies otherwise; 2: in a group, but alone
-  std::uint32_t shape = 0;    ///< a digest of their channels
+  std::int16_t policy = 0; ///< exchange_policy, resolved
+  std::int16_t wish = 0;   ///< exchange_policy as the options have it
+  std::int16_t layers = 1; ///< whose values travel together
+  pass_form form = pass_form::one_phase;
+  std::uint32_t shape = 0; ///< a digest of their channels
   // In what follows ranks may differ.
   std::int64_t count = 0;    ///< elements of a channel on this rank
   std::int32_t backward = 0; ///< the caller's backward_pass

@@ -78,6 +78,7 @@ public:
         epilogues_(in.epilogues.begin(), in.epilogues.end()), affine_{in.affine}, running_{in.running},
         options_{options}, saved_{&saved} {
     check_.require(caller.fault.empty(), [&] { return std::string{caller.fault}; });
+    check_.channel_values(in.running.mean, "running_mean", channels);
     check_inference(check_, operands());
   }
   pass_steps& steps() override { return *this; }

@@ -141,7 +141,8 @@ public:
   /// `agreed`: whether the ranks have agreed on layers of these channels, for which it else waits for the stream.
   template <communicator C>
   [[nodiscard]] static pending_passes begin(C const& comm, std::span<batch_norm_pass> passes, detail::packet_pool& pool,
-                                            detail::pass_report& report, bool& agreed, cudaStream_t stream) {
+                                            detail::pass_report& report, bool& agreed, cudaStream_t stream,
+                                            syncnorm::detail::pass_form form = syncnorm::detail::pass_form::in_group) {
     pending_passes pending;
     pending.passes_.assign(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end()));
     pending.report_ = &report;
@@ -149,7 +150,7 @@ public:
     std::exception_ptr failure;
     bool exchanged = false;
     try {
-      failure = pending.start(comm, pool, agreed, exchanged);
+      failure = pending.start(comm, pool, agreed, exchanged, form);
     } catch (...) {
       exchanged ? pending.drop() : pending.fail();
       throw;
@@ -231,7 +232,8 @@ private:
 
   /// Returns what is to be thrown of passes of which all ranks hear. `exchanged`: whether the others may have begun them.
   template <class C>
-  [[nodiscard]] std::exception_ptr start(C const& comm, detail::packet_pool& pool, bool& agreed, bool& exchanged) {
+  [[nodiscard]] std::exception_ptr start(C const& comm, detail::packet_pool& pool, bool& agreed, bool& exchanged,
+                                         syncnorm::detail::pass_form form) {
     bool exchanges = false;
     for (auto const& pass : passes_) exchanges |= syncnorm::size(comm) > 1 && pass.steps().collective();
     if (exchanges) detail::require_capturable(comm, passes_.front().steps().name(), agreed, stream_);
@@ -249,7 +251,7 @@ private:
     for (auto const& pass : passes_) {
       auto& header = headers.emplace_back(pass.steps().header());
       header.layers = static_cast<std::int16_t>(passes_.size());
-      header.two_phase = pass.steps().collective() ? 1 : 2;
+      header.form = pass.steps().collective() ? form : syncnorm::detail::pass_form::in_group_alone;
       header.policy = static_cast<std::int16_t>(policy);
       header.shape = passes_.size() == 1 ? 0 : syncnorm::detail::shape_digest(pool.channels());
       if (auto const clash = clash_of(headers.size() - 1); !clash.empty())

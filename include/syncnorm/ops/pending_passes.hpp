@@ -84,10 +84,11 @@ public:
   /// alone.
   template <communicator C>
   [[nodiscard]] static pending_passes begin(C const& comm, std::span<batch_norm_pass> passes,
-                                            detail::packet_exchange& home) {
+                                            detail::packet_exchange& home,
+                                            detail::pass_form form = detail::pass_form::in_group) {
     pending_passes pending{passes, home};
     try {
-      pending.start(comm);
+      pending.start(comm, form);
     } catch (...) {
       pending.drop();
       throw;
@@ -139,7 +140,7 @@ private:
   [[nodiscard]] bool takes_part(detail::pass_steps const& steps) const { return exchanges_ && steps.collective(); }
 
   template <class C>
-  void start(C const& comm) {
+  void start(C const& comm, detail::pass_form form) {
     exchanges_ = false;
     for_each_layer([&](std::size_t, detail::pass_steps const& steps) { exchanges_ |= steps.collective(); });
     if (!exchanges_) return;
@@ -149,7 +150,7 @@ private:
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       channels += steps.channels();
       auto& header = exchange_.header(l) = steps.header();
-      header.two_phase = steps.collective() ? 1 : 2;
+      header.form = steps.collective() ? form : detail::pass_form::in_group_alone;
       detail::report_what_throws(header, [&] {
         if (steps.rule() != first.rule())
           throw invalid_argument_error{"a forward and a backward pass cannot travel together"};
@@ -181,7 +182,7 @@ private:
 template <communicator C>
 [[nodiscard]] pending_passes begin_pass(C const& comm, batch_norm_pass pass, batch_norm_workspace& workspace) {
   if (workspace.exchange.agreed()) workspace.packets.agree();
-  auto pending = pending_passes::begin(comm, {&pass, 1}, workspace.packets);
+  auto pending = pending_passes::begin(comm, {&pass, 1}, workspace.packets, detail::pass_form::two_phases);
   if (workspace.packets.agreed()) workspace.exchange.agree();
   return pending;
 }

@@ -90,7 +90,8 @@ public:
         return groups_.try_emplace(first.device().index(), comm_).first->second.begin(std::move(passes), stream);
       auto& workspace = first.workspace();
       bool agreed = workspace.agreed();
-      return cuda::pending_passes::begin(comm_, passes, workspace.pool(), workspace.passes_report(), agreed, stream);
+      return cuda::pending_passes::begin(comm_, passes, workspace.pool(), workspace.passes_report(), agreed, stream,
+                                         syncnorm::detail::pass_form::two_phases);
     });
   }
 

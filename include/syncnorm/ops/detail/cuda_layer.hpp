@@ -145,7 +145,8 @@ protected:
   }
   [[nodiscard]] pending_passes begin(batch_norm_pass pass, cudaStream_t stream) {
     bool agreed = workspace_.agreed();
-    return pending_passes::begin(comm_, {&pass, 1}, workspace_.pool(), workspace_.passes_report(), agreed, stream);
+    return pending_passes::begin(comm_, {&pass, 1}, workspace_.pool(), workspace_.passes_report(), agreed, stream,
+                                 syncnorm::detail::pass_form::two_phases);
   }
 
   C comm_;

@@ -99,6 +99,7 @@ template <std::integral Integer>
 [[nodiscard]] std::string to_text(Integer value) {
   return std::to_string(value);
 }
+[[nodiscard]] inline std::string to_text(pass_form value) { return to_text(static_cast<int>(value)); }
 template <std::size_t N>
 [[nodiscard]] std::string to_text(std::array<char, N> const& value) {
   return get_text(value);
@@ -109,8 +110,8 @@ template <class F>
 void for_each_agreed_field(F const& f) {
   f(&packet_header::pass, "the operation");
   f(&packet_header::element, "the element type");
-  f(&packet_header::two_phase,
-    "whether a pass is in one phase (0), in two or a group (1), or in a group but of this rank alone (2)");
+  f(&packet_header::form,
+    "whether a pass is in one phase (0), in two (1), in a group (2), or in a group but of this rank alone (3)");
   f(&packet_header::layers, "the number of layers");
   f(&packet_header::channels, "the number of channels");
   f(&packet_header::shape, "the channels of their layers (a digest)");

@@ -9,7 +9,6 @@
 
 #include <torch/types.h>
 
-#include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>
 #include <syncnorm/ops/batch_norm_in_place.hpp>
 #include <syncnorm/ops/batch_norm_micro_batches.hpp>
@@ -58,13 +57,7 @@ private:
                                        in_.state->workspace, {fault_, backward_}, epilogues_);
       return;
     }
-    if (!fault_.empty()) throw invalid_argument_error{"batch_norm inference: " + fault_};
-    if (in_.scope == statistics_scope::constant) {
-      batch_norm_inference_batches<T, P>(exec, x_views_, y_views_, affine_, running_.mean, running_.var,
-                                         in_.options.eps, saved, in_.options.variance, epilogues_);
-      return;
-    }
-    auto const alone = plan(); // which says that the batch is this rank's
+    auto const alone = plan();
     run_alone({&alone, 1});
   }
 
