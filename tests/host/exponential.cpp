@@ -50,7 +50,8 @@ TEST_CASE_TEMPLATE("the exponential of what is not positive is exact but for its
                 [](A v) { return vectors::exponential_minus_1(v); }, [](long double v) { return std::expm1(v); });
 }
 
-TEST_CASE_TEMPLATE("beyond what numbers hold, an exponential is next to 0", A, float, double) {
+TEST_CASE_TEMPLATE("beyond what numbers hold, an exponential is next to 0, and of what is no number none", A, float,
+                   double) {
   constexpr A infinite = std::numeric_limits<A>::infinity(), least = std::numeric_limits<A>::min();
   for (A const v : {-infinite, std::numeric_limits<A>::lowest(), A(-1e4)}) {
     CHECK(vectors::exponential(v) >= 0);
@@ -59,4 +60,10 @@ TEST_CASE_TEMPLATE("beyond what numbers hold, an exponential is next to 0", A, f
   }
   CHECK(vectors::exponential(A(0)) == A(1));
   CHECK(vectors::exponential_minus_1(A(0)) == A(0));
+  constexpr A none = std::numeric_limits<A>::quiet_NaN();
+  constexpr int lanes = vectors::native_lanes<A>;
+  auto const all = vectors::reinterpret<std::array<A, lanes>>(vectors::exponential(vectors::splat<A, lanes>(none)));
+  CHECK(std::ranges::all_of(all, [](A v) { return std::isnan(v); }));
+  CHECK(std::isnan(vectors::exponential(none)));
+  CHECK(std::isnan(vectors::exponential_minus_1(none)));
 }

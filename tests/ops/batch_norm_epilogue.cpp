@@ -246,6 +246,36 @@ TEST_CASE_TEMPLATE("a backward pass needs nothing of a residual that is not acti
       });
 }
 
+TEST_CASE_TEMPLATE("what is no number is none behind an exponential, in gradients, too", T, float, double,
+                   syncnorm::bfloat16) {
+  for (std::int64_t const spatial : {1, 5, 83})
+    for (bool const channels_last : {false, true}) {
+      CAPTURE(spatial);
+      CAPTURE(channels_last);
+      constexpr std::int64_t channels = 2;
+      auto const view = [&](std::vector<T>& of) {
+        return channels_last ? syncnorm::nhwc(of.data(), 2, channels, spatial) : nchw(of.data(), 2, channels, spatial);
+      };
+      std::vector<T> x(static_cast<std::size_t>(2 * channels * spatial), T{-1}), y(x), dx(x);
+      view(x)(1, 1, spatial / 2) = static_cast<T>(std::numeric_limits<float>::quiet_NaN());
+      syncnorm::batch_norm<T> layer{{}, channels};
+      layer.eval();
+      batch_norm_epilogue<T> const epilogue{.activation = activation::elu()};
+      layer.forward(view(x), view(y), epilogue);
+      layer.backward(view(x), view(x), view(dx), epilogue, {});
+      for (std::int64_t n = 0; n < 2; ++n)
+        for (std::int64_t c = 0; c < channels; ++c)
+          for (std::int64_t s = 0; s < spatial; ++s) {
+            bool const given = n == 1 && c == 1 && s == spatial / 2;
+            CHECK(std::isnan(static_cast<double>(view(y)(n, c, s))) == given);
+            CHECK(std::isnan(static_cast<double>(view(dx)(n, c, s))) == given);
+          }
+      CHECK(std::isfinite(layer.beta_grad()[0]));
+      CHECK(std::isnan(layer.beta_grad()[1]));
+      CHECK(std::isnan(layer.gamma_grad()[1]));
+    }
+}
+
 TEST_CASE("one position that counts over all ranks cannot be trained on") {
   run_ranks(2, [&](thread_communicator const& comm) {
     std::vector<double> own(8, 1.0);

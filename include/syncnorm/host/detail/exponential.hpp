@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -32,7 +33,7 @@ struct exponential_parts {
   V scale, rest;
 };
 
-/// Of v from the logarithm of the least normal number to 0, to which others are taken.
+/// Of v from the logarithm of the least normal number to 0, to which others are taken; of what is no number `rest` is none.
 template <class V>
 [[nodiscard, gnu::always_inline]] inline exponential_parts<V> parts_of_exponential(V const& v) {
   using A = typename lane_traits<V>::type;
@@ -43,15 +44,15 @@ template <class V>
   constexpr long double log_2 = 0.693147180559945309417L;
 
   V const zero{}, least = zero + static_cast<A>((limits::min_exponent - 1) * log_2);
-  V x = v > least ? v : least;
-  x = x < zero ? x : zero;
+  V x = v < least ? least : v;
+  x = zero < x ? zero : x;
 
   // The next integer to x/log 2, of which the conversion cuts off what is behind the point.
   V const to_cut = x * static_cast<A>(1 / log_2) - A(0.5);
   integers k;
   V multiple;
   if constexpr (lanes == 1) {
-    k = static_cast<std::int32_t>(to_cut);
+    k = static_cast<std::int32_t>(std::isnan(to_cut) ? zero : to_cut);
     multiple = static_cast<A>(k);
   } else {
     auto const cut = __builtin_convertvector(to_cut, vector_t<std::int32_t, lanes>);
