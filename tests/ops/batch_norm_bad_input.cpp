@@ -186,6 +186,11 @@ TEST_CASE("outputs may be what they are made of, and lie between other elements"
   forward({at(0), at(30)}, {at(0), at(130)}, residuals);
   backward({at(0), at(30)}, {at(60), at(160)}, {at(60), at(30)}, {at(100), at(160)}, residuals);
 
+  refused(
+      [&] {
+        forward({view{memory.data(), 3, 2, 4, 16, 8, 1}}, {view{memory.data() + 1, 3, 2, 4, 16, 8, 2}}, {});
+      },
+      "y and x overlap in memory, and are not the same");
   refused([&] { forward({at(0), at(30)}, {at(200), at(31)}, none); }, "y[1] and x[1] overlap in memory, and are not");
   refused([&] { forward({at(0), at(30)}, {at(30), at(200)}, none); }, "y[0] and x[1] overlap in memory");
   refused([&] { forward({at(0), at(30)}, {at(200), at(200)}, none); }, "y[1] and y[0] overlap in memory");

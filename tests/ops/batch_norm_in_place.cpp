@@ -496,7 +496,7 @@ TEST_CASE("views overlap where they have an element in common, backwards, too") 
   CHECK_FALSE(overlap<double>({x + 22, 2, 3, 2, -12, -4, -2}, {x + 23, 2, 3, 2, -12, -4, -2}));
   CHECK(overlap<double>({x + 22, 2, 3, 2, -12, -4, -2}, {x + 20, 2, 3, 2, -12, -4, -2}));
 
-  // Of equal strides, each place looked at.
+  // Each place looked at, of equal strides and of others.
   auto const places = [](view const& of) {
     std::set<double const*> all;
     for (std::int64_t n = 0; n < of.samples; ++n)
@@ -507,18 +507,28 @@ TEST_CASE("views overlap where they have an element in common, backwards, too") 
   std::mt19937 random{5};
   auto const up_to = [&](int most) { return static_cast<std::int64_t>(random() % static_cast<unsigned>(most + 1)); };
   int overlapping = 0;
-  for (int i = 0; i < 2000; ++i) {
+  for (int i = 0; i < 4000; ++i) {
     view a{x + 30, 1 + up_to(2), 1 + up_to(2), 1 + up_to(2), up_to(9) - 4, up_to(9) - 4, up_to(9) - 4}, b = a;
     b.data += up_to(12) - 6, b.samples = 1 + up_to(2), b.channels = 1 + up_to(2), b.spatial = 1 + up_to(2);
+    bool const others = i % 2 == 1;
     // The stride of an extent of 1 says nothing.
-    if (a.samples == 1 || b.samples == 1) b.stride_n = up_to(9) - 4;
-    if (a.channels == 1 || b.channels == 1) b.stride_c = up_to(9) - 4;
-    if (a.spatial == 1 || b.spatial == 1) b.stride_s = up_to(9) - 4;
+    if (others || a.samples == 1 || b.samples == 1) b.stride_n = up_to(9) - 4;
+    if (others || a.channels == 1 || b.channels == 1) b.stride_c = up_to(9) - 4;
+    if (others || a.spatial == 1 || b.spatial == 1) b.stride_s = up_to(9) - 4;
     auto const of_a = places(a);
     CHECK(overlaps_itself(a) == (std::ssize(of_a) < a.size()));
     bool const expected = std::ranges::any_of(places(b), [&](auto const* place) { return of_a.contains(place); });
     CHECK(overlap<double>(a, b) == expected);
     overlapping += expected ? 1 : 0;
   }
-  CHECK((overlapping > 500 && overlapping < 1500));
+  CHECK((overlapping > 1000 && overlapping < 3000));
+
+  // Large ones: odd columns of a matrix beside rows of two in three, and of those one that is odd.
+  std::vector<double> large(3 << 20);
+  view const odd{large.data() + 1, 1024, 512, 1, 1024, 2, 0}, even{large.data(), 512, 1, 256, 2048, 0, 4};
+  CHECK_FALSE(overlap<double>(odd, even));
+  view others{large.data() + 6, 1, 1, 300, 0, 0, 4};
+  CHECK_FALSE(overlap<double>(odd, others));
+  others.stride_s = 3;
+  CHECK(overlap<double>(odd, others));
 }
