@@ -37,6 +37,13 @@
 #define SYNCNORM_HAS_CLUSTERS 0
 #endif
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define SYNCNORM_HAS_COPIES_TO_SHARED 0
+#else
+/// Whether devices for which is compiled copy to shared memory without registers.
+#define SYNCNORM_HAS_COPIES_TO_SHARED 1
+#endif
+
 #if defined(__FLT16_MANT_DIG__) && (defined(__clang__) || __GNUC__ >= 13 || defined(__x86_64__))
 #define SYNCNORM_HAS_FLOAT16 1
 #else

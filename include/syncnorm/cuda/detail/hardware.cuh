@@ -124,20 +124,34 @@ struct hardware {
   /// Begins to copy 4, 8 or 16 bytes to shared memory. They are there for the thread once it has waited, for others after a barrier.
   template <int Bytes, class T>
   static __device__ void copy(T* to, T const* from) {
+#if SYNCNORM_HAS_COPIES_TO_SHARED
     auto const there = static_cast<unsigned>(__cvta_generic_to_shared(to));
     if constexpr (Bytes == 16)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there), "l"(from) : "memory");
     else
       asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(there), "l"(from), "n"(Bytes) : "memory");
+#else
+    *reinterpret_cast<word<Bytes>*>(to) = *reinterpret_cast<word<Bytes> const*>(from);
+#endif
   }
   /// Ends a group of copies.
-  static __device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  static __device__ void commit_copies() {
+#if SYNCNORM_HAS_COPIES_TO_SHARED
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+  }
   /// Waits for all groups of the thread but the latest ones.
   template <int Latest>
   static __device__ void wait_for_copies_but() {
+#if SYNCNORM_HAS_COPIES_TO_SHARED
     asm volatile("cp.async.wait_group %0;" ::"n"(Latest) : "memory");
+#endif
   }
-  static __device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+  static __device__ void wait_for_copies() {
+#if SYNCNORM_HAS_COPIES_TO_SHARED
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+  }
 
   /// Adds 1, or after `most` begins again at 0, and returns what was there: releases what the thread knows of, and acquires what those
   /// did who came before.
