@@ -145,11 +145,15 @@ struct hardware {
   static __device__ void wait_for_copies_but() {
 #if SYNCNORM_HAS_COPIES_TO_SHARED
     asm volatile("cp.async.wait_group %0;" ::"n"(Latest) : "memory");
+#else
+    forget();
 #endif
   }
   static __device__ void wait_for_copies() {
 #if SYNCNORM_HAS_COPIES_TO_SHARED
     asm volatile("cp.async.wait_all;" ::: "memory");
+#else
+    forget();
 #endif
   }
 
