@@ -51,7 +51,8 @@ class gloo_communicator {
 public:
   /// Local, but every rank must make its communicators of one context in the same order, as each takes the context's
   /// next slot for its tag. An explicit `tag`, below 2^23, must never be used twice with one context, one after the other
-  /// included. Throws gloo_error where the context is not connected.
+  /// included. Throws invalid_argument_error where the context is null, the timeout is not positive, or the tag is too large;
+  /// gloo_error where the context is not connected.
   explicit gloo_communicator(std::shared_ptr<gloo::Context> context,
                              std::chrono::milliseconds timeout = default_timeout,
                              std::optional<std::uint32_t> tag = std::nullopt) {
@@ -68,7 +69,7 @@ public:
   [[nodiscard]] double exchange_overhead() const noexcept { return 5e-5; }
   [[nodiscard]] exchange_cost cost_of_exchange() const noexcept { return {.latency = 3e-5, .bandwidth = 1e9}; }
   [[nodiscard]] std::shared_ptr<gloo::Context> const& context() const noexcept { return channel_->context(); }
-  /// Up to so many bytes per rank travel in one trip. More take three, and an allreduce four.
+  /// Up to so many bytes per rank travel in one trip. More take three, and an allreduce four; a scatter takes three of any.
   [[nodiscard]] std::size_t eager_bytes() const noexcept { return channel_->capacity(); }
 
   template <wire_type T>
@@ -112,7 +113,7 @@ public:
   }
 
   /// The communicator of the ranks that give the same colour, in the order of (key, rank). It has a context and
-  /// connections of its own. Collective.
+  /// connections of its own. Collective. Throws gloo_error where these cannot be had.
   [[nodiscard]] gloo_communicator split(int color, int key) const;
 
   /// Closes the connections of the context, so that this rank, and every rank that waits for it, fails at once. The one

@@ -49,11 +49,11 @@ class mpi_communicator {
 public:
   /// Does not own `comm`, which must outlive the communicator. Other users of `comm` must not start collectives in between
   /// in another order on some rank. Local. Throws invalid_argument_error where `comm` is null or connects two groups,
-  /// mpi_error where MPI is not initialized or finalized already.
+  /// or the timeout is not positive; mpi_error where MPI is not initialized or finalized already.
   explicit mpi_communicator(MPI_Comm comm, std::chrono::milliseconds timeout = default_timeout)
       : channel_{make_channel(comm, false, timeout)} {}
 
-  /// The communicator over a duplicate of `comm`, which it owns and frees. Collective.
+  /// The communicator over a duplicate of `comm`, which it owns and frees. Collective. Throws as the constructor.
   [[nodiscard]] static mpi_communicator duplicate(MPI_Comm comm, std::chrono::milliseconds timeout = default_timeout);
 
   [[nodiscard]] int rank() const noexcept { return channel_->rank(); }
@@ -131,7 +131,8 @@ public:
   void barrier() const { agree_on({}); }
 
   /// The communicator of the ranks that give the same colour, in the order of (key, rank). It owns its MPI_Comm. Collective. The timeout
-  /// is for the ranks to come; MPI's own split, which they then begin, is waited for however long a rank that stops in it takes.
+  /// is for the ranks to come; MPI's own split, which they then begin, is waited for however long a rank that stops in it takes. Throws
+  /// timeout_error, mpi_error.
   [[nodiscard]] mpi_communicator split(int color, int key) const;
 
   /// Makes this rank's communicator unusable, so that what waits in it fails. MPI has no way to wake the other ranks,

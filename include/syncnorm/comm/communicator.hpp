@@ -203,14 +203,14 @@ void allreduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::
   communicator_traits<C>::template allreduce<T>(comm, in, out, op);
 }
 
-/// Starts `allgather`. The buffers are borrowed until the returned work has completed.
+/// Starts `allgather`, with its errors. The buffers are borrowed until the returned work has completed.
 template <wire_type T, allgathers_async<T> C>
 [[nodiscard]] auto allgather_async(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out) {
   detail::require_allgather_extents(in.size(), out.size(), size(comm));
   return communicator_traits<C>::template allgather_async<T>(comm, in, out);
 }
 
-/// Starts `allreduce`. The buffers are borrowed until the returned work has completed.
+/// Starts `allreduce`, with its errors. The buffers are borrowed until the returned work has completed.
 template <reducible_type T, allreduces_async<T> C>
 [[nodiscard]] auto allreduce_async(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out,
                                    reduce_op op = reduce_op::sum) {
@@ -218,14 +218,16 @@ template <reducible_type T, allreduces_async<T> C>
   return communicator_traits<C>::template allreduce_async<T>(comm, in, out, op);
 }
 
-/// Enqueues `allgather` of device memory on the stream. The buffers are borrowed until the stream is past it.
+/// Enqueues `allgather` of device memory on the stream, with its errors as far as they are known by then. The buffers are borrowed until
+/// the stream is past it.
 template <wire_type T, allgathers_on_stream<T> C>
 void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, CUstream_st* stream) {
   detail::require_allgather_extents(in.size(), out.size(), size(comm));
   communicator_traits<C>::template allgather<T>(comm, in, out, stream);
 }
 
-/// Enqueues `allreduce` of device memory on the stream. The buffers are borrowed until the stream is past it.
+/// Enqueues `allreduce` of device memory on the stream, with its errors as far as they are known by then. The buffers are borrowed until
+/// the stream is past it.
 template <reducible_type T, allreduces_on_stream<T> C>
 void allreduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, reduce_op op,
                CUstream_st* stream) {

@@ -184,7 +184,8 @@ public:
 
   [[nodiscard]] int size() const noexcept { return state_->size(); }
 
-  /// The handle of rank `rank`, for one thread to use at a time. It outlives the group.
+  /// The handle of rank `rank`, for one thread to use at a time. It outlives the group. Throws invalid_argument_error where there is no
+  /// such rank.
   [[nodiscard]] thread_communicator communicator(int rank) const {
     if (rank < 0 || rank >= size())
       throw invalid_argument_error{"thread_group: rank " + std::to_string(rank) + " of a group of " +
@@ -244,7 +245,8 @@ inline void run_ranks(int size, function_ref<void(thread_communicator)> f, std::
 
 /// Calls `f(comm)` on `size` threads at once, each with its own rank's `thread_communicator`, and joins them.
 /// Where a rank throws, the others' collectives fail at once, and the exception is rethrown here: the first
-/// one that is not a communicator_error, which may be but an echo of it, else the first.
+/// one that is not a communicator_error, which may be but an echo of it, else the first. Throws invalid_argument_error where `size`
+/// or the timeout is not positive.
 template <class F>
 void run_ranks(int size, F&& f, std::chrono::milliseconds timeout = default_timeout) {
   auto const run = [&](thread_communicator comm) { f(std::move(comm)); };

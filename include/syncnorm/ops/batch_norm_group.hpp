@@ -22,7 +22,8 @@ namespace syncnorm {
 ///
 /// All ranks pass the same layers in the same order; what is wrong with one of them on one rank is thrown on every rank, or
 /// on that one where none of them exchanges, and then no layer has changed. The exchange policy is that of the first. A
-/// layer that needs no exchange, in evaluation or with frozen statistics, may be among them.
+/// layer that needs no exchange, in evaluation or with frozen statistics, may be among them; two forward passes of one layer, or
+/// passes of both directions, may not, by an invalid_argument_error on every rank. Of no layers nothing is done.
 template <communicator C>
 class batch_norm_group {
 public:

@@ -68,9 +68,9 @@ void batch_norm_inference(std::type_identity_t<tensor_view<T const>> x, tensor_v
       workspace, stream);
 }
 
-/// `syncnorm::batch_norm_backward` of device memory, enqueued on the stream, in as many launches and collectives as
-/// `batch_norm_forward`, and with its errors. Default `dx` and `dresidual`: not needed; dx may be dy or x, and dresidual dy, x or the
-/// residual.
+/// `syncnorm::batch_norm_backward` of device memory, enqueued on the stream, in as many launches as
+/// `batch_norm_forward` and no more collectives, and with its errors. Default `dx` and `dresidual`: not needed; dx may be dy or x,
+/// and dresidual dy, x or the residual.
 template <class X, class P = accumulate_t<X>, allgathers_on_stream<std::byte> C>
 void batch_norm_backward(C const& comm, tensor_view<X> dy, std::type_identity_t<tensor_view<X const>> x,
                          std::type_identity_t<tensor_view<std::remove_const_t<X>>> dx,

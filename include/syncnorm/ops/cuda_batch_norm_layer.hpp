@@ -55,7 +55,7 @@ class basic_batch_norm : public detail::device_layer<C> {
   using base = detail::device_layer<C>;
 
 public:
-  /// Local; checks nothing but that memory can be had: cuda_error.
+  /// Local. Throws cuda_error where memory cannot be had, and communicator_error where `comm` has no ranks; else checks nothing.
   explicit basic_batch_norm(C comm, std::int64_t channels, batch_norm_layer_options const& options = {})
       : base{std::move(comm), channels, channels, options, current_limits()} {
     base::allocate([&](detail::memory_cutter& cutter) { cut(cutter); });
@@ -152,7 +152,7 @@ public:
     detail::device_scope const there{workspace_.device()};
     kept_of(1)[0].reserve(x.count(), affine(), of, spare, stream, waits());
   }
-  /// The same for K micro-batches. Epilogues: none, or one for each.
+  /// The same for K micro-batches. Epilogues: none, or one for each; else throws invalid_argument_error.
   void reserve_in_place(std::span<tensor_view<T> const> x, std::span<batch_norm_epilogue<T> const> epilogues,
                         std::int64_t spare, cudaStream_t stream) {
     if (!epilogues.empty() && epilogues.size() != x.size())

@@ -119,7 +119,7 @@ Holder convert_sync_batchnorm(Holder const& module, any_communicator const& comm
 /// conversion, and otherwise by its `revert_dimension`; returns `module`, or what replaces it where it is a SyncBatchNorm
 /// itself. A SyncBatchNorm that a member holds by its type stays, with a communicator of its own rank alone, which is as
 /// local; for CUDA tensors it needs `use_cuda` again, with `self_communicator`. The tensors are the same. Throws
-/// invalid_argument_error, and has changed nothing then, where a BatchNorm could not do as the module: with frozen
+/// invalid_argument_error, and has changed nothing then, where a BatchNorm in its place could not do as the module: with frozen
 /// statistics, biased running variances, running standard deviations, normalized by the unbiased variance, or with a weight or bias alone.
 inline std::shared_ptr<::torch::nn::Module> revert_sync_batchnorm(std::shared_ptr<::torch::nn::Module> const& module) {
   if (module == nullptr) throw invalid_argument_error{"revert_sync_batchnorm: the module is null"};
