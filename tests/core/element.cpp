@@ -1,3 +1,4 @@
+#include <cstddef>
 #include <string>
 #include <type_traits>
 
@@ -41,6 +42,11 @@ struct plain {
 
 struct half_described {};
 
+template <std::size_t Bytes>
+struct of_bytes {
+  unsigned char bytes[Bytes];
+};
+
 } // namespace
 
 template <>
@@ -82,6 +88,14 @@ struct syncnorm::element_traits<half_described> {
   static float to_accumulate(half_described) { return 0; }
 };
 
+template <std::size_t Bytes>
+struct syncnorm::element_traits<of_bytes<Bytes>> {
+  using accumulate_type = float;
+  static constexpr std::string_view name = "of bytes";
+  static float to_accumulate(of_bytes<Bytes> value) { return value.bytes[0]; }
+  static of_bytes<Bytes> from_accumulate(float sum) { return {{static_cast<unsigned char>(sum)}}; }
+};
+
 TEST_CASE("elements are what element_traits describes and what converts both ways") {
   static_assert(syncnorm::element<float> && syncnorm::element<double>);
   static_assert(syncnorm::element<float const> && syncnorm::element<half> && syncnorm::element<half const>);
@@ -89,6 +103,9 @@ TEST_CASE("elements are what element_traits describes and what converts both way
   static_assert(!syncnorm::element<never_empty>);
   static_assert(!syncnorm::element<counted_in<int>> && !syncnorm::element<counted_in<long double>>);
   static_assert(syncnorm::element<counted_in<double>>);
+  static_assert(syncnorm::element<of_bytes<1>> && syncnorm::element<of_bytes<16>> && syncnorm::element<of_bytes<64>>);
+  static_assert(!syncnorm::element<of_bytes<3>> && !syncnorm::element<of_bytes<12>> &&
+                !syncnorm::element<of_bytes<128>>);
   static_assert(syncnorm::mutable_element<half> && !syncnorm::mutable_element<half const>);
   CHECK(syncnorm::element_traits<never_empty>::name == "never empty");
   static_assert(std::is_same_v<syncnorm::accumulate_t<half const>, float>);

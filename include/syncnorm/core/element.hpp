@@ -1,11 +1,13 @@
 #pragma once
 
+#include <bit>
 #include <concepts>
 #include <cstdint>
 #include <string_view>
 #include <type_traits>
 
 #include <syncnorm/config.hpp>
+#include <syncnorm/core/detail/cache_line.hpp>
 
 namespace syncnorm {
 
@@ -20,8 +22,8 @@ enum class element_format : std::uint8_t { other, binary16, bfloat16 };
 ///       static constexpr auto format = syncnorm::element_format::binary16; // optional
 ///     };
 ///
-/// The type must be trivially copyable, have a default constructor, and convert explicitly to and from `accumulate_type`, or else
-/// the traits have functions that do:
+/// The type must be trivially copyable, of a power of two bytes, 64 at most, have a default constructor, and convert explicitly to and
+/// from `accumulate_type`, or else the traits have functions that do:
 ///
 ///       static float to_accumulate(my_half value);
 ///       static my_half from_accumulate(float sum);
@@ -124,11 +126,16 @@ template <std::same_as<long double> Number>
   return next_odd<float>(next_odd<double>(value));
 }
 
+/// Whether so many elements make up a line of the cache.
+template <class T>
+inline constexpr bool divides_cache_line = std::has_single_bit(sizeof(T)) && sizeof(T) <= cache_line;
+
 } // namespace detail
 
 /// A type that tensors can hold.
 template <class T>
-concept element = std::is_trivially_copyable_v<T> && std::default_initializable<std::remove_cv_t<T>> && requires {
+concept element = std::is_trivially_copyable_v<T> && detail::divides_cache_line<T> &&
+    std::default_initializable<std::remove_cv_t<T>> && requires {
   { element_traits<std::remove_cv_t<T>>::name } -> std::convertible_to<std::string_view>;
   requires std::is_same_v < accumulate_t<T>,
   float > || std::is_same_v<accumulate_t<T>, double>;
