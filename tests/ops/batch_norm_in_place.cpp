@@ -523,7 +523,7 @@ TEST_CASE("views overlap where they have an element in common, backwards, too") 
   }
   CHECK((overlapping > 1000 && overlapping < 3000));
 
-  // Large ones: odd columns of a matrix beside rows of two in three, and of those one that is odd.
+  // Large ones: odd places beside even ones, and beside every third.
   std::vector<double> large(3 << 20);
   view const odd{large.data() + 1, 1024, 512, 1, 1024, 2, 0}, even{large.data(), 512, 1, 256, 2048, 0, 4};
   CHECK_FALSE(overlap<double>(odd, even));
