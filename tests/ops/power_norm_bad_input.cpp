@@ -179,6 +179,36 @@ TEST_CASE("a second moment that is no number is an error on every rank") {
   });
 }
 
+TEST_CASE("outputs of a warm-up that begins again are no numbers where the next call throws") {
+  for (bool const bad_shape : {false, true})
+    syncnorm::run_ranks(2, [&](syncnorm::thread_communicator const& comm) {
+      std::vector<double> x{1, 2, 3, 5, 7, 11}, y(6), dx(6);
+      auto const view = [](std::vector<double>& of) { return syncnorm::nc(of.data(), 2, 3); };
+      syncnorm::power_norm<double, syncnorm::thread_communicator> layer{comm, 3, {.norm = {.warmup_iters = 2}}};
+      for (int step = 0; step < 4; ++step) {
+        layer.forward(view(x), view(y));
+        layer.backward(view(x), view(x), view(dx));
+      }
+      layer.synchronize();
+      layer.iters() = 0;
+      bool const here = comm.rank() == 1;
+      auto given = view(x);
+      if (here && bad_shape) given.channels = 2;
+      if (here && !bad_shape) x[0] = no_number;
+      std::ranges::fill(y, 42.0);
+      layer.forward(given, view(y));
+      if (here && bad_shape)
+        CHECK(std::ranges::all_of(y, [](double value) { return value == 42; }));
+      else
+        CHECK(std::ranges::all_of(y, [](double value) { return std::isnan(value); }));
+      test::check_throws<syncnorm::invalid_argument_error>([&] { layer.synchronize(); }, {"power_norm forward"});
+      x[0] = 1;
+      layer.forward(view(x), view(y));
+      CHECK(std::ranges::none_of(y, [](double value) { return std::isnan(value); }));
+      CHECK(layer.iters() == 1);
+    });
+}
+
 TEST_CASE("what is wrong with a backward pass on one rank is an error on every rank") {
   check_spoiled_backward([](step_inputs& in) { in.dy_view.data = nullptr; }, {"dy is null"});
   check_spoiled_backward([](step_inputs& in) { in.dy_view.samples = 3; }, {"dy is [3, "});

@@ -29,6 +29,15 @@ namespace detail {
   return {options.groups, options.group_eps};
 }
 
+/// Makes every element no number.
+template <class T>
+void fill_with_none(tensor_view<T> const& y) {
+  auto const none = from_accumulate<T>(std::numeric_limits<accumulate_t<T>>::quiet_NaN());
+  for (std::int64_t n = 0; n < y.samples; ++n)
+    for (std::int64_t c = 0; c < y.channels; ++c)
+      for (std::int64_t s = 0; s < y.spatial; ++s) y(n, c, s) = none;
+}
+
 /// 1/√(value + eps) of each value.
 template <class P>
 void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) {
@@ -53,8 +62,10 @@ void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) 
 /// 128 channels. In the warm-up and in that pass it waits for them. Afterwards it returns when y is written, with the exchange in
 /// flight, if the communicator has `allgather_async`: then what is wrong with the step on any rank is thrown on every rank by the
 /// next call that needs its result: its backward pass, the next forward pass or `workspace.synchronize()`. (Throwing at once, a
-/// rank would leave its peers alone in what it calls next.) Until then the state must not be read. Where no position of any rank
-/// counts, z = u/√(running_phi + eps) and the state is unchanged.
+/// rank would leave its peers alone in what it calls next.) Until then the state must not be read. So it is in a warm-up that begins
+/// again after steps beyond it, where ranks may differ in whether it does; y is no numbers then, but on a rank whose arguments are wrong.
+/// Where no position of any rank counts, z = u/√(running_phi + eps) and the state is unchanged. Squares are taken and summed in
+/// `accumulate_t<T>`, so that of float x of more than some 1e18, or less than 1e-18 by an eps of 0, cannot be normalized.
 ///
 /// On an error, whenever it is thrown, the state is unchanged; but not by what an executor throws in the warm-up once the ranks have
 /// exchanged, which have all moved it: that is thrown here alone, and then by the backward pass on every rank. Throws
@@ -121,7 +132,11 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   detail::run_or_report(comm, own, compute);
   pass->faulty = own.fault[0] != '\0';
   workspace.start_forward(comm, own, options, state, pass, /*needs_result=*/by_batch);
-  if (!by_batch || !pass->complete) return;
+  if (!by_batch) return;
+  if (!pass->complete) {
+    if (!pass->faulty) detail::fill_with_none(y);
+    return;
+  }
   try {
     host::power_normalize<T>(exec, x, y, scaling, pass->inv_z, affine);
   } catch (...) {

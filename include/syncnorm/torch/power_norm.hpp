@@ -304,8 +304,9 @@ public:
 /// In training mode `forward` and its backward pass are collective, and every rank joins both: a rank with an empty batch
 /// passes an input of no samples. While gradients are recorded the output requires them on every rank, and every rank runs the
 /// backward pass. In evaluation mode both are local. What is wrong on one rank is thrown on every rank, in the warm-up by the
-/// pass itself, afterwards by the next call that needs its result; a rank that has a fault of its own goes on till then with
-/// an output of NaN, or throws where there can be no output. Gradients of weight and bias are sums over this rank, as of any
+/// pass itself, afterwards, and in a warm-up that begins again after it, by the next call that needs its result; a rank that has a
+/// fault of its own, and every rank in such a warm-up, goes on till then with an output of NaN, or throws where there can be no
+/// output. Gradients of weight and bias are sums over this rank, as of any
 /// other parameter. They cannot be differentiated again.
 class SyncPowerNormImpl : public PowerNormBase<SyncPowerNormImpl> {
 public:
