@@ -64,12 +64,11 @@ struct gloo_context_options {
 
 /// A context of `size` ranks, all connected to each other over TCP, of which this is rank `rank`. Collective over the
 /// ranks that give the same prefix and size. On success a file store, and a Redis store of `make_gloo_store`, hold nothing
-/// of this run any more; other stores still do. Throws invalid_argument_error where the rank is not in [0, size)
-/// or the timeout not positive;
-/// timeout_error, naming them, where ranks have not registered within the timeout, which then starts anew for the connections, or where
-/// a connection or an answer of Redis takes longer; then this rank's registration is taken back where a file or Redis store of
-/// `make_gloo_store` has it; gloo_error where a rank is registered already, or another size is, or a rank that registered has ended, or where
-/// the interface or the host is unknown, or no connection can be listened for.
+/// of this run any more; other stores still do. Throws invalid_argument_error where the rank is not in [0, size) or the timeout
+/// not positive; timeout_error, naming them, where ranks have not registered within the timeout, which then starts anew for the
+/// connections, or where a connection or an answer of Redis takes longer; then this rank's registration is taken back where a
+/// file or Redis store of `make_gloo_store` has it; gloo_error where a rank is registered already, or another size is, or a rank
+/// that registered has ended, or where the interface or the host is unknown, or no connection can be listened for.
 [[nodiscard]] inline std::shared_ptr<gloo::Context>
 make_gloo_context(int rank, int size, gloo::rendezvous::Store& store, gloo_context_options const& options = {});
 

@@ -54,7 +54,8 @@ void fill_identity(A* table, std::int64_t channels) {
 ///     y = x/√(mean of x² over the group's channels + eps)
 ///
 /// x and y `[N, C, S]`, C a multiple of `scaling.groups` ≥ 1. Local; y may be x, and may not overlap it otherwise.
-/// Squares are taken and summed in `accumulate_t<T>`: where those of float overflow, y is 0. Throws invalid_argument_error. Source: the authors' code of "PowerNorm" (Shen et al., 2020), GroupScaling1D.
+/// Squares are taken and summed in `accumulate_t<T>`: where those of float overflow, y is 0. Throws invalid_argument_error.
+/// Source: the authors' code of "PowerNorm" (Shen et al., 2020), GroupScaling1D.
 template <class T>
 requires element<T>
 void group_scaling(executor_ref exec, std::type_identity_t<tensor_view<T const>> x, tensor_view<T> y,

@@ -50,15 +50,12 @@ public:
 
 private:
   void compute() override {
-    auto& saved = pass_->saved;
-    at_executor const exec;
-    if (in_.scope == statistics_scope::all_ranks) {
-      batch_norm_forward_batches<T, P>(exec, in_.state->comm, x_views_, y_views_, affine_, running_, in_.options, saved,
-                                       in_.state->workspace, {fault_, backward_}, epilogues_);
-      return;
+    if (in_.scope != statistics_scope::all_ranks) {
+      auto const alone = plan();
+      return run_alone({&alone, 1});
     }
-    auto const alone = plan();
-    run_alone({&alone, 1});
+    batch_norm_forward_batches<T, P>(at_executor{}, in_.state->comm, x_views_, y_views_, affine_, running_, in_.options,
+                                     pass_->saved, in_.state->workspace, {fault_, backward_}, epilogues_);
   }
 
   void read_counter() {
