@@ -7,9 +7,9 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/masked_moments_kernel.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/reduce.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/local_moments.hpp>

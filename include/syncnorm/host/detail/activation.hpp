@@ -1,8 +1,8 @@
 #pragma once
 
 #include <syncnorm/core/epilogue.hpp>
+#include <syncnorm/host/detail/counted_lanes.hpp>
 #include <syncnorm/host/detail/exponential.hpp>
-#include <syncnorm/host/detail/mask.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include <syncnorm/core/element.hpp>
-#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/counted_lanes.hpp>
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/repeat.hpp>
 #include <syncnorm/host/detail/simd.hpp>

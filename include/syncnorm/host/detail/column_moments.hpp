@@ -8,9 +8,9 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/columns.hpp>
-#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/sums_of_channels.hpp>
 

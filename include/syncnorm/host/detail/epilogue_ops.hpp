@@ -8,7 +8,7 @@
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/detail/activation.hpp>
-#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/counted_lanes.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {

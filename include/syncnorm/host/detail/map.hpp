@@ -16,8 +16,8 @@
 #include <syncnorm/host/detail/coefficients_of.hpp>
 #include <syncnorm/host/detail/elementwise_run.hpp>
 #include <syncnorm/host/detail/lane_runs.hpp>
-#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/processor.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/scratch.hpp>

@@ -10,8 +10,8 @@
 #include <syncnorm/host/detail/blocks.hpp>
 #include <syncnorm/host/detail/boxes.hpp>
 #include <syncnorm/host/detail/map.hpp>
-#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>

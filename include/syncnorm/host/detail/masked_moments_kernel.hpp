@@ -7,10 +7,10 @@
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/detail/column_moments.hpp>
-#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/masked_moment_rows.hpp>
 #include <syncnorm/host/detail/moment_rows.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/short_row_moments.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <numeric>
 #include <span>
+#include <tuple>
 #include <type_traits>
 
 #include <syncnorm/core/detail/cache_line.hpp>
@@ -15,7 +16,7 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/stores.hpp>
 
-namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
+namespace syncnorm::host::detail {
 
 /// What is contiguous in every view of an operation.
 enum class layout : std::uint8_t { rows, channels, strided };
@@ -34,6 +35,10 @@ template <class... T>
 [[nodiscard]] constexpr layout common_layout(tensor_view<T> const&... views) {
   if ((has_rows(views) && ...)) return layout::rows;
   return (has_contiguous_channels(views) && ...) ? layout::channels : layout::strided;
+}
+template <class T, std::size_t Count>
+[[nodiscard]] constexpr layout common_layout(std::array<tensor_view<T>, Count> const& views) {
+  return std::apply([](auto const&... x) { return common_layout(x...); }, views);
 }
 
 /// Whether the channels of a position are closer to each other than to another position's, but not contiguous.
@@ -310,4 +315,4 @@ template <class T>
   return in_whole_lines<T>(chunk_channels<accumulate_t<T>> / spatial, spatial);
 }
 
-} // namespace syncnorm::host::detail::inline SYNCNORM_VECTORS
+} // namespace syncnorm::host::detail

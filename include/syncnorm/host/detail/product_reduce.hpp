@@ -13,8 +13,8 @@
 #include <syncnorm/host/detail/boxes.hpp>
 #include <syncnorm/host/detail/columns.hpp>
 #include <syncnorm/host/detail/map.hpp>
-#include <syncnorm/host/detail/mask.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/product_rows.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>

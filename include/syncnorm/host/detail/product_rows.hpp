@@ -7,20 +7,15 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/counted_lanes.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
-
-/// What is contiguous in all of `in`.
-template <class T, std::size_t Inputs>
-[[nodiscard]] layout common_layout(std::array<tensor_view<T const>, Inputs> const& in) {
-  return std::apply([](auto const&... x) { return common_layout(x...); }, in);
-}
 
 /// The sums of products of the elements of one piece of a channel, of elements of type `E`; `Terms` as in product_terms.hpp.
 template <class E, class Terms, class A = accumulate_t<E>>

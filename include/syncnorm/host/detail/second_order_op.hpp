@@ -7,7 +7,7 @@
 
 #include <syncnorm/core/combination.hpp>
 #include <syncnorm/host/detail/activation.hpp>
-#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/counted_lanes.hpp>
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 

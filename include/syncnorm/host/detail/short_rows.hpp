@@ -9,8 +9,9 @@
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/host/detail/mask.hpp>
+#include <syncnorm/host/detail/counted_lanes.hpp>
 #include <syncnorm/host/detail/partition.hpp>
+#include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/repeat.hpp>
 #include <syncnorm/host/detail/simd.hpp>
