@@ -1,10 +1,13 @@
 #include <array>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include <doctest/doctest.h>
 #include <syncnorm/host/local_moments.hpp>
+#include <syncnorm/host/normalize.hpp>
 
 #include <host/tensors.hpp>
 #include <support/oracle.hpp>
@@ -83,6 +86,19 @@ TEST_CASE_TEMPLATE("moments do not depend on the executor", T, float, double) {
       }
     }
   }
+}
+
+TEST_CASE("a stride along which there is nothing else may be anything") {
+  constexpr std::int64_t nowhere = std::numeric_limits<std::int64_t>::max() / 2;
+  std::vector<float> x{1, 9, 2, 9, 3}, y(5, 9);
+  tensor_view<float> const every_other{x.data(), 1, 3, 1, nowhere, 2, nowhere};
+  statistics const of{host::serial_executor{}, every_other};
+  CHECK(of.mean == std::vector<double>{1, 2, 3});
+  CHECK(of.m2 == std::vector<double>(3));
+  std::vector<double> const inv_std(3, 2);
+  host::normalize<float>(host::serial_executor{}, every_other, {y.data(), 1, 3, 1, nowhere, 2, nowhere}, of.m2, inv_std,
+                         affine_parameters<float>{});
+  CHECK(y == std::vector<float>{2, 9, 4, 9, 6});
 }
 
 TEST_CASE("a part of the channels has the moments of these channels") {

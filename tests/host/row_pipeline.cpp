@@ -72,7 +72,7 @@ struct pipeline_case {
     host::detail::reduce_and_map_rows<T>(
         exec, host::detail::channel_blocks{x.channels, block}, x, parts, {1, fetched},
         [&](std::int64_t first, std::int64_t length) {
-          return host::detail::moment_rows<T>{x.channel_range(first, length), parts, host::detail::layout::rows};
+          return host::detail::moment_rows<T>{x.channel_range(first, length), parts};
         },
         {r.mean.data(), r.m2.data()},
         [&](std::int64_t first, std::int64_t length) {
@@ -99,10 +99,7 @@ struct pipeline_case {
         [&](std::int64_t first, std::int64_t length) {
           using sums_of = host::detail::terms_of_lanes<host::detail::gradient_terms<A>>;
           return host::detail::product_rows<T, sums_of>{
-              sums_of{{r.mean}, first},
-              {dy.channel_range(first, length), x.channel_range(first, length)},
-              nullptr,
-              host::detail::layout::rows};
+              sums_of{{r.mean}, first}, {dy.channel_range(first, length), x.channel_range(first, length)}, nullptr};
         },
         {r.sum_dy.data(), r.sum_dy_xmu.data()}, [](std::int64_t, std::int64_t) {},
         host::detail::map_of_channels<T>(host::detail::linear_op<2>{}, {dy, x}, {dx}, nullptr, how,

@@ -43,7 +43,17 @@ struct brief {
   explicit operator long double() const { return static_cast<long double>(static_cast<float>(*this)); }
 };
 
-enum class arrangement { nchw, nhwc, tbc, padded_rows, padded_channels, padded_samples, samples_inside, every_other };
+enum class arrangement {
+  nchw,
+  nhwc,
+  tbc,
+  padded_rows,
+  padded_channels,
+  padded_samples,
+  samples_inside,
+  every_other,
+  every_other_channel
+};
 
 inline constexpr arrangement arrangements[] = {
     arrangement::nchw,
@@ -54,6 +64,7 @@ inline constexpr arrangement arrangements[] = {
     arrangement::padded_samples,
     arrangement::samples_inside,
     arrangement::every_other,
+    arrangement::every_other_channel,
 };
 
 inline std::string name_of(arrangement order) {
@@ -74,6 +85,8 @@ inline std::string name_of(arrangement order) {
     return "samples inside";
   case arrangement::every_other:
     return "every other";
+  case arrangement::every_other_channel:
+    return "every other channel";
   }
   return "";
 }
@@ -111,6 +124,9 @@ public:
       break;
     case arrangement::every_other:
       v.stride_s = 2, v.stride_c = 2 * s, v.stride_n = 2 * c * s + 1;
+      break;
+    case arrangement::every_other_channel:
+      v.stride_c = 2, v.stride_s = 2 * c + 1, v.stride_n = s * v.stride_s + 3;
       break;
     }
     auto const reach = v.size() == 0 ? 0 : (n - 1) * v.stride_n + (c - 1) * v.stride_c + (s - 1) * v.stride_s + 1;

@@ -84,6 +84,9 @@ TEST_CASE("a pass takes samples for positions where that makes longer rows, and 
     CHECK(joined.x[0].samples == (inside ? 6 : 1));
     CHECK(joined.epilogue[0].mask.spatial == joined.x[0].spatial);
   }
+  // Every other column of a matrix.
+  syncnorm::tensor_view<float> const columns{memory.data(), 4, 3, 1, 6, 2, 1};
+  CHECK(form(taken{columns, columns}.x[0]) == form_of{1, 3, 4, 1, 2, 6});
   // One of several contiguous channels.
   syncnorm::tensor_view<float> const lone{memory.data(), 4, 1, 6, 18, 1, 3}, of_matrix{memory.data(), 4, 1, 1, 3, 1, 1};
   CHECK(form(taken{lone, lone}.x[0]) == form_of{4, 1, 6, 18, 0, 3});

@@ -74,10 +74,8 @@ void backward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T co
   if (!detail::suits_row_pipeline<rows_type>(blocks, std::array{dy, x}, std::array{dx}))
     return detail::reduce_and_map<T>(exec, blocks, x, 2, reduce, map);
   auto const rows = [&](std::int64_t first, std::int64_t length) {
-    return rows_type{sums_of{{mean}, first},
-                     {dy.channel_range(first, length), x.channel_range(first, length)},
-                     nullptr,
-                     detail::layout::rows};
+    return rows_type{
+        sums_of{{mean}, first}, {dy.channel_range(first, length), x.channel_range(first, length)}, nullptr};
   };
   auto const finish = [](std::int64_t, std::int64_t) {};
   detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x}, {2, detail::map_fetches::next_sums}, rows,

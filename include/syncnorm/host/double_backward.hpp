@@ -187,8 +187,7 @@ void double_backward_in_blocks(executor_ref exec, second_order_operands<T> const
   if (pipelined) {
     auto const rows = [&](std::int64_t first, std::int64_t length) {
       return rows_type{sums_of{detail::terms_to_sum(of), first},
-                       detail::channels_of(detail::inputs_to_sum(of), first, length), of.epilogue.written(),
-                       detail::layout::rows};
+                       detail::channels_of(detail::inputs_to_sum(of), first, length), of.epilogue.written()};
     };
     auto const fetched = map.has_v() ? detail::map_fetches::next_piece : detail::map_fetches::next_sums;
     return detail::reduce_and_map_rows<T>(

@@ -69,7 +69,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
         });
     auto const in_rows = [&]<class Rows>(std::type_identity<Rows>, auto const& parts) {
       auto const rows = [&](std::int64_t first, std::int64_t length) {
-        return Rows{x.channel_range(first, length), parts, detail::layout::rows};
+        return Rows{x.channel_range(first, length), parts};
       };
       auto const fetched = inputs == 1 ? detail::map_fetches::next_sums : detail::map_fetches::next_piece;
       detail::reduce_and_map_rows<T>(exec, blocks, x, parts, {1, fetched}, rows, {mean.data(), m2.data()}, finish, map);
@@ -149,8 +149,7 @@ void backward_in_blocks(executor_ref exec, tensor_view<X> dy, std::type_identity
       using rows_type = detail::product_rows<T, sums_of>;
       if (detail::suits_row_pipeline<rows_type>(blocks, in, out)) {
         auto const rows = [&](std::int64_t first, std::int64_t length) {
-          return rows_type{sums_of{terms, first}, detail::channels_of(in, first, length), epilogue.written(),
-                           detail::layout::rows};
+          return rows_type{sums_of{terms, first}, detail::channels_of(in, first, length), epilogue.written()};
         };
         auto const finish = [](std::int64_t, std::int64_t) {};
         return detail::reduce_and_map_rows<T>(exec, blocks, x, detail::groups{x},

@@ -56,7 +56,7 @@ void forward_in_blocks(executor_ref exec, std::type_identity_t<tensor_view<T con
     return detail::reduce_and_map<T>(exec, blocks, x, 1, reduce, map);
   detail::groups const parts{x};
   auto const rows = [&](std::int64_t first, std::int64_t length) {
-    return detail::moment_rows<T>{x.channel_range(first, length), parts, detail::layout::rows};
+    return detail::moment_rows<T>{x.channel_range(first, length), parts};
   };
   detail::reduce_and_map_rows<T>(exec, blocks, x, parts, {1, detail::map_fetches::nothing}, rows,
                                  {mean.data(), m2.data()}, finish, map);

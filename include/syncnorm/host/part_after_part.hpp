@@ -38,8 +38,8 @@ void normalize_and_local_moments(executor_ref exec, std::type_identity_t<tensor_
   using rows = detail::moment_rows<T>;
   detail::normalize_terms<accumulate_t<T>> const terms{mean, inv_std, params.gamma, params.beta};
   if (detail::suits_map_and_sum<rows>(exec, std::array{x}, y, next.channels, on) &&
-      detail::map_and_sum_rows<T>(terms, std::array{x}, y, how, rows{next, detail::groups{next}, detail::layout::rows},
-                                  next.channels, {next_mean.data(), next_m2.data()}, on))
+      detail::map_and_sum_rows<T>(terms, std::array{x}, y, how, rows{next, detail::groups{next}}, next.channels,
+                                  {next_mean.data(), next_m2.data()}, on))
     return;
   normalize(exec, x, y, mean, inv_std, params, how, next_block::of(x, 1, x.channels, on));
   local_moments(exec, next, next_mean, next_m2);
@@ -62,8 +62,8 @@ void backward_elemt_and_reduce(executor_ref exec, std::type_identity_t<tensor_vi
   detail::backward_elemt_terms<accumulate_t<T>> const terms{mean, inv_std, gamma, sum_dy, sum_dy_xmu, count};
   if (count.n != 0 && detail::suits_map_and_sum<rows>(exec, std::array{dy, x}, dx, next_x.channels, on) &&
       detail::map_and_sum_rows<T>(terms, std::array{dy, x}, dx, how,
-                                  rows{sums_of{{next_mean}}, {next_dy, next_x}, nullptr, detail::layout::rows},
-                                  next_x.channels, {next_sum_dy.data(), next_sum_dy_xmu.data()}, on))
+                                  rows{sums_of{{next_mean}}, {next_dy, next_x}, nullptr}, next_x.channels,
+                                  {next_sum_dy.data(), next_sum_dy_xmu.data()}, on))
     return;
   backward_elemt(exec, dy, x, dx, mean, inv_std, gamma, sum_dy, sum_dy_xmu, count, how,
                  next_block::of(x, 2, x.channels, on));

@@ -23,6 +23,7 @@
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/detail/simd.hpp>
 #include <syncnorm/host/detail/streaming.hpp>
+#include <syncnorm/host/detail/strided_rows.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/host/stores.hpp>
 
@@ -145,9 +146,15 @@ public:
   /// Computes one box. Meanwhile fetches the inputs `channels_ahead` further, or, where that is 0, what follows if that is worth it.
   /// `stream_fence` must follow.
   [[gnu::noinline]] void operator()(boxes::box const& box, std::int64_t channels_ahead = 0) const {
-    if (layout_ == layout::strided) return elements(box);
     for_its_kind([&]<bool Masked>(std::bool_constant<Masked>) {
-      layout_ == layout::rows ? rows<Masked>(box, channels_ahead) : lanes<Masked>(box, channels_ahead);
+      switch (layout_) {
+      case layout::rows:
+        return rows<Masked>(box, channels_ahead);
+      case layout::channels:
+        return lanes<Masked>(box, channels_ahead);
+      case layout::strided:
+        return strided<Masked>(box);
+      }
     });
   }
 
@@ -277,28 +284,36 @@ private:
       find_pages(in[j], further[j] + (folds ? in_[j].stride_n : page_elements<T>), length, !folds);
   }
 
-  /// Whatever is contiguous nowhere, one element at a time; so many positions that a line of the cache each stays there for the next
-  /// channels.
-  void elements(boxes::box const& box) const {
-    constexpr std::int64_t at_once = 64;
-    std::int64_t const end = box.position + box.positions;
+  /// Positions and channels of what is contiguous nowhere that are copied at a time.
+  static constexpr std::int64_t positions_at_once = 64, channels_at_once = 16;
+
+  template <bool Masked>
+  void strided(boxes::box const& box) const {
+    std::int64_t const end = box.position + box.positions, last = box.channel + box.channels;
     for (std::int64_t n = box.sample; n < box.sample + box.samples; ++n)
-      for (std::int64_t s = box.position; s < end; s += at_once)
-        elements(n, box.channel, box.channel + box.channels, s, std::min(s + at_once, end));
+      for (std::int64_t s = box.position; s < end; s += positions_at_once)
+        for (std::int64_t c = box.channel; c < last; c += channels_at_once)
+          strided<Masked>({n, s, std::min(positions_at_once, end - s)}, c, std::min(channels_at_once, last - c));
   }
-  void elements(std::int64_t n, std::int64_t first, std::int64_t last, std::int64_t begin, std::int64_t end) const {
-    std::uint8_t const* const mask = mask_ == nullptr ? nullptr : mask_->row(n);
-    for (std::int64_t c = first; c < last; ++c) {
-      std::array<A, coefficients> k;
-      for (std::size_t j = 0; j < coefficients; ++j) k[j] = table_[static_cast<std::int64_t>(j) * step_ + c];
-      for (std::int64_t s = begin; s < end; ++s) {
-        std::array<A, inputs> v;
-        for (std::size_t j = 0; j < inputs; ++j) v[j] = load<1>(&in_[j](n, c, s));
-        auto const result = run_.op().apply(v, k, mask == nullptr || mask[s] != 0);
-        for (std::size_t j = 0; j < outputs; ++j)
-          if (out_[j].data != nullptr) store<1>(&out_[j](n, c, s), result[j]);
-      }
+  /// Copies, which are mapped, and copied to where they belong.
+  template <bool Masked>
+  void strided(groups::piece const& piece, std::int64_t first, std::int64_t channels) const {
+    constexpr auto size = static_cast<std::size_t>(channels_at_once * positions_at_once);
+    std::array<std::array<T, size>, inputs> from;
+    std::array<std::array<T, size>, outputs> made;
+    for (std::size_t j = 0; j < inputs; ++j)
+      copy_strided(in_[j], first, channels, piece, from[j].data(), positions_at_once);
+    for (std::int64_t c = 0; c < channels; ++c) {
+      auto const row = static_cast<std::size_t>(c * positions_at_once);
+      pointers in;
+      targets out;
+      for (std::size_t j = 0; j < inputs; ++j) in[j] = &from[j][row];
+      for (std::size_t j = 0; j < outputs; ++j) out[j] = out_[j].data == nullptr ? nullptr : &made[j][row];
+      std::uint8_t const* const mask = Masked ? mask_->row(piece.sample) + piece.begin : nullptr;
+      run_(in, out, piece.length, constant<Masked>{table_ + first + c, step_, mask}, {}, false, 0, piece.length);
     }
+    for (std::size_t j = 0; j < outputs; ++j)
+      if (out_[j].data != nullptr) put_strided(out_[j], first, channels, piece, made[j].data(), positions_at_once);
   }
 
   template <bool Masked>

@@ -13,6 +13,7 @@
 #include <syncnorm/host/detail/prepared_mask.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/strided_rows.hpp>
 #include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -37,16 +38,15 @@ struct by_mask {
   }
 };
 
-/// The mean of the first elements of a piece that count, up to a vector, or the first of fewer; of one at least.
-template <class T, class A = accumulate_t<T>>
-[[nodiscard]] A masked_pilot(tensor_view<T const> const& x, prepared_mask const& mask, std::int64_t c,
-                             groups::piece const& piece) {
+/// The mean of the first elements of a piece at `x` that count, up to a vector, or the first of fewer; of one at least.
+template <class E, class A = accumulate_t<E>>
+[[nodiscard]] A masked_pilot(E const* x, prepared_mask const& mask, groups::piece const& piece) {
   constexpr std::int64_t lanes = native_lanes<A>;
   std::array<A, static_cast<std::size_t>(lanes)> first{};
   std::int64_t const n = std::min<std::int64_t>(mask.at(piece).counted, lanes);
-  std::uint8_t const* const bytes = mask.row(piece.sample);
-  for (std::int64_t s = piece.begin, found = 0; found < n; ++s)
-    if (bytes[s] != 0) first[static_cast<std::size_t>(found++)] = load<1>(&x(piece.sample, c, s));
+  std::uint8_t const* const bytes = mask.row(piece.sample) + piece.begin;
+  for (std::int64_t s = 0, found = 0; found < n; ++s)
+    if (bytes[s] != 0) first[static_cast<std::size_t>(found++)] = load<1>(x + s);
   return pilot_mean(first.data(), n);
 }
 
@@ -59,19 +59,24 @@ public:
   static constexpr std::int64_t channels_at_once = 64;
   static constexpr std::size_t sum_count = moment_rows<T>::sum_count;
 
-  /// `x`: up to channels_at_once channels.
-  masked_moment_rows(tensor_view<T const> const& x, masked_groups const& parts, layout of)
-      : x_{x}, parts_{parts}, contiguous_{of == layout::rows} {}
+  using copies_type = copied_rows<T, 1>;
+
+  /// `x` and `copies` as of moment_rows.
+  masked_moment_rows(tensor_view<T const> const& x, masked_groups const& parts, copies_type* copies = nullptr)
+      : x_{x}, parts_{parts}, copies_{copies} {}
 
   void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
     auto const i = static_cast<std::size_t>(c);
     if (!begun) begun_[i] = false;
     auto const& counted = parts_.mask.at(now);
     if (counted.counted == 0) return;
-    auto const add_to = [&](pivoted_sums<A>& sums) {
-      add_elements(sums, c, now, lookahead(x_, c, now, later), later.level);
+    auto const add_row = [&](auto const* x) {
+      auto const add_to = [&](pivoted_sums<A>& sums) {
+        add_counted(sums, x, now, lookahead(x_, c, now, later), later.level);
+      };
+      begun_[i] ? add_to(sums_[i]) : begin_sums(sums_[i], masked_pilot(x, parts_.mask, now), counted.counted, add_to);
     };
-    begun_[i] ? add_to(sums_[i]) : begin_sums(sums_[i], masked_pilot(x_, parts_.mask, c, now), counted.counted, add_to);
+    copies_ == nullptr ? add_row(&x_(now.sample, c, now.begin)) : add_row((*copies_)({x_}, c, now)[0]);
     begun_[i] = true;
   }
 
@@ -81,7 +86,11 @@ public:
       to[0][c] = to[1][c] = 0;
       if (any)
         finish_group(sums_[static_cast<std::size_t>(c)], parts_, group, to[0][c], to[1][c],
-                     [&](pivoted_sums<A>& sums, groups::piece const& piece) { add_elements(sums, c, piece, 0, 0); });
+                     [&](pivoted_sums<A>& sums, groups::piece const& piece) {
+                       auto const add_row = [&](auto const* x) { add_counted(sums, x, piece, 0, 0); };
+                       copies_ == nullptr ? add_row(&x_(piece.sample, c, piece.begin))
+                                          : add_row(copies_->one({x_}, c, piece)[0]);
+                     });
     }
   }
 
@@ -91,31 +100,20 @@ public:
   }
 
 private:
-  void add_elements(pivoted_sums<A>& sums, std::int64_t c, groups::piece const& piece, std::int64_t ahead,
-                    int fetch) const {
+  /// Adds what counts of a piece, which begins at `x`.
+  template <class E>
+  void add_counted(pivoted_sums<A>& sums, E const* x, groups::piece const& piece, std::int64_t ahead, int fetch) const {
     auto const& counted = parts_.mask.at(piece);
-    std::int64_t const begin = piece.begin + counted.first, length = counted.last - counted.first;
-    if (!contiguous_)
-      add_copies(sums, c, piece.sample, begin, length);
-    else if (counted.contiguous())
-      sums.add(&x_(piece.sample, c, begin), length, ahead, fetch);
+    std::int64_t const begin = counted.first, length = counted.last - begin;
+    if (counted.contiguous())
+      sums.add(x + begin, length, ahead, fetch);
     else
-      sums.add(&x_(piece.sample, c, begin), length, ahead, fetch, by_mask<T>{parts_.mask.row(piece.sample) + begin});
-  }
-
-  [[gnu::noinline]] void add_copies(pivoted_sums<A>& sums, std::int64_t c, std::int64_t sample, std::int64_t begin,
-                                    std::int64_t length) const {
-    std::array<A, static_cast<std::size_t>(row_cut::longest<T>)> row;
-    std::uint8_t const* const mask = parts_.mask.row(sample) + begin;
-    A* to = row.data();
-    for (std::int64_t s = 0; s < length; ++s)
-      if (mask[s] != 0) *to++ = load<1>(&x_(sample, c, begin + s));
-    sums.add(static_cast<A const*>(row.data()), to - row.data(), 0, 0);
+      sums.add(x + begin, length, ahead, fetch, by_mask<E>{parts_.mask.row(piece.sample) + piece.begin + begin});
   }
 
   tensor_view<T const> x_;
   masked_groups parts_;
-  bool contiguous_;
+  copies_type* copies_;
   std::array<pivoted_sums<A>, static_cast<std::size_t>(channels_at_once)> sums_;
   std::array<bool, static_cast<std::size_t>(channels_at_once)> begun_;
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/tensor_view.hpp>
@@ -14,6 +15,7 @@
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/short_row_moments.hpp>
 #include <syncnorm/host/detail/short_rows.hpp>
+#include <syncnorm/host/detail/strided_rows.hpp>
 #include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -53,7 +55,9 @@ private:
     fetching const fetch = fetching::of(x_, parts_, 1);
     for (std::int64_t begin = 0; begin < x.channels; begin += at_once) {
       std::int64_t const some = std::min(at_once, x.channels - begin);
-      masked_moment_rows<T> sums{x.channel_range(begin, some), parts_, layout_};
+      std::optional<copied_rows<T, 1>> copies;
+      if (layout_ == layout::strided) copies.emplace();
+      masked_moment_rows<T> sums{x.channel_range(begin, some), parts_, copies ? &*copies : nullptr};
       sum_rows(sums, parts_, group, some, fetch, from_channel(to, begin));
     }
   }

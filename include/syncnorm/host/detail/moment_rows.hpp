@@ -11,6 +11,7 @@
 #include <syncnorm/host/detail/partition.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/strided_rows.hpp>
 #include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -244,19 +245,22 @@ public:
   static constexpr bool reads_side_by_side = true;
   static constexpr std::size_t sum_count = 2; ///< means and m2
 
-  /// `x`: up to channels_at_once channels.
-  moment_rows(tensor_view<T const> const& x, groups const& parts, layout of)
-      : x_{x}, parts_{parts}, contiguous_{of == layout::rows} {}
+  using copies_type = copied_rows<T, 1>;
+
+  /// `x`: up to channels_at_once channels; `copies`: null where rows are contiguous, else those of this `x`.
+  moment_rows(tensor_view<T const> const& x, groups const& parts, copies_type* copies = nullptr)
+      : x_{x}, parts_{parts}, copies_{copies} {}
 
   /// Adds a piece of channel `c`, and fetches what is read later; `begun`: not the first of its group.
   void add(std::int64_t c, groups::piece const& now, read_ahead const& later, bool begun) {
     auto& sums = sums_[static_cast<std::size_t>(c)];
     std::int64_t const ahead = lookahead(x_, c, now, later);
     int const fetch = later.level;
-    with_elements(c, now, [&](auto const* x) {
+    auto const add_row = [&](auto const* x) {
       auto const add_to = [&](pivoted_sums<A>& to) { to.add(x, now.length, ahead, fetch); };
       begun ? add_to(sums) : begin_sums(sums, pilot_mean(x, now.length), now.length, add_to);
-    });
+    };
+    copies_ == nullptr ? add_row(&x_(now.sample, c, now.begin)) : add_row((*copies_)({x_}, c, now)[0]);
   }
 
   /// Where rows are contiguous, and all positions count: all of group `g` of channel `c`, in pieces of a vector's elements at least;
@@ -326,29 +330,14 @@ public:
 private:
   void put(pivoted_sums<A> const& of, std::int64_t c, std::int64_t group, sums_of_channels<sum_count> const& to) const {
     finish_group(of, parts_, group, to[0][c], to[1][c], [&](pivoted_sums<A>& sums, groups::piece const& piece) {
-      with_elements(c, piece, [&](auto const* x) { sums.add(x, piece.length, 0, 0); });
+      auto const add_row = [&](auto const* x) { sums.add(x, piece.length, 0, 0); };
+      copies_ == nullptr ? add_row(&x_(piece.sample, c, piece.begin)) : add_row(copies_->one({x_}, c, piece)[0]);
     });
-  }
-
-  /// Calls f(the elements of a piece, one after the other).
-  template <class F>
-  void with_elements(std::int64_t c, groups::piece const& piece, F const& f) const {
-    if (contiguous_)
-      f(&x_(piece.sample, c, piece.begin));
-    else
-      with_copies(c, piece, f);
-  }
-  template <class F>
-  [[gnu::noinline]] void with_copies(std::int64_t c, groups::piece const& piece, F const& f) const {
-    std::array<A, static_cast<std::size_t>(row_cut::longest<T>)> row{};
-    for (std::int64_t s = 0; s < piece.length; ++s)
-      row[static_cast<std::size_t>(s)] = load<1>(&x_(piece.sample, c, piece.begin + s));
-    f(static_cast<A const*>(row.data()));
   }
 
   tensor_view<T const> x_;
   groups parts_;
-  bool contiguous_;
+  copies_type* copies_;
   std::array<pivoted_sums<A>, channels_at_once> sums_;
 };
 

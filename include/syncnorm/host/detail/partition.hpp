@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <numeric>
 #include <span>
 #include <tuple>
@@ -44,7 +45,11 @@ template <class T, std::size_t Count>
 /// Whether the channels of a position are closer to each other than to another position's, but not contiguous.
 template <class T>
 [[nodiscard]] constexpr bool channels_share_lines(tensor_view<T> const& x) {
-  return common_layout(x) == layout::strided && x.stride_c < x.stride_s && x.stride_c < x.stride_n;
+  auto const closer_than = [&](std::int64_t extent, std::int64_t stride) {
+    return extent <= 1 || std::abs(x.stride_c) < std::abs(stride);
+  };
+  return common_layout(x) == layout::strided && closer_than(x.spatial, x.stride_s) &&
+         closer_than(x.samples, x.stride_n);
 }
 
 /// Elements of the shortest rows that are worth vectors along them.

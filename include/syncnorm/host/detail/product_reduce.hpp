@@ -78,7 +78,10 @@ private:
     fetching const fetch = fetching::of(in_[0], parts_, std::ssize(in_));
     for (std::int64_t done = 0; done < length; done += rows_type::channels_at_once) {
       std::int64_t const some = std::min(rows_type::channels_at_once, length - done);
-      rows_type sums{terms_from(first + done), channels_of(in_, first + done, some), mask_, layout_};
+      std::optional<typename rows_type::copies_type> copies;
+      if (layout_ == layout::strided) copies.emplace();
+      rows_type sums{terms_from(first + done), channels_of(in_, first + done, some), mask_,
+                     copies ? &*copies : nullptr};
       sum_rows(
           sums, parts_, group, some, fetch, from_channel(to, done), [&](std::int64_t c, groups::piece const& piece) {
             if constexpr (maps) {

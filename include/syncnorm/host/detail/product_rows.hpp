@@ -13,6 +13,7 @@
 #include <syncnorm/host/detail/product_terms.hpp>
 #include <syncnorm/host/detail/read_ahead.hpp>
 #include <syncnorm/host/detail/simd.hpp>
+#include <syncnorm/host/detail/strided_rows.hpp>
 #include <syncnorm/host/detail/sums_of_channels.hpp>
 
 namespace syncnorm::host::detail::inline SYNCNORM_VECTORS {
@@ -205,9 +206,12 @@ public:
   static constexpr bool reads_side_by_side = Terms::coefficients == 1 && simd_bytes >= 32;
   static constexpr std::size_t sum_count = products_of<Terms::values>;
 
-  /// `in`: up to channels_at_once channels, of which `terms` are; `of`: what is contiguous in them; `mask`: null: all count.
-  product_rows(Terms const& terms, views const& in, prepared_mask const* mask, layout of)
-      : terms_{terms}, in_{in}, mask_{mask}, contiguous_{of == layout::rows} {
+  using copies_type = copied_rows<T, inputs>;
+
+  /// `in`: up to channels_at_once channels, of which `terms` are; `mask`: null: all count; `copies`: null where rows are contiguous, else
+  /// those of this `in`.
+  product_rows(Terms const& terms, views const& in, prepared_mask const* mask, copies_type* copies = nullptr)
+      : terms_{terms}, in_{in}, mask_{mask}, copies_{copies} {
     for (std::int64_t c = 0; c < in[0].channels; ++c) coefficients_[static_cast<std::size_t>(c)] = terms(c);
   }
 
@@ -216,7 +220,7 @@ public:
     auto const i = static_cast<std::size_t>(c);
     if (!begun) sums_[i] = {};
     if (mask_ != nullptr && mask_->at(now).counted == 0) return;
-    add_to(sums_[i], contiguous_ ? piece_of(c, now, later).sum(terms_, coefficients_[i]) : sum_copies(c, now));
+    add_to(sums_[i], copies_ == nullptr ? piece_of(c, now, later).sum(terms_, coefficients_[i]) : sum_copies(c, now));
   }
 
   /// Where rows are contiguous, and all positions count: all of group `g` of channel `c`, in pieces of a vector's elements at least;
@@ -314,20 +318,14 @@ private:
   }
 
   [[nodiscard, gnu::noinline]] sums sum_copies(std::int64_t c, groups::piece const& now) const {
-    std::array<std::array<A, static_cast<std::size_t>(row_cut::longest<T>)>, inputs> copies;
-    product_piece<A, Terms> piece{{}, mask_of(now), now.length, {}, 0};
-    for (std::size_t j = 0; j < inputs; ++j) {
-      for (std::int64_t s = 0; s < now.length; ++s)
-        copies[j][static_cast<std::size_t>(s)] = load<1>(&in_[j](now.sample, c, now.begin + s));
-      piece.from[j] = copies[j].data();
-    }
+    product_piece<A, Terms> const piece{(*copies_)(in_, c, now), mask_of(now), now.length, {}, 0};
     return piece.sum(terms_, coefficients_[static_cast<std::size_t>(c)]);
   }
 
   Terms terms_;
   views in_;
   prepared_mask const* mask_;
-  bool contiguous_;
+  copies_type* copies_;
   std::array<std::array<A, Terms::coefficients>, channels_at_once> coefficients_;
   std::array<std::array<double, sum_count>, channels_at_once> sums_;
 };

@@ -36,7 +36,7 @@ void short_row_moments(tensor_view<T const> const& x, groups const& parts, prepa
   for (std::int64_t c = 0; c < x.channels; ++c) {
     A& pivot = pivots[static_cast<std::size_t>(c)];
     if (mask != nullptr) {
-      pivot = masked_pilot(x, *mask, c, {pilot_row, 0, x.spatial});
+      pivot = masked_pilot(&x(pilot_row, c, 0), *mask, {pilot_row, 0, x.spatial});
     } else {
       vector_t<A, lanes> pilot{};
       for (std::int64_t i = 0; i < short_row_pilot; i += lanes) pilot += load<lanes>(&x(pilot_row, c, i));

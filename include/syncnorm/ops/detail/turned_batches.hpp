@@ -21,12 +21,13 @@ template <class T>
   return x.channels == 1 && x.stride_c == 1 && !host::detail::has_rows(x);
 }
 
-/// Whether samples taken for positions come in the order of memory, and channels are not contiguous; as in a matrix by columns.
+/// Whether channels are not contiguous, and samples taken for positions come in the order of memory, as in a matrix by columns, or make
+/// rows at all.
 template <class T>
 [[nodiscard]] bool samples_inside(tensor_view<T> const& x) {
   if (x.samples <= 1 || x.stride_c == 1) return false;
   if (x.spatial > 1) return std::abs(x.stride_n) < std::abs(x.stride_s);
-  return x.channels == 1 || std::abs(x.stride_n) < std::abs(x.stride_c);
+  return true;
 }
 
 /// Whether samples come one after the other as if they were one; of what is not there, too.
