@@ -1,10 +1,13 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,6 +23,7 @@
 #include <comm/bare.hpp>
 #include <comm/counted.hpp>
 #include <ops/pending_cases.hpp>
+#include <support/failing_executor.hpp>
 #include <support/message_of.hpp>
 #include <support/sanitized.hpp>
 
@@ -371,6 +375,30 @@ TEST_CASE("local passes of a group that are finished or dropped in any order lea
       for (int i = 0; i < 2; ++i) group.run(syncnorm::passes(trained.layer.plan_forward(trained.x(), trained.y())));
       CHECK(trained.layer.num_batches_tracked() == before + 2);
     });
+}
+
+TEST_CASE("an executor that throws in a local pass of a group leaves all its layers as they were") {
+  int uses = 0, none = 0;
+  syncnorm::self_communicator const comm;
+  using layer_type = syncnorm::batch_norm<float, syncnorm::self_communicator, test::failing_executor>;
+  layer_type sound{comm, 3, {}, {&none, 0}}, failing{comm, 3, {}, {&uses, 2}};
+  std::vector<float> x{1, 5, 2, 3, 4, 9}, y(6), dx(6), other_dx(6);
+  auto const view = [](std::vector<float>& of) { return syncnorm::nchw(of.data(), 2, 3, 1); };
+  for (auto* const layer : {&sound, &failing}) {
+    layer->freeze_statistics();
+    layer->forward(view(x), view(y));
+  }
+  syncnorm::batch_norm_group group{comm};
+  CHECK(uses == 1);
+  CHECK_THROWS_AS(group.run(syncnorm::passes(sound.plan_backward(view(x), view(x), view(dx)),
+                                             failing.plan_backward(view(x), view(x), view(other_dx)))),
+                  std::runtime_error);
+  CHECK(std::ranges::equal(sound.beta_grad(), std::array{0.0F, 0.0F, 0.0F}));
+  CHECK(std::ranges::equal(failing.beta_grad(), std::array{0.0F, 0.0F, 0.0F}));
+  group.run(syncnorm::passes(sound.plan_backward(view(x), view(x), view(dx)),
+                             failing.plan_backward(view(x), view(x), view(other_dx))));
+  CHECK(std::ranges::equal(sound.beta_grad(), std::array{4.0F, 9.0F, 11.0F}));
+  CHECK(other_dx == dx);
 }
 
 TEST_CASE("what is wrong with a local pass of a group leaves all its layers as they were") {

@@ -87,6 +87,41 @@ TEST_CASE("a forward pass that lacked memory leaves nothing for a backward pass"
   apart([](auto& layer, auto& of) { layer.forward_in_place(of.view(of.x), of.masked()); });
 }
 
+TEST_CASE("a forward pass of a group that lacked memory leaves nothing for a backward pass") {
+  std::thread{[] {
+    int failures = 0;
+    for (bool failed = true; failed; failures += failed ? 1 : 0) {
+      syncnorm::batch_norm<float> layer{{}, 3};
+      syncnorm::batch_norm_group group{syncnorm::self_communicator{}};
+      small_batch first{4, 5, 1}, second{4, 5, 10}; // of as many elements
+      layer.forward(first.view(first.x), first.view(first.y));
+      auto planned = syncnorm::passes(layer.plan_forward(second.view(second.x), second.view(second.y)));
+      failed = fails(failures, [&] { group.run(std::move(planned)); });
+      CAPTURE(failures);
+      auto const backward = [&] {
+        layer.backward(second.view(second.x), second.view(second.dy), second.view(second.dx));
+      };
+      if (failed) CHECK_THROWS_AS(backward(), syncnorm::invalid_argument_error);
+    }
+    CHECK(failures > 0);
+  }}.join();
+}
+
+TEST_CASE("a pass in two phases, or of a group, may end on a thread that lacks memory") {
+  for (bool const dropped : {true, false}) {
+    syncnorm::batch_norm<float> layer{{}, 3};
+    small_batch of{4, 5, 1};
+    auto pending = layer.begin_forward(of.view(of.x), of.view(of.y), of.masked());
+    std::thread{[&] {
+      bool const lacked = fails(0, [&] {
+        auto own = std::move(pending);
+        if (!dropped) own.finish();
+      });
+      CHECK(layer.num_batches_tracked() == (dropped || lacked ? 0 : 1));
+    }}.join();
+  }
+}
+
 TEST_CASE(
     "a pass of an agreed layer that lacks memory on one rank is an error on every rank, and the next one is right") {
   int failures = 0;

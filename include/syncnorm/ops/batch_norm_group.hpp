@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <span>
 #include <utility>
 
 #include <syncnorm/comm/communicator.hpp>
@@ -33,12 +35,8 @@ public:
   /// the group has to outlive.
   template <list_of<batch_norm_pass> List>
   [[nodiscard]] pending_passes begin(List passes) {
-    detail::kept_vector<std::int64_t> channels;
-    channels.reserve(passes.size());
-    for (auto const& pass : passes) channels.push_back(pass.steps().channels());
-    auto found = std::ranges::find(exchanges_, channels, &detail::packet_exchange::channels);
-    if (found == exchanges_.end()) found = exchanges_.emplace(exchanges_.end(), std::move(channels), 2);
-    return pending_passes::begin(comm_, passes, *found);
+    auto& exchange = detail::or_fail(passes, [&] { return std::ref(exchange_of(passes)); }).get();
+    return pending_passes::begin(comm_, passes, exchange);
   }
 
   /// The same, to the end.
@@ -50,6 +48,14 @@ public:
   [[nodiscard]] C const& comm() const noexcept { return comm_; }
 
 private:
+  [[nodiscard]] detail::packet_exchange& exchange_of(std::span<batch_norm_pass const> passes) {
+    detail::kept_vector<std::int64_t> channels;
+    channels.reserve(passes.size());
+    for (auto const& pass : passes) channels.push_back(pass.steps().channels());
+    auto const found = std::ranges::find(exchanges_, channels, &detail::packet_exchange::channels);
+    return found != exchanges_.end() ? *found : exchanges_.emplace_back(std::move(channels), 2);
+  }
+
   C comm_;
   std::deque<detail::packet_exchange> exchanges_; // of the sets of layers seen; stay where they are
 };

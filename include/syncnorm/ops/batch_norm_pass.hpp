@@ -124,15 +124,28 @@ private:
   std::unique_ptr<detail::planned_pass> planned_;
 };
 
-/// Runs passes on this rank alone; none if one is wrong, which is thrown.
-inline void run_alone(std::span<batch_norm_pass const> passes) {
+namespace detail {
+
+/// f(); where it throws, nothing goes on from the passes.
+template <class F>
+auto or_fail(std::span<batch_norm_pass const> passes, F const& f) {
   try {
-    for (auto const& pass : passes) pass.steps().require_valid();
-    for (auto const& pass : passes) pass.steps().run_alone();
+    return f();
   } catch (...) {
     for (auto const& pass : passes) pass.steps().fail();
     throw;
   }
+}
+
+} // namespace detail
+
+/// Runs passes on this rank alone; where one is wrong or fails, which is thrown, no layer changes.
+inline void run_alone(std::span<batch_norm_pass const> passes) {
+  detail::or_fail(passes, [&] {
+    for (auto const& pass : passes) pass.steps().require_valid();
+    for (auto const& pass : passes) pass.steps().run_alone();
+  });
+  for (auto const& pass : passes) pass.steps().commit_alone();
 }
 
 /// Describes `batch_norm_backward_batches`.

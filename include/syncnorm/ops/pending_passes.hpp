@@ -31,16 +31,16 @@ namespace syncnorm {
 class pending_passes {
 public:
   pending_passes(pending_passes&& other) noexcept
-      : passes_{std::move(other.passes_)}, exchange_{std::move(other.exchange_)}, home_{other.home_},
+      : exchange_{std::move(other.exchange_)}, home_{other.home_}, passes_{std::move(other.passes_)},
         failure_{std::move(other.failure_)}, done_{std::exchange(other.done_, true)},
         exchanges_{other.exchanges_}, work_{std::move(other.work_)} {}
   pending_passes& operator=(pending_passes&& other) noexcept {
     if (this == &other) return *this;
     drop();
     work_.reset(); // waits, before the buffers go
-    passes_ = std::move(other.passes_);
     exchange_ = std::move(other.exchange_);
     home_ = other.home_;
+    passes_ = std::move(other.passes_);
     failure_ = std::move(other.failure_);
     done_ = std::exchange(other.done_, true);
     exchanges_ = other.exchanges_;
@@ -86,7 +86,7 @@ public:
   [[nodiscard]] static pending_passes begin(C const& comm, std::span<batch_norm_pass> passes,
                                             detail::packet_exchange& home,
                                             detail::pass_form form = detail::pass_form::in_group) {
-    pending_passes pending{passes, home};
+    auto pending = detail::or_fail(passes, [&] { return pending_passes{passes, home}; });
     try {
       pending.start(comm, form);
     } catch (...) {
@@ -98,8 +98,8 @@ public:
 
 private:
   pending_passes(std::span<batch_norm_pass> passes, detail::packet_exchange& home)
-      : passes_(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end())),
-        exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home} {}
+      : exchange_{std::exchange(home, {home.channels(), 2, home.agreed()})}, home_{&home},
+        passes_(std::make_move_iterator(passes.begin()), std::make_move_iterator(passes.end())) {}
 
   void fail() const {
     for_each_layer([](std::size_t, detail::pass_steps& steps) { steps.fail(); });
@@ -129,7 +129,7 @@ private:
     });
     // Nothing throws any more.
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
-      if (takes_part(steps)) steps.commit(all_of(steps), exchange_.own(l, 0), exchange_.own(l, 1));
+      takes_part(steps) ? steps.commit(all_of(steps), exchange_.own(l, 0), exchange_.own(l, 1)) : steps.commit_alone();
     });
   }
 
@@ -146,7 +146,7 @@ private:
     if (!exchanges_) return;
     auto const& first = passes_.front().steps();
     std::int64_t channels = 0;
-    exchange_.prepare(size(comm));
+    exchange_.prepare(syncnorm::size(comm));
     for_each_layer([&](std::size_t l, detail::pass_steps& steps) {
       channels += steps.channels();
       auto& header = exchange_.header(l) = steps.header();
@@ -169,9 +169,9 @@ private:
     if (exchange_.agreed()) home_->agree();
   }
 
-  detail::kept_vector<batch_norm_pass> passes_;
   detail::packet_exchange exchange_;
   detail::packet_exchange* home_;
+  detail::kept_vector<batch_norm_pass> passes_; // taken when nothing throws any more
   std::exception_ptr failure_;
   bool done_ = false, exchanges_ = false;
   std::unique_ptr<detail::erased_work> work_; // last, so that it goes first, and waits while there are buffers

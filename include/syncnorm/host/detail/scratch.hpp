@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -17,15 +18,13 @@ template <class T>
 class scratch_lease {
 public:
   explicit scratch_lease(std::int64_t size) {
-    if (auto* const kept = syncnorm::detail::kept_by_thread<pool>(); kept != nullptr && !kept->memory.empty()) {
-      memory_ = std::move(kept->memory.back());
-      kept->memory.pop_back();
-    }
+    if (auto* const kept = syncnorm::detail::kept_by_thread<pool>(); kept != nullptr && kept->count > 0)
+      memory_ = std::move(kept->memory[--kept->count]);
     if (memory_.size() < static_cast<std::size_t>(size)) memory_.resize(static_cast<std::size_t>(size));
   }
   ~scratch_lease() {
     auto* const kept = syncnorm::detail::kept_by_thread<pool>();
-    if (kept != nullptr && kept->memory.size() < most) kept->memory.push_back(std::move(memory_));
+    if (kept != nullptr && kept->count < most) kept->memory[kept->count++] = std::move(memory_);
   }
   scratch_lease(scratch_lease const&) = delete;
   scratch_lease& operator=(scratch_lease const&) = delete;
@@ -37,10 +36,10 @@ private:
   using array = std::vector<T, syncnorm::detail::line_allocator<T>>;
   static constexpr std::size_t most = 64;
 
+  /// Allocates nothing itself, as a lease may end where nothing may throw.
   struct pool {
-    std::vector<array> memory;
-
-    pool() { memory.reserve(most); }
+    std::array<array, most> memory;
+    std::size_t count = 0;
   };
 
   array memory_;

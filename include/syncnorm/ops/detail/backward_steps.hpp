@@ -164,7 +164,6 @@ public:
                              apply_by(exec, part);
                            });
     }
-    commit(all, sum_dy, sum_dy_xmu);
   }
 
 private:

@@ -130,7 +130,6 @@ public:
   void run_alone() override {
     accept({count()});
     run_in_blocks<T>(in_.x, 1);
-    commit({0, channels()}, {}, {});
   }
 
 private:

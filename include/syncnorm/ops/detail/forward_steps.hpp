@@ -176,7 +176,6 @@ public:
   }
   void run_alone() override {
     accept({count(), backward_ == backward_pass::needed});
-    channel_span const all{0, channels_};
     if (in_.x.size() == 1) {
       host::forward_in_blocks(
           exec_, in_.x[0], in_.y[0], saved_->mean, buffers_->first, saved_->inv_std, in_.affine,
@@ -193,7 +192,6 @@ public:
                              apply_by(exec, part);
                            });
     }
-    commit(all, {}, {});
   }
 
 private:

@@ -50,8 +50,13 @@ public:
   virtual void fail() {}
   /// Throws what is wrong on this rank.
   virtual void require_valid() const = 0;
-  /// All of a valid pass on this rank alone.
+  /// All of a valid pass on this rank alone but for `commit_alone`.
   virtual void run_alone() = 0;
+  void commit_alone() {
+    channel_span const all{0, channels()};
+    auto const [first, second] = totals(all);
+    commit(all, first, second);
+  }
 };
 
 /// A forward pass of this rank alone, which has nothing to exchange.

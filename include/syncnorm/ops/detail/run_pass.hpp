@@ -21,9 +21,10 @@ namespace syncnorm::detail {
 template <communicator C>
 void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace, exchange_plan& plan,
                part_choice const& parts) {
-  if (size(comm) == 1 || !steps.collective()) {
+  if (syncnorm::size(comm) == 1 || !steps.collective()) {
     steps.require_valid();
-    return steps.run_alone();
+    steps.run_alone();
+    return steps.commit_alone();
   }
   channel_span const all{0, steps.channels()};
   auto own = steps.header();
@@ -31,7 +32,7 @@ void run_steps(C const& comm, pass_steps& steps, batch_norm_workspace& workspace
   if (policy == exchange_policy::reduce) {
     auto& packets = workspace.packets;
     if (workspace.exchange.agreed()) packets.agree();
-    packets.prepare(size(comm));
+    packets.prepare(syncnorm::size(comm));
     packets.header(0) = own;
     report_what_throws(packets.header(0), [&] { steps.local(all, packets.own(0, 0), packets.own(0, 1)); });
     auto const work = packets.start(comm, steps.rule(), policy, false);
