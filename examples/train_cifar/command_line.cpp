@@ -37,6 +37,12 @@ text_check positive_number(double most) {
 /// Refuses the path that a variable which is not set gives.
 std::string not_empty(std::string const& path) { return path.empty() ? "the path is empty" : ""; }
 
+/// Refuses a rendezvous that is of one process alone, or none.
+std::string meets_elsewhere(std::string const& rendezvous) {
+  bool const known = rendezvous.starts_with("file:") || rendezvous.starts_with("redis:");
+  return known ? "" : "'" + rendezvous + "' is neither file:PATH nor redis:HOST:PORT";
+}
+
 /// Adds an option whose value goes by one of a few names.
 template <class T>
 CLI::Option* add_choice(CLI::App& app, std::string const& option, T& value,
@@ -92,7 +98,8 @@ command read_command_line(int argc, char** argv) {
   add_choice(app, "--device", opts.device, {{"cpu", device_kind::cpu}, {"cuda", device_kind::cuda}},
              "cpu or cuda: where the network is (default: cpu)");
   app.add_option("--rendezvous", opts.rendezvous,
-                 "file:PATH or redis:HOST:PORT: join, as rank RANK of WORLD_SIZE, others that were started elsewhere");
+                 "file:PATH or redis:HOST:PORT: join, as rank RANK of WORLD_SIZE, others that were started elsewhere")
+      ->check(meets_elsewhere);
   app.add_option("--prefix", opts.prefix, "tells runs apart that meet at one rendezvous")->capture_default_str();
   app.add_option("--interface", opts.interface,
                  "network interface for Gloo (default: loopback, or the host's address)");

@@ -43,6 +43,10 @@ struct options {
   std::size_t batch_size = 64;
   /// Passes whose gradients make one step.
   std::size_t grad_accumulation = 1;
+  /// Samples of one step, of so many images at most.
+  [[nodiscard]] std::size_t step_samples(std::size_t images) const {
+    return batch_size > images / grad_accumulation ? images : batch_size * grad_accumulation;
+  }
   std::size_t epochs = 5;
   /// At most so many steps an epoch.
   std::size_t steps = std::numeric_limits<std::size_t>::max();

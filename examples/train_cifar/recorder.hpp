@@ -16,10 +16,11 @@ namespace train_cifar {
 /// Keeps what the first steps computed, for `--record`. All members are to be called on every rank alike.
 class recorder {
 public:
-  recorder(syncnorm::any_communicator comm, options const& opts)
+  /// Of training with so many images.
+  recorder(syncnorm::any_communicator comm, options const& opts, std::size_t images)
       : comm_{std::move(comm)}, path_{opts.record}, steps_{opts.record.empty() ? 0 : opts.record_steps} {
     record_.roundoff = opts.dtype == number_kind::float64 ? 0x1p-53 : 0x1p-24;
-    record_.longest_sum = opts.batch_size * opts.grad_accumulation * image_side * image_side;
+    record_.longest_sum = opts.step_samples(images) * image_side * image_side;
   }
 
   [[nodiscard]] bool active() const { return step_ < steps_; }

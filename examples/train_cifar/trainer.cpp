@@ -107,16 +107,16 @@ public:
         network_{make_seeded_network(comm_, opts, data.classes, like_)}, bucket_{network_->parameters()},
         optimizer_{network_->parameters(),
                    torch::optim::SGDOptions{opts.learning_rate}.momentum(0.9).weight_decay(5e-4)},
-        recorder_{comm_, opts} {
+        recorder_{comm_, opts, data.train.size()} {
     if (like_.device().is_cuda()) use_cuda(*network_, comm_, opts_);
-    std::size_t const step_samples = opts.batch_size * opts.grad_accumulation;
-    steps_per_epoch_ = std::min(opts.steps, (data.train.size() + step_samples - 1) / step_samples);
+    std::size_t const images = data.train.size(), step_samples = opts.step_samples(images);
+    steps_per_epoch_ = std::min(opts.steps, (images + step_samples - 1) / step_samples);
   }
 
   /// Trains one epoch. Returns its mean loss, and adds its seconds to `seconds`.
   double run_epoch(std::size_t epoch, std::vector<double>& seconds) {
     auto const order = shuffled(data_.train.size(), random_source{opts_.seed, epoch + 1});
-    std::size_t const step_samples = opts_.batch_size * opts_.grad_accumulation;
+    std::size_t const step_samples = opts_.step_samples(order.size());
     std::size_t const images = std::min(order.size(), steps_per_epoch_ * step_samples);
     progress bar{opts_.quiet || syncnorm::rank(comm_) != 0,
                  "epoch " + std::to_string(epoch + 1) + "/" + std::to_string(opts_.epochs), images};

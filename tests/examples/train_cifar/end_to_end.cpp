@@ -177,6 +177,7 @@ TEST_CASE("What cannot be done is said, and fails") {
                                      {"--seed -1", "'-1' is not a whole number from 0 to"},
                                      {"--learning-rate nan", "'nan' is not a positive number"},
                                      {"--learning-rate 1e300", "'1e300' is not a positive number up to 1e+30"},
+                                     {"--rendezvous hash", "'hash' is neither file:PATH nor redis:HOST:PORT"},
                                      {"--timeout 1e7", "'1e7' is not a positive number up to 1000000"},
                                      {"--record same --result ./same", "./same is the file of --record already"}}) {
     auto const refused = run(trainer + " " + option);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <numeric>
 #include <string>
@@ -58,6 +59,18 @@ TEST_CASE("What is started as a rank has its share of the cores, if there is one
     CHECK(given == cores);
     CHECK(usable_cores() == cores);
   }
+}
+
+TEST_CASE("A step has as many samples as its passes, but no more than there are") {
+  options opts;
+  opts.batch_size = 8;
+  CHECK(opts.step_samples(100) == 8);
+  opts.grad_accumulation = 3;
+  CHECK(opts.step_samples(100) == 24);
+  CHECK(opts.step_samples(24) == 24);
+  CHECK(opts.step_samples(23) == 23);
+  opts.batch_size = opts.grad_accumulation = std::size_t{1} << 40;
+  CHECK(opts.step_samples(100) == 100);
 }
 
 TEST_CASE("Shuffling keeps every number, and the seed decides the order") {
