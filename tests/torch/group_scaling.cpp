@@ -50,6 +50,11 @@ TEST_CASE("GroupScaling1D and its gradient are those of libtorch's operators") {
                  }),
                  "Int"));
   auto const x = random({3, 2}).requires_grad_();
+  auto const sparse = torch::ones({3, 2}, torch::kDouble).to_sparse();
+  CHECK(contains(message_of<invalid_argument_error>([&] {
+                   GroupScaling1D { 1 } -> forward(x).backward(sparse);
+                 }),
+                 "group_scaling backward: the gradient of an output is Sparse, expected Strided"));
   auto const dx =
       torch::autograd::grad({GroupScaling1D{1} -> forward(x).pow(2).sum()}, {x}, {}, true, /*create_graph=*/true)[0];
   CHECK(contains(message_of<syncnorm::error>([&] { dx.sum().backward(); }), "GroupScaling1D"));

@@ -106,6 +106,12 @@ TEST_CASE("clones, conversions and other communicators keep the channels that a 
   norm->options.num_features(6);
   auto const expected = std::dynamic_pointer_cast<PowerNormImpl>(norm->clone())->forward(x);
   CHECK(torch::equal(norm->forward(x), expected));
+  for (bool const affine : {true, false}) {
+    PowerNorm plain{PowerNormOptions{4}.affine(affine)};
+    plain->options.affine(!affine);
+    plain->reset_parameters();
+    CHECK(plain->clone()->parameters().size() == (affine ? 2 : 0));
+  }
   auto const made = syncnorm::torch::convert_sync_powernorm(norm.ptr(), syncnorm::self_communicator{});
   auto* const sync = made->as<SyncPowerNormImpl>();
   CHECK(sync->forward(x).sizes() == x.sizes());

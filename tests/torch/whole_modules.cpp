@@ -411,6 +411,41 @@ TEST_CASE("a clone and what converts have as many channels as the tensors, whate
   }
 }
 
+TEST_CASE("a clone and what converts have the tensors that their original has, whatever options say") {
+  torch::manual_seed(16);
+  auto const x = torch::randn({4, 3, 5});
+  auto const check = [&](SyncBatchNormImpl& norm, std::size_t parameters, std::size_t buffers) {
+    auto const copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(norm.clone());
+    CHECK(copy->parameters().size() == parameters);
+    CHECK(copy->buffers().size() == buffers);
+    CHECK(torch::equal(copy->forward(x), norm.forward(x)));
+    norm.reset_parameters();
+    norm.reset_running_stats();
+  };
+  for (bool const made : {true, false}) {
+    auto const options = BatchNormOptions{3}.affine(made).track_running_stats(made);
+    SyncBatchNorm norm{options};
+    torch::nn::BatchNorm1d local{options};
+    for (auto* const changed : {&norm->options, &local->options}) changed->affine(!made).track_running_stats(!made);
+    check(*norm, made ? 2 : 0, made ? 3 : 0);
+    auto const converted = syncnorm::torch::convert_sync_batchnorm(local.ptr(), syncnorm::self_communicator{});
+    check(*converted->as<SyncBatchNormImpl>(), made ? 2 : 0, made ? 3 : 0);
+  }
+}
+
+TEST_CASE("a pass that is traced on one rank is an error on every rank") {
+  syncnorm::run_ranks(2, [](syncnorm::thread_communicator const& comm) {
+    auto norm = make_norm(BatchNormOptions{3}, comm);
+    auto const x = torch::ones({2, 3}, torch::kDouble);
+    auto const before = state_of(*norm);
+    at::tracer::impl::set_dispatch_enabled(comm.rank() == 1);
+    auto const text = message_of<syncnorm::invalid_argument_error>([&] { norm->forward(x); });
+    at::tracer::impl::set_dispatch_enabled(false);
+    CHECK_MESSAGE(contains(text, "rank 1: the pass is traced for TorchScript, which cannot be done"), text);
+    CHECK(same_state(before, state_of(*norm)));
+  });
+}
+
 TEST_CASE("a module that has loaded the state of another number of channels refuses it in every mode") {
   torch::nn::BatchNorm1d five{BatchNormOptions{5}};
   std::stringstream file;

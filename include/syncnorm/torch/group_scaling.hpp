@@ -11,6 +11,7 @@
 
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/host/group_scaling.hpp>
+#include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/power_norm_check.hpp>
 #include <syncnorm/torch/detail/power_norm_function.hpp>
 #include <syncnorm/torch/detail/refuse_differentiation.hpp>
@@ -40,6 +41,8 @@ public:
   }
 
   static tensors backward(context* recorded, tensors const& gradients) {
+    if (auto const fault = find_gradient_fault(gradients.at(0), /*recorded=*/false); !fault.empty())
+      throw invalid_argument_error{"group_scaling backward: " + fault};
     auto const x = recorded->get_saved_variables().at(0);
     host::channel_scaling const scaling{recorded->saved_data["groups"].toInt(), recorded->saved_data["eps"].toDouble()};
     at::Tensor dx;

@@ -62,9 +62,10 @@ public:
     // A clone shares nothing with its original, the exchanges least of all.
     shared_ = make_shared_part(shared_->comm());
     auto const channels = std::max<std::int64_t>(0, channels_);
+    bool const affine = made_ ? weight.defined() : options.affine();
     auto const parameter = [&](char const* name) {
-      auto const value = options.affine() ? ::torch::empty({channels}) : ::torch::Tensor{};
-      return this->register_parameter(name, value, options.affine());
+      auto const value = affine ? ::torch::empty({channels}) : ::torch::Tensor{};
+      return this->register_parameter(name, value, affine);
     };
     weight = parameter("weight");
     bias = parameter("bias");
@@ -72,6 +73,7 @@ public:
     shared_->running_phi = this->register_buffer("running_phi", ::torch::ones(shape));
     shared_->ema_gz = this->register_buffer("ema_gz", ::torch::zeros(shape));
     shared_->iters = this->register_buffer("iters", ::torch::zeros({1}, ::torch::kLong));
+    made_ = true;
     reset_parameters();
   }
 
@@ -81,7 +83,7 @@ public:
     shared_->running_phi.fill_(1);
     shared_->ema_gz.zero_();
     shared_->iters.zero_();
-    if (!options.affine()) return;
+    if (!weight.defined()) return;
     weight.fill_(1);
     bias.zero_();
   }
@@ -282,6 +284,7 @@ private:
   }
 
   std::int64_t channels_; ///< those that its tensors have been made for, whatever `options` say since
+  bool made_ = false;     ///< so that there is a weight or not, whatever `options` say since
   std::shared_ptr<detail::power_norm_shared> shared_;
 };
 

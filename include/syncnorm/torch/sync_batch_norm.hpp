@@ -37,11 +37,11 @@ class members_of;
 /// and its backward pass are collective, and every rank joins both: a rank with an empty batch passes an input of N = 0,
 /// and where some rank needs gradients, the output requires them on all. In evaluation mode both are local.
 ///
-/// What is wrong on one rank is thrown on every rank, as invalid_argument_error or mismatch_error, and leaves the
-/// running statistics as they were. Gradients of weight and bias are sums over this rank, as of any other parameter.
-/// With `create_graph`, on every rank and by losses of one structure, they can be differentiated once more, which is
-/// collective, too, and not done through an exponential activation. One thread at a time runs passes in training and their
-/// backward passes, of one rank alone, too.
+/// What is wrong on one rank is thrown on every rank, as invalid_argument_error or mismatch_error, and leaves the running statistics as
+/// they were. Gradients of weight and bias are sums over this rank, as of any other parameter. With `create_graph`, on every rank and
+/// by losses of one structure, they can be differentiated once more, which is collective, too, and not done through an exponential
+/// activation; then each rank has to need some gradient of the pass. One thread at a time runs passes in training and their backward
+/// passes, of one rank alone, too.
 ///
 /// Unlike in libtorch, a batch that is empty on every rank leaves `num_batches_tracked`, too, as it was, a momentum outside
 /// [0, 1] or a negative eps is an error, and an infinity in the input may make its channel's running mean NaN, not infinite.
@@ -66,18 +66,19 @@ public:
     auto const parameter = [&](char const* name, bool exists) {
       return register_parameter(name, exists ? ::torch::empty({channels}) : ::torch::Tensor{}, exists);
     };
-    weight = parameter("weight", options.affine() && parts_ != affine_parts::beta);
-    bias = parameter("bias", options.affine() && parts_ != affine_parts::gamma);
-    bool const tracks = options.track_running_stats();
+    weight = parameter("weight", made_ ? weight.defined() : options.affine() && parts_ != affine_parts::beta);
+    bias = parameter("bias", made_ ? bias.defined() : options.affine() && parts_ != affine_parts::gamma);
+    bool const tracks = made_ ? running_mean.defined() : options.track_running_stats();
     running_mean = register_buffer("running_mean", tracks ? ::torch::zeros({channels}) : ::torch::Tensor{});
     running_var = register_buffer("running_var", tracks ? ::torch::ones({channels}) : ::torch::Tensor{});
     num_batches_tracked =
         register_buffer("num_batches_tracked", tracks ? ::torch::zeros({}, ::torch::kLong) : ::torch::Tensor{});
+    made_ = true;
     reset_parameters();
   }
 
   void reset_running_stats() {
-    if (!options.track_running_stats()) return;
+    if (!running_mean.defined()) return;
     running_mean.zero_();
     running_var.fill_(1);
     num_batches_tracked.zero_();
@@ -131,7 +132,7 @@ public:
     else
       stream << "None";
     stream << ", affine=" << options.affine() << ", track_running_stats=" << options.track_running_stats()
-           << ", ranks=" << std::max(size(state_->comm), state_->device ? state_->device->size() : 1)
+           << ", ranks=" << std::max(syncnorm::size(state_->comm), state_->device ? state_->device->size() : 1)
            << (in_place_ ? ", in_place=true" : "") << ")";
   }
 
@@ -165,8 +166,9 @@ public:
   /// other channels. So sizeof(element) bytes per element are kept instead of twice that. The input must not be a leaf that
   /// requires a gradient, nor a result that its own backward pass needs; and nothing may write to the output, nor, of CUDA tensors,
   /// to weight and bias, until the backward pass, whose gradients cannot be differentiated; of what optimizers like SGD write to
-  /// parameters autograd knows nothing. Views are inputs like others, but that a pass by itself over one part of a
-  /// tensor counts as a change of what passes before it have made of other parts. Where a communicator fails midway, `forward` leaves the
+  /// parameters autograd knows nothing. Views are inputs like others, if no element is there twice and positions are as far apart
+  /// from one to the next, but that a pass by itself over one part of a tensor counts as a change of what passes before it have made of
+  /// other parts. Where a communicator fails midway, `forward` leaves the
   /// input partly written over, of which autograd is told. The same on every rank.
   void set_in_place(bool on = true) noexcept { in_place_ = on; }
   [[nodiscard]] bool is_in_place() const noexcept { return in_place_; }
@@ -184,7 +186,7 @@ public:
   [[nodiscard]] int revert_dimension() const noexcept { return revert_dimension_; }
 
   /// It is the `num_features` and `affine` with which the module was made that count, as for its clones. Where
-  /// `track_running_stats` is turned off later, running statistics are neither read nor changed, on every rank.
+  /// `track_running_stats` is turned off later, running statistics, which stay there, are neither read nor changed, on every rank.
   ::torch::nn::BatchNormOptions options;
   /// Undefined without `affine`, or where the module has no such part.
   ::torch::Tensor weight, bias;
@@ -238,6 +240,7 @@ private:
 
   int revert_dimension_;
   affine_parts parts_;
+  bool made_ = false; ///< so that it is its tensors which say what it has, whatever `options` say since
   bool frozen_ = false, in_place_ = false;
   running_variance running_variance_ = running_variance::unbiased;
   batch_variance normalize_by_ = batch_variance::biased;

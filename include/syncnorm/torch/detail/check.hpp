@@ -7,6 +7,7 @@
 #include <string>
 
 #include <ATen/ATen.h>
+#include <ATen/TracerMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
@@ -59,11 +60,18 @@ inline void require_on(syncnorm::detail::call_check& check, at::Tensor const& te
   });
 }
 
+/// A trace would have none of what a pass computes, as it writes to memory by itself.
+inline void refuse_tracing(syncnorm::detail::call_check& check) {
+  check.require(!at::tracer::impl::is_dispatch_enabled(),
+                [] { return "the pass is traced for TorchScript, which cannot be done"; });
+}
+
 /// What libtorch tensors can have wrong besides what a pass on the device `on` checks for itself; empty where nothing is.
 [[nodiscard]] inline std::string find_fault(at::Tensor const& input, std::array<at::Tensor, 2> const& parameters,
                                             std::array<at::Tensor, 2> const& running,
                                             at::Tensor const& num_batches_tracked, at::Device on = at::kCPU) {
   syncnorm::detail::call_check check;
+  refuse_tracing(check);
   auto const on_device = [&](at::Tensor const& tensor, char const* name) { require_on(check, tensor, name, on); };
   check.require(input.defined(), [] { return "the input is undefined"; });
   if (check.failed()) return check.fault();

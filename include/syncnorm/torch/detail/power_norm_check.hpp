@@ -38,6 +38,7 @@ inline void check_dense(syncnorm::detail::call_check& check, at::Tensor const& t
 /// What `input` can have wrong; empty where nothing is.
 [[nodiscard]] inline std::string find_input_fault(at::Tensor const& input) {
   syncnorm::detail::call_check check;
+  refuse_tracing(check);
   check.require(input.defined(), [] { return "the input is undefined"; });
   if (check.failed()) return check.fault();
   check_dense(check, input, "the input");
