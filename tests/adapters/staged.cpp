@@ -8,6 +8,7 @@
 
 #include <doctest/doctest.h>
 
+#include <syncnorm/comm/any.hpp>
 #include <syncnorm/comm/self.hpp>
 #include <syncnorm/comm/thread_group.hpp>
 
@@ -167,6 +168,10 @@ TEST_CASE("over a communicator that cannot abort, a failure is remembered here, 
   fake_cuda::fail_next("cudaMemcpyAsync", cudaErrorIllegalAddress);
   CHECK_THROWS_AS(gathers(), syncnorm::cuda_error);
   CHECK_THROWS_WITH_AS(gathers(), doctest::Contains("cannot be used any more"), syncnorm::communicator_error);
+  // Of which it is known only when it is asked.
+  syncnorm::staged const erased{syncnorm::any_communicator{contract::bare{group.communicator(0)}}};
+  fake_cuda::fail_next("cudaMemcpyAsync", cudaErrorIllegalAddress);
+  CHECK_THROWS_AS(syncnorm::allgather(erased, in.span(), out.span(), on), syncnorm::cuda_error);
   auto const threads = group.communicator(0);
   CHECK(syncnorm::cost_of_exchange(syncnorm::staged{threads}) == syncnorm::cost_of_exchange(threads));
 }

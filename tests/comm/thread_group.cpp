@@ -148,7 +148,8 @@ TEST_CASE("a mismatch of operations in flight is that operation's alone") {
     auto c = syncnorm::allgather_async(comm, in, std::span{third});
     c.wait();
     CHECK_THROWS_AS(b.wait(), syncnorm::mismatch_error);
-    b.wait(); // it has ended
+    CHECK_THROWS_AS(b.wait(), syncnorm::mismatch_error); // whenever it is asked
+    CHECK_THROWS_AS(b.test(), syncnorm::mismatch_error);
     a.wait();
     CHECK((first == contract::gathered<float>(2, 4, 1)));
     CHECK((third == first));

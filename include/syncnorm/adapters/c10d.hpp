@@ -36,6 +36,7 @@ public:
     if (this != &other) {
       drop();
       operation_ = std::move(other.operation_);
+      failure_ = std::move(other.failure_);
     }
     return *this;
   }
@@ -43,7 +44,10 @@ public:
 
   /// Whether the operation has completed. Throws what failed, a timeout too.
   bool test() {
-    if (!operation_) return true;
+    if (!operation_) {
+      tell_failure();
+      return true;
+    }
     if (operation_->in_flight() && !operation_->state->failed && operation_->remaining().count() > 0) return false;
     wait();
     return true;
@@ -51,16 +55,26 @@ public:
 
   /// Blocks until the operation has completed. Throws what failed.
   void wait() {
-    if (!operation_) return;
+    if (!operation_) return tell_failure();
     // Released first, so that this handle is done whether or not the wait throws.
     auto const operation = std::exchange(operation_, {});
-    if (operation->in_flight()) operation->state->require_usable(operation->name);
-    operation->finish();
+    try {
+      if (operation->in_flight()) operation->state->require_usable(operation->name);
+      operation->finish();
+    } catch (...) {
+      failure_ = std::current_exception();
+      throw;
+    }
   }
 
 private:
   friend class c10d_communicator;
   explicit c10d_work(std::unique_ptr<detail::c10d_operation> operation) : operation_{std::move(operation)} {}
+
+  /// Of an operation that has ended.
+  void tell_failure() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
 
   void drop() noexcept {
     try {
@@ -70,6 +84,7 @@ private:
   }
 
   std::unique_ptr<detail::c10d_operation> operation_;
+  std::exception_ptr failure_{}; ///< which is told whenever somebody asks
 };
 
 /// The ranks of a c10d process group, by its backend for CPU tensors (Gloo, MPI). It shares the ownership of the group,

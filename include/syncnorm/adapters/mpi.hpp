@@ -183,9 +183,13 @@ inline mpi_communicator mpi_communicator::duplicate(MPI_Comm comm, std::chrono::
   auto const original = make_channel(comm, false, timeout);
   detail::mpi_collectives::work work{original,
                                      original->open({.called = {.kind = detail::collective_kind::duplication}})};
-  MPI_Comm& copy = work.slot().made; // MPI may write to it after a timeout, too
-  original->start(work.slot(), "MPI_Comm_idup",
-                  [&](MPI_Request* request) { return MPI_Comm_idup(comm, &copy, request); });
+  MPI_Comm copy = MPI_COMM_NULL;
+  auto& slot = work.slot();
+  slot.out = reinterpret_cast<std::byte*>(&copy);
+  slot.finish = [](detail::mpi_slot& s) { *reinterpret_cast<MPI_Comm*>(s.out) = s.made; };
+  // MPI may write to the slot after a timeout, too.
+  original->start(slot, "MPI_Comm_idup",
+                  [&](MPI_Request* request) { return MPI_Comm_idup(comm, &slot.made, request); });
   work.wait();
   return mpi_communicator{make_channel(copy, true, timeout)};
 }

@@ -110,7 +110,12 @@ private:
     } catch (cuda_error const& e) {
       cudaStreamSynchronize(stream); // so that nothing is in flight to or from the pinned memory
       state_->failure = e.what();
-      if constexpr (aborts<C>) state_->comm.abort();
+      if constexpr (aborts<C>) {
+        try {
+          state_->comm.abort();
+        } catch (...) { // what failed first is to be told
+        }
+      }
       throw;
     }
   }

@@ -26,13 +26,14 @@ namespace syncnorm {
 class thread_work {
 public:
   thread_work(thread_work&& other) noexcept
-      : state_{std::move(other.state_)}, slot_{std::exchange(other.slot_, nullptr)}, rank_{other.rank_},
-        out_{other.out_} {}
+      : state_{std::move(other.state_)}, slot_{std::exchange(other.slot_, nullptr)},
+        failure_{std::move(other.failure_)}, rank_{other.rank_}, out_{other.out_} {}
   thread_work& operator=(thread_work&& other) noexcept {
     if (this == &other) return *this;
     drop();
     state_ = std::move(other.state_);
     slot_ = std::exchange(other.slot_, nullptr);
+    failure_ = std::move(other.failure_);
     rank_ = other.rank_;
     out_ = other.out_;
     return *this;
@@ -41,7 +42,10 @@ public:
 
   /// Whether the operation has completed. Throws what failed.
   bool test() {
-    if (slot_ == nullptr) return true;
+    if (slot_ == nullptr) {
+      tell_failure();
+      return true;
+    }
     if (!state_->ended(*slot_, rank_)) return false;
     finish();
     return true;
@@ -49,7 +53,7 @@ public:
 
   /// Blocks until the operation has completed. Throws what failed.
   void wait() {
-    if (slot_ == nullptr) return;
+    if (slot_ == nullptr) return tell_failure();
     state_->await(*slot_, rank_);
     finish();
   }
@@ -59,7 +63,18 @@ private:
   thread_work(std::shared_ptr<detail::thread_state> state, detail::thread_slot& slot, int rank, void* out)
       : state_{std::move(state)}, slot_{&slot}, rank_{rank}, out_{out} {}
 
-  void finish() { state_->finish(*std::exchange(slot_, nullptr), rank_, out_); }
+  void finish() {
+    try {
+      state_->finish(*std::exchange(slot_, nullptr), rank_, out_);
+    } catch (...) {
+      failure_ = std::current_exception();
+      throw;
+    }
+  }
+  /// Of an operation that has ended.
+  void tell_failure() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
   void drop() noexcept {
     try {
       wait();
@@ -69,6 +84,7 @@ private:
 
   std::shared_ptr<detail::thread_state> state_;
   detail::thread_slot* slot_;
+  std::exception_ptr failure_{}; ///< which is told whenever somebody asks
   int rank_;
   void* out_;
 };

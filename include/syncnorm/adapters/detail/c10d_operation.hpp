@@ -9,6 +9,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -67,6 +68,8 @@ struct c10d_state {
   std::chrono::milliseconds timeout;
   std::atomic<bool> failed = false;
   std::atomic<std::int64_t> started = 0; ///< operations
+  mutable std::mutex reason_mutex{};
+  std::string reason{}; ///< why it failed
 
   /// Marks the communicator as unusable and throws `thrown` as one of syncnorm's own.
   [[noreturn]] void fail(char const* operation, std::exception_ptr const& thrown) {
@@ -83,6 +86,10 @@ struct c10d_state {
     }
     auto const message = std::string{operation} + " failed on rank " + std::to_string(group->getRank()) + " of " +
                          std::to_string(group->getSize()) + " (" + backend + "): " + text;
+    {
+      std::lock_guard const lock{reason_mutex};
+      if (reason.empty()) reason = message;
+    }
     // The backends throw plain runtime errors, of which only the text tells a late peer from a lost one.
     if (text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos)
       throw timeout_error{"c10d", message};
@@ -90,8 +97,9 @@ struct c10d_state {
   }
 
   void require_usable(char const* operation) const {
-    if (failed)
-      throw communicator_error{"c10d", std::string{operation} + ": an earlier collective of this process group failed"};
+    if (!failed) return;
+    std::lock_guard const lock{reason_mutex};
+    throw communicator_error{"c10d", std::string{operation} + ": the communicator cannot be used any more: " + reason};
   }
 };
 
