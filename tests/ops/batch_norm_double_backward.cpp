@@ -112,6 +112,24 @@ TEST_CASE("double backward needs nothing of positions whose outputs are 0, nor m
   CHECK(run(0.25) == run(std::nan("")));
 }
 
+TEST_CASE("double backward with a workspace of its own takes the epilogue of its passes, too") {
+  std::vector<double> x{1, 4, 3, -2}, dy{0.5, 2, -1, 2}, u{2, 1, 1, -1}, y(4), to_dy(4), to_x(4), by_layer(4);
+  auto const view = [](std::vector<double>& values) { return syncnorm::nchw(values.data(), 2, 1, 2); };
+  syncnorm::batch_norm_epilogue<double> const epilogue{.activation = syncnorm::activation::leaky_relu(0.25)};
+  syncnorm::self_communicator const comm;
+  syncnorm::batch_norm<double> layer{comm, 1};
+  layer.forward(view(x), view(y), epilogue);
+  layer.double_backward({.dx = view(u)}, view(x), view(dy), view(to_dy), view(by_layer), epilogue);
+  auto const saved = syncnorm::batch_norm_forward<double>(syncnorm::host::serial_executor{}, comm, view(x), view(y), {},
+                                                          {}, {}, epilogue);
+  syncnorm::batch_norm_double_backward<double>(syncnorm::host::serial_executor{}, comm, {.dx = view(u)}, view(dy),
+                                               view(x), {}, saved, view(to_dy), view(to_x), {}, {}, epilogue);
+  CHECK(to_x == by_layer);
+  syncnorm::batch_norm_double_backward<double>(syncnorm::host::serial_executor{}, comm, {.dx = view(u)}, view(dy),
+                                               view(x), {}, saved, view(to_dy), view(to_x));
+  CHECK(to_x != by_layer);
+}
+
 TEST_CASE("what is not given to double backward is not another times 0, so infinities stay where they are") {
   double const infinity = std::numeric_limits<double>::infinity();
   auto const bits = [](std::vector<double> const& values, double expected) {

@@ -300,6 +300,9 @@ TEST_CASE("micro-batches in place: what is wrong on one rank is an error on ever
     over = parts(x);
     if (here) over[1].data = nullptr;
     forward("x[1] is null", over);
+    over = parts(x);
+    if (here) over[0].stride_n = std::numeric_limits<std::int64_t>::max() / 2;
+    forward("x[0] has the strides [4611686018427387903, 4, 1], which no memory has room for", over);
 
     layer.forward_in_place(parts(x), two);
     auto const y = x;

@@ -72,11 +72,11 @@ void barrier(C const& comm) {
     comm.barrier();
   } else if constexpr (allreduces<C, std::int32_t>) {
     std::int32_t token = 0;
-    allreduce(comm, std::span<std::int32_t const>{&token, 1}, std::span{&token, 1});
+    syncnorm::allreduce(comm, std::span<std::int32_t const>{&token, 1}, std::span{&token, 1});
   } else {
     std::byte const token{};
-    std::vector<std::byte> all(static_cast<std::size_t>(size(comm)));
-    allgather(comm, std::span{&token, 1}, std::span{all});
+    std::vector<std::byte> all(static_cast<std::size_t>(syncnorm::size(comm)));
+    syncnorm::allgather(comm, std::span{&token, 1}, std::span{all});
   }
 }
 
@@ -88,10 +88,10 @@ template <communicator C>
 void require_root_extents(C const& comm, std::string const& operation, std::size_t extent, std::size_t root_extent,
                           std::size_t factor, int root) {
   std::array<std::int64_t, 2> const own{static_cast<std::int64_t>(extent), static_cast<std::int64_t>(root_extent)};
-  std::vector<std::int64_t> all(2 * static_cast<std::size_t>(size(comm)));
-  allgather(comm, own, std::span{all});
+  std::vector<std::int64_t> all(2 * static_cast<std::size_t>(syncnorm::size(comm)));
+  syncnorm::allgather(comm, own, std::span{all});
   auto const wanted = all[2 * static_cast<std::size_t>(root)], found = all[2 * static_cast<std::size_t>(root) + 1];
-  for (int r = 0; r < size(comm); ++r)
+  for (int r = 0; r < syncnorm::size(comm); ++r)
     if (auto const other = all[2 * static_cast<std::size_t>(r)]; other != wanted)
       throw mismatch_error{operation + ": rank " + std::to_string(r) + " has " + std::to_string(other) +
                            " elements, rank " + std::to_string(root) + " " + std::to_string(wanted)};
@@ -107,12 +107,12 @@ void require_root_extents(C const& comm, std::string const& operation, std::size
 /// ranks; mismatch_error, communicator_error.
 template <wire_type T, communicator C>
 void broadcast(C const& comm, std::span<T> data, int root) {
-  detail::require_rank(root, size(comm));
+  detail::require_rank(root, syncnorm::size(comm));
   if constexpr (requires { comm.broadcast(data, root); }) {
     comm.broadcast(data, root);
   } else {
-    std::vector<T> all(data.size() * static_cast<std::size_t>(size(comm)));
-    allgather(comm, data, std::span{all});
+    std::vector<T> all(data.size() * static_cast<std::size_t>(syncnorm::size(comm)));
+    syncnorm::allgather(comm, data, std::span{all});
     auto const first = std::span<T const>{all}.subspan(data.size() * static_cast<std::size_t>(root), data.size());
     std::ranges::copy(first, data.begin());
   }
@@ -123,15 +123,16 @@ void broadcast(C const& comm, std::span<T> data, int root) {
 /// where they do not fit, and a broadcast. Throws as `broadcast`, and invalid_argument_error on every rank where `in` does not fit.
 template <wire_type T, communicator C>
 void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root) {
-  detail::require_rank(root, size(comm));
+  detail::require_rank(root, syncnorm::size(comm));
   if constexpr (requires { comm.scatter(in, out, root); }) {
     comm.scatter(in, out, root);
   } else {
-    detail::require_root_extents(comm, "scatter", out.size(), in.size(), static_cast<std::size_t>(size(comm)), root);
-    std::vector<T> all(out.size() * static_cast<std::size_t>(size(comm)));
-    if (rank(comm) == root) std::ranges::copy(in, all.begin());
-    broadcast(comm, std::span{all}, root);
-    std::ranges::copy(std::span{all}.subspan(out.size() * static_cast<std::size_t>(rank(comm)), out.size()),
+    detail::require_root_extents(comm, "scatter", out.size(), in.size(), static_cast<std::size_t>(syncnorm::size(comm)),
+                                 root);
+    std::vector<T> all(out.size() * static_cast<std::size_t>(syncnorm::size(comm)));
+    if (syncnorm::rank(comm) == root) std::ranges::copy(in, all.begin());
+    syncnorm::broadcast(comm, std::span{all}, root);
+    std::ranges::copy(std::span{all}.subspan(out.size() * static_cast<std::size_t>(syncnorm::rank(comm)), out.size()),
                       out.begin());
   }
 }
@@ -142,14 +143,14 @@ void scatter(C const& comm, std::type_identity_t<std::span<T const>> in, std::sp
 template <reducible_type T, communicator C>
 void reduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, int root,
             reduce_op op = reduce_op::sum) {
-  detail::require_rank(root, size(comm));
+  detail::require_rank(root, syncnorm::size(comm));
   if constexpr (requires { comm.reduce(in, out, root, op); }) {
     comm.reduce(in, out, root, op);
   } else {
     detail::require_root_extents(comm, "reduce", in.size(), out.size(), 1, root);
     std::vector<T> all(in.size());
-    allreduce(comm, in, std::span{all}, op);
-    if (rank(comm) == root) std::ranges::copy(all, out.begin());
+    syncnorm::allreduce(comm, in, std::span{all}, op);
+    if (syncnorm::rank(comm) == root) std::ranges::copy(all, out.begin());
   }
 }
 

@@ -179,7 +179,7 @@ template <communicator C>
 /// This rank's number in [0, size). Throws communicator_error where the communicator gives another. Local.
 template <communicator C>
 [[nodiscard]] int rank(C const& comm) {
-  int const own = communicator_traits<C>::rank(comm), ranks = size(comm);
+  int const own = communicator_traits<C>::rank(comm), ranks = syncnorm::size(comm);
   if (own < 0 || own >= ranks)
     throw communicator_error{"communicator",
                              "it says that this is rank " + std::to_string(own) + " of " + std::to_string(ranks)};
@@ -190,7 +190,7 @@ template <communicator C>
 /// of `out`. Throws invalid_argument_error where out.size() ≠ size·in.size(), on this rank alone; communicator_error.
 template <wire_type T, allgathers<T> C>
 void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out) {
-  detail::require_allgather_extents(in.size(), out.size(), size(comm));
+  detail::require_allgather_extents(in.size(), out.size(), syncnorm::size(comm));
   communicator_traits<C>::template allgather<T>(comm, in, out);
 }
 
@@ -206,7 +206,7 @@ void allreduce(C const& comm, std::type_identity_t<std::span<T const>> in, std::
 /// Starts `allgather`, with its errors. The buffers are borrowed until the returned work has completed.
 template <wire_type T, allgathers_async<T> C>
 [[nodiscard]] auto allgather_async(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out) {
-  detail::require_allgather_extents(in.size(), out.size(), size(comm));
+  detail::require_allgather_extents(in.size(), out.size(), syncnorm::size(comm));
   return communicator_traits<C>::template allgather_async<T>(comm, in, out);
 }
 
@@ -222,7 +222,7 @@ template <reducible_type T, allreduces_async<T> C>
 /// the stream is past it.
 template <wire_type T, allgathers_on_stream<T> C>
 void allgather(C const& comm, std::type_identity_t<std::span<T const>> in, std::span<T> out, CUstream_st* stream) {
-  detail::require_allgather_extents(in.size(), out.size(), size(comm));
+  detail::require_allgather_extents(in.size(), out.size(), syncnorm::size(comm));
   communicator_traits<C>::template allgather<T>(comm, in, out, stream);
 }
 

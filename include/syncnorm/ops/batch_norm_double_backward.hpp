@@ -70,10 +70,11 @@ void batch_norm_double_backward(host::executor_ref exec, C const& comm, batch_no
                                 std::type_identity_t<affine_parameters<P>> affine, batch_norm_saved const& saved,
                                 tensor_view<T> to_dy, tensor_view<T> to_x,
                                 std::type_identity_t<std::span<P>> gamma_gradient = {},
-                                batch_norm_backward_options const& options = {}) {
+                                batch_norm_backward_options const& options = {},
+                                std::type_identity_t<batch_norm_epilogue<T>> const& epilogue = {}) {
   batch_norm_workspace workspace{x.channels};
   batch_norm_double_backward<T, P>(exec, comm, second, dy, x, affine, saved, to_dy, to_x, gamma_gradient, options,
-                                   workspace);
+                                   workspace, {}, epilogue);
 }
 
 /// `batch_norm_double_backward` of `batch_norm_backward_batches`: that of the concatenation of the K micro-batches. to_dy and

@@ -81,7 +81,7 @@ void power_norm_backward(host::executor_ref exec, C const& comm, tensor_view<X> 
   check.channel_values(gradients.beta, "the gradient of beta", channels);
   detail::check_options(check, options, channels);
   detail::check_state(check, state, channels);
-  if (constant || size(comm) == 1) detail::throw_fault(name, check);
+  if (constant || syncnorm::size(comm) == 1) detail::throw_fault(name, check);
 
   std::optional<detail::power_norm_factors> own_factors;
   detail::power_norm_factors& factors = constant ? own_factors.emplace() : workspace.factors();

@@ -233,7 +233,7 @@ private:
   }
 
   [[nodiscard]] bool overlaps(C const& comm) const {
-    return agreed_ && size(comm) > 1 && detail::sum_exchange<C>::can_overlap();
+    return agreed_ && syncnorm::size(comm) > 1 && detail::sum_exchange<C>::can_overlap();
   }
 
   void start(flight& each, C const& comm, detail::power_norm_header const& own, power_norm_options const& options,

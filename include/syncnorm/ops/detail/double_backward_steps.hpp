@@ -33,14 +33,14 @@ public:
   void run(C const& comm, bool exchange, batch_norm_workspace& workspace) {
     buffers_ = &workspace.double_buffers;
     buffers_->prepare(static_cast<std::size_t>(std::max<std::int64_t>(0, channels_)));
-    if (size(comm) == 1 || saved_->scope != statistics_scope::all_ranks || !exchange) {
+    if (syncnorm::size(comm) == 1 || saved_->scope != statistics_scope::all_ranks || !exchange) {
       throw_fault(name, check_);
       run_alone();
       return commit();
     }
     auto& packets = workspace.double_packets;
     if (workspace.exchange.agreed()) packets.agree();
-    packets.prepare(size(comm));
+    packets.prepare(syncnorm::size(comm));
     packets.header(0) = header();
     report_what_throws(packets.header(0), [&] {
       if (!check_.failed()) local();

@@ -105,7 +105,7 @@ public:
   template <allgathers<std::byte> C, class Local, class Accept, class Consume>
   void run(C const& comm, packet_header const& own, exchange_plan& plan, bool ahead, Local const& local,
            Accept const& accept_all, Consume const& consume) {
-    prepare(size(comm), plan.part_channels);
+    prepare(syncnorm::size(comm), plan.part_channels);
     exchange_all(comm, own, plan, ahead, local, accept_all, consume);
     auto const parts = std::max<std::int64_t>(channels_, 1) / plan.part_channels + 1;
     parts_.reserve(static_cast<std::size_t>(parts)); // those of the next pass
@@ -126,7 +126,7 @@ private:
     std::memcpy(parts_.front().send.data(), &mine, sizeof mine);
     midway_failure failure;
     auto const receive = [&](std::size_t k) {
-      require_own_message(rank(comm), parts_[k].send, parts_[k].receive);
+      require_own_message(syncnorm::rank(comm), parts_[k].send, parts_[k].receive);
       if (k != 0) return require_no_failure(parts_[k], failure);
       accept_headers();
       std::int64_t most = 0;
@@ -144,7 +144,7 @@ private:
     for (std::size_t k = 0; k <= last; ++k) {
       auto const& part = parts_[k];
       if (k != 0) part.tell(failure.failed());
-      allgather(comm, std::span<std::byte const>{part.send}, part.receive);
+      syncnorm::allgather(comm, std::span<std::byte const>{part.send}, part.receive);
       receive(k);
       failure.attempt([&] { consume(part, k < last ? &parts_[k + 1] : nullptr); });
     }
@@ -157,7 +157,7 @@ private:
     auto const start = [&](std::size_t k) {
       auto const& part = parts_[k];
       if (k != 0) part.tell(failure.failed());
-      return allgather_async(comm, std::span<std::byte const>{part.send}, part.receive);
+      return syncnorm::allgather_async(comm, std::span<std::byte const>{part.send}, part.receive);
     };
     std::optional in_flight{start(0)};
     for (std::size_t k = 0; k < parts_.size(); ++k) {

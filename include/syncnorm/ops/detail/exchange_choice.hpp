@@ -45,7 +45,7 @@ template <communicator C>
                                       std::size_t values = 2, std::size_t layers = 1) {
   if constexpr (allreduces<C, double>) {
     if (wish != exchange_policy::automatic) return wish;
-    return cheaper_policy(cost_of_exchange(comm), size(comm), rule, channels, values, layers);
+    return cheaper_policy(syncnorm::cost_of_exchange(comm), syncnorm::size(comm), rule, channels, values, layers);
   } else {
     return exchange_policy::gather;
   }
@@ -57,7 +57,7 @@ template <communicator C>
                                                 std::int64_t channels, std::size_t values = 2, std::size_t layers = 1) {
   if constexpr (allreduces_on_stream<C, double>) {
     if (wish != exchange_policy::automatic) return wish;
-    return cheaper_policy(cost_of_exchange(comm), size(comm), rule, channels, values, layers,
+    return cheaper_policy(syncnorm::cost_of_exchange(comm), syncnorm::size(comm), rule, channels, values, layers,
                           layers * sizeof(packet_header));
   } else {
     return exchange_policy::gather;

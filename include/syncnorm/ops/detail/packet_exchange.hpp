@@ -87,7 +87,7 @@ public:
         gathered_ = true;
         return nullptr;
       }
-      rank_ = rank(comm);
+      rank_ = syncnorm::rank(comm);
       if (!agreed_ && exchange_head(comm, policy)) return nullptr;
       if constexpr (allreduces<C, double>)
         if (policy == exchange_policy::reduce) return start_reduce(comm, two_phase);
@@ -187,7 +187,7 @@ private:
     all.channels = std::accumulate(channels_.begin(), channels_.end(), std::int64_t{0});
     std::copy_n(own_.begin(), std::min(own_.size(), room - at), head.data() + at);
     std::memcpy(head.data(), &all, sizeof all);
-    allgather(comm, std::as_bytes(std::span{head}), std::as_writable_bytes(std::span{heads}));
+    syncnorm::allgather(comm, std::as_bytes(std::span{head}), std::as_writable_bytes(std::span{heads}));
     require_own_message(rank_, std::as_bytes(std::span{head}), std::as_bytes(std::span{heads}));
     for (std::size_t r = 0; r < ranks_; ++r) of_ranks_[r] = header_at(heads.data() + r * room);
     require_agreement(of_ranks_);
@@ -207,8 +207,8 @@ private:
     auto const in = std::as_bytes(std::span{own_});
     auto const out = std::as_writable_bytes(std::span{received_});
     if constexpr (allgathers_async<C, std::byte>)
-      if (two_phase) return erase_work(allgather_async(comm, in, out));
-    allgather(comm, in, out);
+      if (two_phase) return erase_work(syncnorm::allgather_async(comm, in, out));
+    syncnorm::allgather(comm, in, out);
     return nullptr;
   }
 
@@ -237,7 +237,7 @@ private:
       for (std::size_t c = 0; c < mean.size(); ++c)
         sums_[sum_at(l, 0) + c] = static_cast<double>(headers_[l].count) * mean[c];
     }
-    allreduce(comm, std::span<double const>{sums_}, std::span{sums_});
+    syncnorm::allreduce(comm, std::span<double const>{sums_}, std::span{sums_});
     accept_sums(comm, sums_);
     for (std::size_t l = 0; l < channels_.size(); ++l) {
       auto const mean = own(l, 0), own_m2 = own(l, 1), of_all = std::span{sums_}.subspan(sum_at(l, 0), mean.size());
@@ -259,12 +259,12 @@ private:
     auto const agreement = std::span{sums_}.first(prefix());
     reduced_ = true;
     if (!two_phase) {
-      allreduce(comm, std::span<double const>{sums_}, std::span{sums_});
+      syncnorm::allreduce(comm, std::span<double const>{sums_}, std::span{sums_});
       accept_sums(comm, agreement);
       return nullptr;
     }
     // What ranks do where they disagree is collective, so it has to come to light before the call returns.
-    allreduce(comm, std::span<double const>{agreement}, agreement);
+    syncnorm::allreduce(comm, std::span<double const>{agreement}, agreement);
     accept_sums(comm, agreement);
     return reduce(comm, std::span{sums_}.subspan(prefix()), two_phase);
   }
@@ -272,8 +272,8 @@ private:
   template <class C>
   static std::unique_ptr<erased_work> reduce(C const& comm, std::span<double> values, bool two_phase) {
     if constexpr (allreduces_async<C, double>)
-      if (two_phase) return erase_work(allreduce_async(comm, std::span<double const>{values}, values));
-    allreduce(comm, std::span<double const>{values}, values);
+      if (two_phase) return erase_work(syncnorm::allreduce_async(comm, std::span<double const>{values}, values));
+    syncnorm::allreduce(comm, std::span<double const>{values}, values);
     return nullptr;
   }
 
@@ -289,7 +289,7 @@ private:
     }
     if (agree) return;
     std::vector<packet_header> all(headers_.size() * ranks_), of_ranks(ranks_);
-    allgather(comm, std::as_bytes(std::span{headers_}), std::as_writable_bytes(std::span{all}));
+    syncnorm::allgather(comm, std::as_bytes(std::span{headers_}), std::as_writable_bytes(std::span{all}));
     for (std::size_t l = 0; l < headers_.size(); ++l) {
       for (std::size_t r = 0; r < ranks_; ++r) of_ranks[r] = all[r * headers_.size() + l];
       require_agreement(of_ranks, layer_name(l));

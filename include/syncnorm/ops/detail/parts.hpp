@@ -36,9 +36,9 @@ template <class C, class T>
     return static_cast<double>(channels * x.count() * static_cast<std::int64_t>(sizeof(T)) * tensors) /
            (bytes_per_second * static_cast<double>(concurrency));
   };
-  double const enough = worthwhile * exchange_overhead(comm);
+  double const enough = worthwhile * syncnorm::exchange_overhead(comm);
   if (seconds(block) > enough) return {block, false};
-  if (overlaps(comm) && seconds(half) > enough) return {half, true};
+  if (syncnorm::overlaps(comm) && seconds(half) > enough) return {half, true};
   return {std::numeric_limits<std::int64_t>::max(), false};
 }
 

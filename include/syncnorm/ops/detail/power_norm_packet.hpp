@@ -58,7 +58,7 @@ template <class T>
 template <communicator C, class Local>
 void run_or_report(C const& comm, power_norm_header& own, Local const& local) {
   if (own.fault[0] != '\0') return;
-  size(comm) == 1 ? local() : report_what_throws(own, local);
+  syncnorm::size(comm) == 1 ? local() : report_what_throws(own, local);
 }
 
 /// Throws, the same on every rank, where a rank reported a fault or where two ranks disagree.

@@ -40,7 +40,7 @@ public:
   /// This rank's values, to be filled before `start`.
   [[nodiscard]] std::span<double> prepare(C const& comm, std::int64_t channels, bool agreed) {
     auto const legal = static_cast<std::size_t>(std::max<std::int64_t>(channels, 0));
-    ranks_ = static_cast<std::size_t>(size(comm));
+    ranks_ = static_cast<std::size_t>(syncnorm::size(comm));
     agreed_ = agreed;
     first_ = agreed ? legal : std::min(legal, static_cast<std::size_t>(head_channels));
     message_ = header_size + (agreed ? legal : static_cast<std::size_t>(head_channels));
@@ -69,7 +69,7 @@ public:
     }
     if constexpr (can_overlap())
       if (agreed_) {
-        work_.emplace(allgather_async(comm, bytes_of(std::as_const(send_)), bytes_of(receive_)));
+        work_.emplace(syncnorm::allgather_async(comm, bytes_of(std::as_const(send_)), bytes_of(receive_)));
         return;
       }
     late_ = true;
@@ -84,9 +84,9 @@ public:
         work_.reset();
         work.wait();
       }
-      if (std::exchange(late_, false)) allgather(comm, bytes_of(std::as_const(send_)), bytes_of(receive_));
+      if (std::exchange(late_, false)) syncnorm::allgather(comm, bytes_of(std::as_const(send_)), bytes_of(receive_));
     });
-    require_own_message(rank(comm), bytes_of(std::as_const(send_)), bytes_of(std::as_const(receive_)));
+    require_own_message(syncnorm::rank(comm), bytes_of(std::as_const(send_)), bytes_of(std::as_const(receive_)));
     for (std::size_t r = 0; r < ranks_; ++r)
       std::memcpy(&headers_[r], bytes_of(std::as_const(receive_)).data() + r * message_ * sizeof(double),
                   sizeof(power_norm_header));
@@ -100,8 +100,8 @@ public:
     }
     if (rest > 0) {
       auto const last = bytes_of(std::span<double const>{values_}.subspan(first_));
-      allgather(comm, last, bytes_of(rest_));
-      require_own_message(rank(comm), last, bytes_of(std::as_const(rest_)));
+      syncnorm::allgather(comm, last, bytes_of(rest_));
+      require_own_message(syncnorm::rank(comm), last, bytes_of(std::as_const(rest_)));
     }
     std::ranges::fill(sums, 0.0);
     for (std::size_t r = 0; r < ranks_; ++r) {
