@@ -36,7 +36,8 @@ namespace syncnorm {
 /// with one rank. The first pass of a workspace gathers besides, where ranks reduce, or there are over 128 channels. Every rank gets the
 /// same bits of mean, inv_std and running statistics. Statistics are merged in double; where no position of any rank counts, mean and
 /// inv_std are 0, so that outputs are beta and the residual, activated, unless they are masked to 0, and nothing else changes. On an error,
-/// which every rank throws, running statistics are unchanged, and `saved` leaves nothing for a backward pass.
+/// which every rank throws, but what an executor or a want of memory throws after the last exchange, running statistics are unchanged on
+/// the ranks that throw it, and `saved` leaves nothing for a backward pass.
 /// Throws invalid_argument_error (an argument of any rank; n = 1), mismatch_error, communicator_error.
 /// An epilogue activates, adds a residual and masks; it is this rank's own, and rank by rank may differ.
 /// Source: Ioffe and Szegedy, "Batch normalization", 2015.

@@ -29,7 +29,8 @@ struct power_norm_layer_options {
 /// Construction is local and checks nothing: what is wrong with the options is reported by the first forward pass, on
 /// every rank. Exchanges may be in flight between calls, as `power_norm_forward` and `power_norm_backward` say; whatever
 /// reads the state waits for them first, and throws what is wrong with them. Errors leave the state as it was before the
-/// pass that failed, but for what an executor throws in the warm-up after the exchange. Destruction waits for what is in flight.
+/// pass that failed, but for what an executor or a want of memory throws in the warm-up after the exchange. Destruction waits
+/// for what is in flight.
 template <mutable_element T, communicator C = self_communicator, host::executor E = host::serial_executor,
           mutable_element P = accumulate_t<T>>
 requires std::copy_constructible<C>

@@ -67,8 +67,8 @@ void inverse_roots(std::span<P> values, double eps, std::vector<double>& roots) 
 /// Where no position of any rank counts, z = u/√(running_phi + eps) and the state is unchanged. Squares are taken and summed in
 /// `accumulate_t<T>`, so that of float x of more than some 1e18, or less than 1e-18 by an eps of 0, cannot be normalized.
 ///
-/// On an error, whenever it is thrown, the state is unchanged; but not by what an executor throws in the warm-up once the ranks have
-/// exchanged, which have all moved it: that is thrown here alone, and then by the backward pass on every rank. Throws
+/// On an error, whenever it is thrown, the state is unchanged; but not by what an executor, or a want of memory, throws in the warm-up
+/// once the ranks have exchanged, which have all moved it: that is thrown here alone, and then by the backward pass on every rank. Throws
 /// invalid_argument_error (an argument of any rank; a running_phi that would not be finite), mismatch_error, communicator_error.
 /// Source: Shen et al., "PowerNorm: Rethinking batch normalization in transformers", 2020, and its authors' code.
 template <class T, class P = accumulate_t<T>, communicator C>
@@ -98,7 +98,7 @@ void power_norm_forward(host::executor_ref exec, C const& comm, std::type_identi
   detail::check_options(check, options, channels);
   detail::check_state(check, state, channels);
   check.mask(mask, "the mask", x);
-  if (size(comm) == 1) detail::throw_fault(name, check);
+  if (syncnorm::size(comm) == 1) detail::throw_fault(name, check);
 
   auto const scaling = detail::scaling_of(options);
   bool const corrected = options.recursion == power_norm_recursion::corrected;
