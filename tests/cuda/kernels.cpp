@@ -64,6 +64,8 @@ struct operands {
                                  cuda::channel_outputs{gradients_of.data() + channels}};
   cuda::kept_channels kept{list.data(), counts.data() + 2, values_dx.data(), 1};
   cuda::fault_report report{fault.data(), headers.data()};
+  cuda::reduced_packets reduced{packets, packet, packet, nullptr, nullptr, channels};
+  cuda::gathered_headers of_group{packet_bytes.data(), packet_bytes.data()};
 
   operands() {
     header.channels = channels;
@@ -106,6 +108,8 @@ struct operands {
   }
   void keep() { kernels::keep(x, {}, epilogue.activation, kept, limits, on); }
   void recover() { kernels::recover(y, epilogue, {}, saved, kept, limits, on); }
+  void accept_sums() { kernels::accept_sums(reduced, report, on); }
+  void agree_on_group() { kernels::agree_on_group(of_group, true, report, on); }
 };
 
 } // namespace
@@ -213,6 +217,14 @@ TEST_CASE("what no kernel can take is an error, and nothing is launched") {
       {&all::recover, flat_residual, "recover: the residual has other extents than x"},
       {&all::recover, no_count, "recover: the saved count is null"},
       {&all::recover, no_list, "recover: there is no memory for the list of kept channels"},
+      {&all::accept_sums, [](all& of) { of.reduced.headers.ranks = 0; }, "accept_sums: there are no packets"},
+      {&all::accept_sums, [](all& of) { of.reduced.merged.data = nullptr; },
+       "accept_sums: a packet is null or not aligned to 8 bytes"},
+      {&all::agree_on_group, [](all& of) { of.of_group.layers = 0; }, "agree_on_group: there are no packets"},
+      {&all::agree_on_group, [](all& of) { of.of_group.data = nullptr; },
+       "agree_on_group: a packet is null or not aligned to 8 bytes"},
+      {&all::agree_on_group, [](all& of) { of.report.fault = nullptr; },
+       "agree_on_group: there is no memory for faults"},
   };
   for (auto const& each : cases) {
     INFO(each.message);
@@ -238,7 +250,9 @@ TEST_CASE("a launch that fails is an error that says whose it is") {
       {&all::double_backward_reduce, "double_backward_reduce"},
       {&all::double_backward_elemt, "double_backward_elemt"},
       {&all::keep, "keep"},
-      {&all::recover, "recover"}};
+      {&all::recover, "recover"},
+      {&all::accept_sums, "accept_sums"},
+      {&all::agree_on_group, "agree_on_group"}};
   for (auto const& [call, name] : cases) {
     all of;
     fake_cuda::reset();

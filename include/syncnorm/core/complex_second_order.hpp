@@ -1,7 +1,6 @@
 #pragma once
 
 #include <syncnorm/config.hpp>
-#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/complex_value.hpp>
 

@@ -41,6 +41,10 @@ static_assert(sizeof(packet_header) == 256 && std::is_trivially_copyable_v<packe
 inline constexpr std::size_t agreed_bytes = offsetof(packet_header, count);
 static_assert(agreed_bytes == 88);
 
+/// The faults that kernels give packets.
+inline constexpr char forward_pass_failed[] = "the forward pass failed",
+                      no_room_to_keep[] = "more channels to keep than room";
+
 /// What the fault of a header on a device begins with that another rank is to send, until it has come: a pass whose exchange is
 /// aborted must not take that of the pass before for it.
 inline constexpr std::array<char, 8> absent{'a', 'b', 's', 'e', 'n', 't'};

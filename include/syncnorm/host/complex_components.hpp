@@ -1,6 +1,5 @@
 #pragma once
 
-#include <complex>
 #include <type_traits>
 
 #include <syncnorm/core/tensor_view.hpp>

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/core/mask_view.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/ops/detail/sum_exchange.hpp>
 

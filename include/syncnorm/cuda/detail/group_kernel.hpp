@@ -41,7 +41,7 @@ SYNCNORM_DEVICE void group_kernel(Hw const& hw, group_arguments const& a) {
   auto* const state = reinterpret_cast<std::uint32_t*>(a.report.fault);
   bool const told = hw.barrier_or(hw.thread() == 0 && hw.load(state) != 0);
   auto* const to = reinterpret_cast<std::uint64_t*>(a.report.headers);
-  int const words = all.ranks * all.layers * header_words;
+  int const words = to == nullptr ? 0 : all.ranks * all.layers * header_words;
   for (int i = hw.thread(); i < words && !told; i += hw.threads()) {
     int const header = i / header_words, layer = header % all.layers;
     hw.store(to + i, of_layer(layer).word(hw, header / all.layers, i % header_words));

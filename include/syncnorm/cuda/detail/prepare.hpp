@@ -29,13 +29,13 @@ namespace syncnorm::cuda::detail {
 [[nodiscard]] inline outgoing_packet make_outgoing(packet_header const& header, packet_place const& to,
                                                    std::int64_t const* saved_count) {
   outgoing_packet packet{std::bit_cast<header_image>(header), {}, saved_count, to};
-  static constexpr char forward[] = "the forward pass failed", kept[] = "more channels to keep than room";
-  static_assert(sizeof forward <= sizeof packet.failed && sizeof kept <= sizeof packet.failed);
+  using syncnorm::detail::forward_pass_failed, syncnorm::detail::no_room_to_keep;
+  static_assert(sizeof forward_pass_failed <= sizeof packet.failed && sizeof no_room_to_keep <= sizeof packet.failed);
   if (saved_count != nullptr) {
-    std::memcpy(packet.failed, forward, sizeof forward);
+    std::memcpy(packet.failed, forward_pass_failed, sizeof forward_pass_failed);
   } else {
     packet.failing = to.kept_state;
-    std::memcpy(packet.failed, kept, sizeof kept);
+    std::memcpy(packet.failed, no_room_to_keep, sizeof no_room_to_keep);
   }
   return packet;
 }

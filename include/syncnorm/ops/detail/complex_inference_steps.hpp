@@ -1,11 +1,9 @@
 #pragma once
 
 #include <algorithm>
-#include <complex>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string_view>
 
 #include <syncnorm/core/batch_norm_options.hpp>

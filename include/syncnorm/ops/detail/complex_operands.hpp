@@ -8,12 +8,10 @@
 #include <span>
 
 #include <syncnorm/comm/communicator.hpp>
-#include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/complex.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/channel_values.hpp>
 #include <syncnorm/host/complex_components.hpp>

@@ -45,7 +45,7 @@ public:
     std::memset(memory_.host() + offset, 0, headers_ * sizeof(packet_header));
     word.store(0, std::memory_order_release);
     if (fault == pass_fault::no_room)
-      throw invalid_argument_error{"batch_norm inference: more channels to keep than room"};
+      throw invalid_argument_error{std::string{"batch_norm inference: "} + syncnorm::detail::no_room_to_keep};
     if (fault == pass_fault::lost)
       throw communicator_error{"exchange",
                                "sums have not come from all ranks: the communicator was aborted, or does not "
@@ -54,7 +54,7 @@ public:
     // A pass of this rank alone leaves one header.
     if (headers.size() > 1 && headers[1].pass[0] == '\0') headers.resize(1);
     auto const of_forward = [](packet_header const& header) {
-      return std::strcmp(header.fault.data(), "the forward pass failed") == 0;
+      return std::strcmp(header.fault.data(), syncnorm::detail::forward_pass_failed) == 0;
     };
     bool const echo = std::ranges::any_of(headers, of_forward) && std::ranges::all_of(headers, [&](auto const& header) {
                         bool const no_other =
