@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -39,6 +40,31 @@ TEST_CASE("micro-batches need neither several ranks nor the same number on each"
   for (auto const& failure :
        test::check_micro_batches<double>(syncnorm::self_communicator{}, {{7}}, test::layout::nhwc, 5))
     FAIL_CHECK(failure);
+}
+
+TEST_CASE("of some micro-batches the gradient may not be wanted") {
+  for (bool const activates : {false, true}) {
+    std::vector<std::vector<float>> x{{1, 5, 2, 7, 3, 3}, {4, 0, 6, 2, 9, 1}},
+        dy{{2, 1, 0, 3, 1, 1}, {1, 2, 5, 0, 2, 3}}, y{x}, dx{x}, alone{x};
+    auto const views = [](auto& values) {
+      return std::vector{syncnorm::nchw(values[0].data(), 1, 3, 2), syncnorm::nchw(values[1].data(), 1, 3, 2)};
+    };
+    auto const inputs = [&](auto& values) {
+      auto const all = views(values);
+      return std::vector<syncnorm::tensor_view<float const>>(all.begin(), all.end());
+    };
+    std::vector<syncnorm::batch_norm_epilogue<float>> epilogues(2);
+    if (activates) epilogues[0].activation = epilogues[1].activation = syncnorm::activation::relu();
+    syncnorm::batch_norm<float> layer{{}, 3}, other{{}, 3};
+    for (auto* const each : {&layer, &other}) each->forward(inputs(x), views(y), epilogues);
+    layer.backward(inputs(x), inputs(dy), views(dx), epilogues);
+    auto some = views(alone);
+    some[0] = {};
+    other.backward(inputs(x), inputs(dy), some, epilogues);
+    CHECK(alone[0] == x[0]);
+    CHECK(alone[1] == dx[1]);
+    CHECK(std::ranges::equal(other.gamma_grad(), layer.gamma_grad()));
+  }
 }
 
 // As many channels as make up several blocks of the second-level cache, which a rank takes one after the other, and ranks exchange part

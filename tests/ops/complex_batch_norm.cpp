@@ -432,5 +432,11 @@ TEST_CASE("y over x, and dx over dy, of complex numbers") {
     CHECK(within.dy == apart.dx);
     other.forward(within.x_view, within.x_view);
     CHECK(within.x == apart.y);
+    // Of a micro-batch the gradient may not be wanted.
+    std::array<syncnorm::tensor_view<std::complex<float> const>, 1> const x{apart.x_view}, dy{apart.dy_view};
+    std::array<syncnorm::tensor_view<std::complex<float>>, 1> const none{};
+    std::vector<float> const before(one.gamma_grad().begin(), one.gamma_grad().end());
+    one.backward(x, dy, none);
+    for (std::size_t c = 0; c < before.size(); ++c) CHECK(one.gamma_grad()[c] == 2 * before[c]);
   }
 }

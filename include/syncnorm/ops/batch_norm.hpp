@@ -138,7 +138,7 @@ public:
     return kept_[k];
   }
 
-  /// `backward` of the K micro-batches of the latest forward pass. No dx: not needed.
+  /// `backward` of the K micro-batches of the latest forward pass. No dx, or a default one: not needed.
   void backward(std::span<tensor_view<T const> const> x, std::span<tensor_view<T const> const> dy,
                 std::span<tensor_view<T> const> dx, std::span<batch_norm_epilogue<T> const> epilogues = {},
                 std::span<tensor_view<T> const> dresidual = {}, batch_norm_backward_options const& options = {}) {

@@ -36,8 +36,8 @@ void batch_norm_forward_batches(host::executor_ref exec, C const& comm, std::spa
   });
 }
 
-/// Gradients of `batch_norm_forward_batches`, in one exchange: those of `batch_norm_backward` of the concatenation. dx may
-/// be empty: not needed; dx[k] may be dy[k], x[k] or the residual, of this k alone. `epilogues` are those of the forward pass,
+/// Gradients of `batch_norm_forward_batches`, in one exchange: those of `batch_norm_backward` of the concatenation. dx may be
+/// empty, or default views: not needed; dx[k] may be dy[k], x[k] or the residual, of this k alone. `epilogues` are those of the forward pass,
 /// `dresidual` the gradients of their residuals, none or one for each k.
 template <class T, class P = accumulate_t<T>, communicator C>
 void batch_norm_backward_batches(host::executor_ref exec, C const& comm, std::span<tensor_view<T const> const> dy,

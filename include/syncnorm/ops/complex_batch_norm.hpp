@@ -80,7 +80,7 @@ public:
                 batch_norm_backward_options const& options = {}) {
     backward({&x, 1}, {&dy, 1}, {&dx, dx.is_given() ? 1U : 0U}, {&mask, 1}, options);
   }
-  /// The same of the K micro-batches of the latest forward pass. No dx: not needed.
+  /// The same of the K micro-batches of the latest forward pass. No dx, or a default one: not needed.
   void backward(std::span<input const> x, std::span<input const> dy, std::span<output const> dx,
                 std::span<batch_norm_mask const> masks = {}, batch_norm_backward_options const& options = {}) {
     complex_batch_norm_backward<T>(exec_, comm_, dy, x, dx, affine(), saved_, gradients(), options, workspace_, masks);

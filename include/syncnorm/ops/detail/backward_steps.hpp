@@ -128,11 +128,11 @@ public:
 
   void apply_and_local(channel_span part, channel_span next, std::span<double> next_sum_dy,
                        std::span<double> next_sum_dy_xmu) override {
-    if (in_.x.size() != 1 || in_.dx.empty() || (*epilogues_)[0].does_something())
+    if (in_.x.size() != 1 || !dx(0).is_given() || (*epilogues_)[0].does_something())
       return pass_steps::apply_and_local(part, next, next_sum_dy, next_sum_dy_xmu);
     std::span<double const> const mean{saved_->mean}, inv_std{saved_->inv_std}, sum_dy{buffers_->first},
         sum_dy_xmu{buffers_->second};
-    host::backward_elemt_and_reduce(exec_, part_of(in_.dy[0], part), part_of(in_.x[0], part), part_of(in_.dx[0], part),
+    host::backward_elemt_and_reduce(exec_, part_of(in_.dy[0], part), part_of(in_.x[0], part), part_of(dx(0), part),
                                     part_of(mean, part), part_of(inv_std, part), part_of(in_.affine.gamma, part),
                                     part_of(sum_dy, part), part_of(sum_dy_xmu, part), saved_->normalized(),
                                     host::stores_for(in_.x[0]), part_of(in_.dy[0], next), part_of(in_.x[0], next),
@@ -151,10 +151,10 @@ public:
     // By constant statistics dx depends on no sums.
     if (saved_->count == 0 && in_.gradients.gamma.empty() && in_.gradients.beta.empty()) return apply(all);
     std::span const sum_dy{buffers_->first}, sum_dy_xmu{buffers_->second};
-    if (in_.x.size() == 1 && (!in_.dx.empty() || dresidual(0).is_given())) {
-      host::backward_in_blocks(exec_, in_.dy[0], in_.x[0], in_.dx.empty() ? tensor_view<T>{} : in_.dx[0], dresidual(0),
-                               std::span<double const>{saved_->mean}, std::span<double const>{saved_->inv_std},
-                               in_.affine, sum_dy, sum_dy_xmu, saved_->normalized(), (*epilogues_)[0]);
+    if (in_.x.size() == 1 && (dx(0).is_given() || dresidual(0).is_given())) {
+      host::backward_in_blocks(exec_, in_.dy[0], in_.x[0], dx(0), dresidual(0), std::span<double const>{saved_->mean},
+                               std::span<double const>{saved_->inv_std}, in_.affine, sum_dy, sum_dy_xmu,
+                               saved_->normalized(), (*epilogues_)[0]);
     } else {
       host::for_each_block(exec_, channels_, in_.x, 2,
                            [&](host::executor_ref exec, std::int64_t first, std::int64_t length) {
@@ -200,17 +200,19 @@ private:
       auto const dy = part_of(in_.dy[k], part), x = part_of(in_.x[k], part);
       auto const stores = host::stores_for(in_.x[k]);
       if (auto const& epilogue = (*epilogues_)[k]; epilogue.does_something()) {
-        if (in_.dx.empty() && !dresidual(k).is_given()) continue;
-        host::backward_elemt(exec, dy, x, part_of(in_.dx.empty() ? tensor_view<T>{} : in_.dx[k], part),
-                             part_of(dresidual(k), part), mean, inv_std, affine_of(part), sum_dy, sum_dy_xmu,
-                             saved_->normalized(), epilogue.channel_range(part.first, part.length), stores);
-      } else if (!in_.dx.empty()) {
-        host::backward_elemt(exec, dy, x, part_of(in_.dx[k], part), mean, inv_std, part_of(in_.affine.gamma, part),
-                             sum_dy, sum_dy_xmu, saved_->normalized(), stores, next_of(in_.x, k, 2, part));
+        if (!dx(k).is_given() && !dresidual(k).is_given()) continue;
+        host::backward_elemt(exec, dy, x, part_of(dx(k), part), part_of(dresidual(k), part), mean, inv_std,
+                             affine_of(part), sum_dy, sum_dy_xmu, saved_->normalized(),
+                             epilogue.channel_range(part.first, part.length), stores);
+      } else if (dx(k).is_given()) {
+        host::backward_elemt(exec, dy, x, part_of(dx(k), part), mean, inv_std, part_of(in_.affine.gamma, part), sum_dy,
+                             sum_dy_xmu, saved_->normalized(), stores, next_of(in_.x, k, 2, part));
       }
     }
   }
 
+  /// A default view where it is not wanted.
+  [[nodiscard]] tensor_view<T> dx(std::size_t k) const { return in_.dx.empty() ? tensor_view<T>{} : in_.dx[k]; }
   [[nodiscard]] tensor_view<T> dresidual(std::size_t k) const {
     return in_.dresidual.empty() ? tensor_view<T>{} : in_.dresidual[k];
   }

@@ -144,7 +144,8 @@ private:
     auto const paired = part_of(std::span{paired_}, components);
     std::ranges::copy(part_of(std::span{buffers_->second}, components), paired.begin());
     pair_up(paired); // both depend on the variance
-    for (auto k = in_.dx.size(); k-- > 0;)
+    for (auto k = in_.dx.size(); k-- > 0;) {
+      if (!in_.dx[k].is_given()) continue;
       host::backward_elemt(
           exec, host::components_of(part_of(in_.dy[k], range)), host::components_of(part_of(in_.x[k], range)),
           host::components_of(part_of(in_.dx[k], range)), {},
@@ -152,6 +153,7 @@ private:
           part_of(std::span<double const>{saved_->inv_std}, components), affine_->from(components.first),
           part_of(std::span<double const>{buffers_->first}, components), paired, saved_->normalized(), (*masks_)[k],
           host::stores_for(in_.dx[k]));
+    }
   }
 
   void apply_by_numbers(host::executor_ref exec, channel_span range) {
@@ -164,10 +166,12 @@ private:
           number_at(saved_->mean, c), saved_->inv_std[2 * c], complex_gamma_of(in_.affine, c),
           number_at(buffers_->first, c), is_complex ? products : products.real() + products.imag(), count);
     };
-    for (auto k = in_.dx.size(); k-- > 0;)
+    for (auto k = in_.dx.size(); k-- > 0;) {
+      if (!in_.dx[k].is_given()) continue;
       host::backward_elemt_complex<T>(exec, part_of(in_.dy[k], range), part_of(in_.x[k], range),
                                       part_of(in_.dx[k], range), terms, is_complex, count.n == 0, masks_->given(k),
                                       host::stores_for(in_.dx[k]));
+    }
   }
 
   complex_backward_operands<T> in_;
