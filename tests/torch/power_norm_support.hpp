@@ -46,4 +46,16 @@ inline void set_parameters(torch::Tensor const& weight, torch::Tensor const& bia
   bias.copy_(ramp * 0.1 - 1);
 }
 
+template <class Module>
+[[nodiscard]] Module prepared(Module norm, torch::Dtype type = torch::kDouble) {
+  norm->to(type);
+  set_parameters(norm->weight, norm->bias);
+  return norm;
+}
+
+template <class Module>
+void train_step(Module& norm, Tensor const& x) {
+  norm->forward(x.clone().requires_grad_()).pow(2).sum().backward();
+}
+
 } // namespace test
