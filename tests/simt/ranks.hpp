@@ -11,8 +11,8 @@
 #include <simt/machine.hpp>
 #include <support/epilogue_oracle.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/detail/prepare.hpp>
 #include <syncnorm/cuda/operands.hpp>
 

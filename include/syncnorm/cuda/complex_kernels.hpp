@@ -6,8 +6,8 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/complex.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/mask_view.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/complex_operands.hpp>
 #include <syncnorm/cuda/kernels.hpp>

@@ -5,9 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/mask_view.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/operands.hpp>
 

@@ -6,8 +6,8 @@
 
 #include <syncnorm/config.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/element.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 
 namespace syncnorm::cuda {

@@ -8,7 +8,7 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/host/detail/scratch.hpp>
 #include <syncnorm/host/executor.hpp>
 #include <syncnorm/ops/batch_norm_forward.hpp>

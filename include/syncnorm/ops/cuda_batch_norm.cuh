@@ -14,12 +14,12 @@
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/gpu_kernels.cuh>
-#include <syncnorm/ops/cuda_batch_norm_backward.hpp>
-#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_group.hpp>
 #include <syncnorm/ops/cuda_batch_norm_layer.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_complex_batch_norm_layer.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_forward.hpp>
 
 namespace syncnorm::cuda {
 

@@ -18,13 +18,13 @@
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
-#include <syncnorm/ops/cuda_batch_norm_backward.hpp>
-#include <syncnorm/ops/cuda_batch_norm_double_backward.hpp>
-#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_double_backward.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/detail/cuda_layer.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>

@@ -11,8 +11,8 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/cuda/workspace.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>

@@ -15,12 +15,12 @@
 #include <syncnorm/cuda/complex_kernels.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
-#include <syncnorm/ops/cuda_complex_batch_norm_double_backward.hpp>
-#include <syncnorm/ops/cuda_complex_batch_norm_passes.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/complex_pass_operands.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/cuda_complex_batch_norm_double_backward.hpp>
+#include <syncnorm/ops/detail/cuda_complex_batch_norm_passes.hpp>
 #include <syncnorm/ops/detail/cuda_layer.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>

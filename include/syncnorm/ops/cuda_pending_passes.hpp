@@ -15,10 +15,10 @@
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/core/packet_header.hpp>
-#include <syncnorm/ops/cuda_batch_norm_backward.hpp>
-#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_backward.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/detail/cuda_packets.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
 #include <syncnorm/ops/detail/cuda_report.hpp>

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include <syncnorm/config.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/cuda/detail/packet_access.hpp>
 #include <syncnorm/cuda/operands.hpp>
 

@@ -7,8 +7,8 @@
 #include <cuda_runtime_api.h>
 
 #include <syncnorm/core/detail/cuda_check.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/detail/entries.hpp>
 #include <syncnorm/cuda/detail/epilogue_math.hpp>
 #include <syncnorm/cuda/detail/prepare.hpp>

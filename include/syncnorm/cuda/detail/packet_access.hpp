@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include <syncnorm/config.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/cuda/operands.hpp>
 
 namespace syncnorm::cuda::detail {

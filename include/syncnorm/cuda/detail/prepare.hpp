@@ -7,9 +7,9 @@
 #include <type_traits>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/mask_view.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/detail/dense_rows.hpp>
 #include <syncnorm/cuda/detail/device_element.hpp>

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include <syncnorm/config.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/cuda/detail/accumulator.hpp>
 #include <syncnorm/cuda/detail/dense_rows.hpp>
 #include <syncnorm/cuda/detail/geometry.hpp>

@@ -8,9 +8,9 @@
 #include <string_view>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/epilogue_in_blocks.hpp>

@@ -13,8 +13,8 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/complex.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/host/complex_components.hpp>
 #include <syncnorm/host/complex_numbers.hpp>
 #include <syncnorm/host/epilogue.hpp>

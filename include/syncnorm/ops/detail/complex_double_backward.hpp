@@ -10,7 +10,7 @@
 
 #include <syncnorm/core/complex.hpp>
 #include <syncnorm/core/complex_second_order.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/complex_double_backward.hpp>

@@ -4,7 +4,7 @@
 #include <span>
 
 #include <syncnorm/core/complex.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
 #include <syncnorm/ops/detail/apart.hpp>

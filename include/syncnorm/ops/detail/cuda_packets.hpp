@@ -10,8 +10,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>

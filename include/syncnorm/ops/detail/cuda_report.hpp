@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/cuda_memory.hpp>

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <span>
 
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
 namespace syncnorm::detail {

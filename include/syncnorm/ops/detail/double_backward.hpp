@@ -10,9 +10,9 @@
 
 #include <syncnorm/core/coefficients.hpp>
 #include <syncnorm/core/combination.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/host/double_backward.hpp>
 #include <syncnorm/host/executor.hpp>

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
 namespace syncnorm::detail {

@@ -6,7 +6,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/ops/detail/packet.hpp>
 
 namespace syncnorm::detail {

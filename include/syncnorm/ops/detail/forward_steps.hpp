@@ -11,8 +11,8 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/coefficients.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/host/batches_in_blocks.hpp>
 #include <syncnorm/host/epilogue.hpp>
 #include <syncnorm/host/epilogue_in_blocks.hpp>

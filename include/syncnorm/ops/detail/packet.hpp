@@ -12,9 +12,9 @@
 #include <string_view>
 
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/error.hpp>
-#include <syncnorm/core/packet_header.hpp>
 
 namespace syncnorm::detail {
 

@@ -16,9 +16,9 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/comm/detail/erased_work.hpp>
 #include <syncnorm/core/detail/kept_memory.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/core/moments.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/ops/detail/digest.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/fold_ranks.hpp>

@@ -7,7 +7,7 @@
 #include <span>
 #include <string_view>
 
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/ops/detail/exchange.hpp>
 #include <syncnorm/ops/detail/exchange_choice.hpp>
 #include <syncnorm/ops/detail/packet.hpp>

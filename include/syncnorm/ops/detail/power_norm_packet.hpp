@@ -8,8 +8,8 @@
 #include <type_traits>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/element.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/power_norm_options.hpp>
 #include <syncnorm/ops/detail/batch_norm_checks.hpp>
 #include <syncnorm/ops/detail/packet.hpp>

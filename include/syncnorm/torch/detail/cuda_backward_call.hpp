@@ -11,9 +11,9 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
-#include <syncnorm/ops/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_backward.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
 #include <syncnorm/torch/detail/backward_call.hpp>
 #include <syncnorm/torch/detail/cuda_begun_passes.hpp>

@@ -3,7 +3,7 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/epilogue.hpp>
 #include <syncnorm/core/tensor_view.hpp>
-#include <syncnorm/ops/cuda_batch_norm_double_backward.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_double_backward.hpp>
 #include <syncnorm/torch/detail/cuda_buffers.hpp>
 #include <syncnorm/torch/detail/cuda_element.hpp>
 #include <syncnorm/torch/detail/double_backward.hpp>

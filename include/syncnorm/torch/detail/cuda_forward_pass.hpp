@@ -18,9 +18,9 @@
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/error.hpp>
 #include <syncnorm/ops/batch_norm_state.hpp>
-#include <syncnorm/ops/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/cuda_batch_norm_in_place.hpp>
 #include <syncnorm/ops/cuda_pending_passes.hpp>
+#include <syncnorm/ops/detail/cuda_batch_norm_forward.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
 #include <syncnorm/torch/detail/check.hpp>
 #include <syncnorm/torch/detail/cuda_begun_passes.hpp>

@@ -7,9 +7,9 @@
 
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/element.hpp>
 #include <syncnorm/core/epilogue.hpp>
-#include <syncnorm/core/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/kernels.hpp>
 #include <syncnorm/cuda/operands.hpp>

@@ -9,7 +9,7 @@
 
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/complex.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/complex_kernels.hpp>
 #include <syncnorm/cuda/complex_operands.hpp>

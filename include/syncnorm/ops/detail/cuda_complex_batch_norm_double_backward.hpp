@@ -8,16 +8,16 @@
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/batch_norm_options.hpp>
 #include <syncnorm/core/complex.hpp>
-#include <syncnorm/core/packet_header.hpp>
+#include <syncnorm/core/detail/packet_header.hpp>
 #include <syncnorm/core/tensor_view.hpp>
 #include <syncnorm/cuda/complex_kernels.hpp>
 #include <syncnorm/cuda/complex_operands.hpp>
 #include <syncnorm/cuda/operands.hpp>
 #include <syncnorm/ops/cuda_batch_norm_state.hpp>
-#include <syncnorm/ops/cuda_complex_batch_norm_passes.hpp>
 #include <syncnorm/ops/detail/batch_norm_common.hpp>
 #include <syncnorm/ops/detail/complex_pass_operands.hpp>
 #include <syncnorm/ops/detail/cuda_checks.hpp>
+#include <syncnorm/ops/detail/cuda_complex_batch_norm_passes.hpp>
 #include <syncnorm/ops/detail/cuda_pass.hpp>
 #include <syncnorm/ops/detail/cuda_statistics_pass.hpp>
 
