@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <span>
 #include <utility>
@@ -19,6 +18,7 @@
 #include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/adapters/detail/rank_order.hpp>
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/kept_failure.hpp>
 #include <syncnorm/comm/detail/require_rank.hpp>
 #include <syncnorm/comm/timeout.hpp>
 #include <syncnorm/core/error.hpp>
@@ -44,36 +44,29 @@ public:
   /// Whether the operation has completed. Throws what failed, a timeout too.
   bool test() {
     if (!operation_) {
-      tell_failure();
+      failure_.tell();
       return true;
     }
-    if (operation_->in_flight() && !operation_->state->failed && operation_->remaining().count() > 0) return false;
+    if (operation_->in_flight() && !operation_->state->failure.has_happened() && operation_->remaining().count() > 0)
+      return false;
     wait();
     return true;
   }
 
   /// Blocks until the operation has completed. Throws what failed.
   void wait() {
-    if (!operation_) return tell_failure();
+    if (!operation_) return failure_.tell();
     // Released first, so that this handle is done whether or not the wait throws.
     auto const operation = std::exchange(operation_, {});
-    try {
+    failure_.keep([&] {
       if (operation->in_flight()) operation->state->require_usable(operation->name);
       operation->finish();
-    } catch (...) {
-      failure_ = std::current_exception();
-      throw;
-    }
+    });
   }
 
 private:
   friend class c10d_communicator;
   explicit c10d_work(std::unique_ptr<detail::c10d_operation> operation) : operation_{std::move(operation)} {}
-
-  /// Of an operation that has ended.
-  void tell_failure() const {
-    if (failure_) std::rethrow_exception(failure_);
-  }
 
   void drop() noexcept {
     try {
@@ -83,7 +76,7 @@ private:
   }
 
   std::unique_ptr<detail::c10d_operation> operation_;
-  std::exception_ptr failure_{}; ///< which is told whenever somebody asks
+  detail::kept_failure failure_;
 };
 
 /// The ranks of a c10d process group, by its backend for CPU tensors (Gloo, MPI). It shares the ownership of the group,

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <syncnorm/comm/communicator.hpp>
+#include <syncnorm/comm/detail/kept_failure.hpp>
 #include <syncnorm/comm/detail/require_rank.hpp>
 #include <syncnorm/comm/detail/thread_state.hpp>
 #include <syncnorm/comm/exchange_cost.hpp>
@@ -43,7 +44,7 @@ public:
   /// Whether the operation has completed. Throws what failed.
   bool test() {
     if (slot_ == nullptr) {
-      tell_failure();
+      failure_.tell();
       return true;
     }
     if (!state_->ended(*slot_, rank_)) return false;
@@ -53,7 +54,7 @@ public:
 
   /// Blocks until the operation has completed. Throws what failed.
   void wait() {
-    if (slot_ == nullptr) return tell_failure();
+    if (slot_ == nullptr) return failure_.tell();
     state_->await(*slot_, rank_);
     finish();
   }
@@ -64,16 +65,7 @@ private:
       : state_{std::move(state)}, slot_{&slot}, rank_{rank}, out_{out} {}
 
   void finish() {
-    try {
-      state_->finish(*std::exchange(slot_, nullptr), rank_, out_);
-    } catch (...) {
-      failure_ = std::current_exception();
-      throw;
-    }
-  }
-  /// Of an operation that has ended.
-  void tell_failure() const {
-    if (failure_) std::rethrow_exception(failure_);
+    failure_.keep([&] { state_->finish(*std::exchange(slot_, nullptr), rank_, out_); });
   }
   void drop() noexcept {
     try {
@@ -84,7 +76,7 @@ private:
 
   std::shared_ptr<detail::thread_state> state_;
   detail::thread_slot* slot_;
-  std::exception_ptr failure_{}; ///< which is told whenever somebody asks
+  detail::kept_failure failure_;
   int rank_;
   void* out_;
 };

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -21,6 +20,7 @@
 
 #include <syncnorm/adapters/detail/collective_header.hpp>
 #include <syncnorm/adapters/detail/copy_bytes.hpp>
+#include <syncnorm/adapters/detail/lasting_failure.hpp>
 #include <syncnorm/comm/communicator.hpp>
 #include <syncnorm/core/error.hpp>
 
@@ -66,14 +66,12 @@ struct c10d_state {
   c10::intrusive_ptr<::c10d::ProcessGroup> group;
   std::string backend;
   std::chrono::milliseconds timeout;
-  std::atomic<bool> failed = false;
+  lasting_failure failure{};
   std::atomic<std::int64_t> started = 0; ///< operations
-  mutable std::mutex reason_mutex{};
-  std::string reason{}; ///< why it failed
 
   /// Marks the communicator as unusable and throws `thrown` as one of syncnorm's own.
   [[noreturn]] void fail(char const* operation, std::exception_ptr const& thrown) {
-    failed = true;
+    failure.happen();
     std::string text;
     try {
       std::rethrow_exception(thrown);
@@ -86,10 +84,7 @@ struct c10d_state {
     }
     auto const message = std::string{operation} + " failed on rank " + std::to_string(group->getRank()) + " of " +
                          std::to_string(group->getSize()) + " (" + backend + "): " + text;
-    {
-      std::lock_guard const lock{reason_mutex};
-      if (reason.empty()) reason = message;
-    }
+    failure.happen(message);
     // The backends throw plain runtime errors, of which only the text tells a late peer from a lost one.
     if (text.find("imed out") != std::string::npos || text.find("imeout") != std::string::npos)
       throw timeout_error{"c10d", message};
@@ -97,9 +92,7 @@ struct c10d_state {
   }
 
   void require_usable(char const* operation) const {
-    if (!failed) return;
-    std::lock_guard const lock{reason_mutex};
-    throw communicator_error{"c10d", std::string{operation} + ": the communicator cannot be used any more: " + reason};
+    if (failure.has_happened()) throw communicator_error{"c10d", std::string{operation} + ": " + failure.text()};
   }
 };
 

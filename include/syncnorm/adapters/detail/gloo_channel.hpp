@@ -1,14 +1,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <span>
 #include <string>
@@ -22,6 +20,7 @@
 #include <syncnorm/adapters/detail/copy_bytes.hpp>
 #include <syncnorm/adapters/detail/gloo_driver.hpp>
 #include <syncnorm/adapters/detail/gloo_slot.hpp>
+#include <syncnorm/adapters/detail/lasting_failure.hpp>
 #include <syncnorm/adapters/gloo_error.hpp>
 
 namespace syncnorm::detail {
@@ -60,7 +59,7 @@ public:
   gloo_channel& operator=(gloo_channel const&) = delete;
   ~gloo_channel() {
     driver_.stop();
-    if (failed_) return;
+    if (failure_.has_happened()) return;
     // A queued send whose buffer is gone would block its connection, which may have other users; to give up ends what they have in flight.
     try {
       for (auto const& slot : free_) confirm_sends(*slot, timeout_);
@@ -189,7 +188,7 @@ public:
 
   /// Gives the slot of a completed operation back.
   void close(std::unique_ptr<gloo_slot> slot) {
-    if (failed_) return;
+    if (failure_.has_happened()) return;
     // A peer's packets come in the order of collectives, so those of earlier ones, which may be open still, are here, too.
     closed_below_ = std::max(closed_below_, slot->sequence + 1);
     auto received = slot->sequence;
@@ -210,13 +209,7 @@ public:
 
   /// Makes the channel unusable, closes the connections so that every peer fails too, and wakes who waits here.
   void fail(std::string const& reason) {
-    {
-      std::lock_guard const lock{reason_mutex_};
-      if (failed_) return;
-      reason_ = reason;
-      failed_ = true;
-    }
-    if (!connected_) return;
+    if (!failure_.happen(reason) || !connected_) return;
     try {
       // A wait that times out is Gloo's own way of failing every pending transfer of a context.
       std::byte none{};
@@ -331,9 +324,7 @@ private:
   }
 
   void require_usable() {
-    if (!failed_) return;
-    std::lock_guard const lock{reason_mutex_};
-    throw gloo_error{"the communicator cannot be used any more: " + reason_};
+    if (failure_.has_happened()) throw gloo_error{failure_.text()};
   }
 
   /// Waits for the transfers of the operation and resumes it, until it is complete or has failed.
@@ -361,7 +352,7 @@ private:
     try {
       slot.packets->waitRecv(left(slot));
     } catch (std::exception const& failure) {
-      bool const late = clock::now() >= slot.deadline && !failed_;
+      bool const late = clock::now() >= slot.deadline && !failure_.has_happened();
       std::string missing, lost;
       for_each_peer([&](int r) {
         if (header_of(slot, r).called.sequence == slot.sequence) return;
@@ -388,7 +379,7 @@ private:
     try {
       transfer.wait(left(slot));
     } catch (std::exception const& failure) {
-      if (clock::now() >= slot.deadline && !failed_) time_out(slot, still_missing(slot, transfer));
+      if (clock::now() >= slot.deadline && !failure_.has_happened()) time_out(slot, still_missing(slot, transfer));
       lose(header_of(slot, rank()).called, std::to_string(transfer.peer), failure);
     }
   }
@@ -452,9 +443,7 @@ private:
   std::size_t slots_ = 0;
   idle_gloo_buffers idle_; // of bulk data that were exchanged lately
 
-  std::atomic<bool> failed_ = false;
-  std::mutex reason_mutex_;
-  std::string reason_;
+  lasting_failure failure_;
 
   gloo_driver driver_{[this](gloo_slot& slot) { drive(slot); }};
 };

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <climits>
 #include <cstddef>
@@ -16,6 +15,7 @@
 
 #include <syncnorm/adapters/detail/collective_header.hpp>
 #include <syncnorm/adapters/detail/copy_bytes.hpp>
+#include <syncnorm/adapters/detail/lasting_failure.hpp>
 #include <syncnorm/adapters/detail/mpi_include.hpp>
 #include <syncnorm/adapters/mpi_error.hpp>
 
@@ -95,7 +95,8 @@ public:
   ~mpi_channel() {
     int finalized = 0;
     // Freeing a communicator with an operation that never completes would wait for it.
-    if (owned_ && !failed_ && MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0) MPI_Comm_free(&comm_);
+    if (owned_ && !failure_.has_happened() && MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0)
+      MPI_Comm_free(&comm_);
   }
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
@@ -188,7 +189,7 @@ public:
   bool test(mpi_slot& slot) {
     if (!requests_completed(slot)) {
       if (clock::now() >= slot.deadline) time_out(slot);
-      if (failed_) require_usable();
+      require_usable();
       return false;
     }
     complete(slot);
@@ -211,18 +212,11 @@ public:
     }
   }
 
-  void fail(std::string const& reason) {
-    std::lock_guard const lock{reason_mutex_};
-    if (failed_) return;
-    reason_ = reason;
-    failed_ = true;
-  }
+  void fail(std::string const& reason) { failure_.happen(reason); }
 
 private:
   void require_usable() {
-    if (!failed_) return;
-    std::lock_guard const lock{reason_mutex_};
-    throw mpi_error{"the communicator cannot be used any more: " + reason_};
+    if (failure_.has_happened()) throw mpi_error{failure_.text()};
   }
 
   bool requests_completed(mpi_slot& slot) {
@@ -287,9 +281,7 @@ private:
   int size_ = 1;
   std::int64_t sequence_ = 0;
   std::vector<std::unique_ptr<mpi_slot>> free_;
-  std::atomic<bool> failed_ = false;
-  std::mutex reason_mutex_;
-  std::string reason_;
+  lasting_failure failure_;
 };
 
 } // namespace syncnorm::detail
