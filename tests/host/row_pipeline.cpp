@@ -254,7 +254,7 @@ TEST_CASE_TEMPLATE(
     auto const check = [&](auto const& exec, std::int64_t block, std::int64_t second_level) {
       CAPTURE(block);
       CAPTURE(second_level);
-      passes.on = {second_level, false, true};
+      passes.on = {second_level, block == 2, true};
       pipeline_results<T> got{c};
       lined_tensor<T> y_got{shape}, dx_got{shape};
       passes.forward(exec, block, got, y_got.view(), host::stores::streaming);
@@ -278,7 +278,7 @@ TEST_CASE_TEMPLATE(
     for (std::int64_t const cut : {std::int64_t{1}, c - 1}) {
       CAPTURE(cut);
       host::serial_executor const exec;
-      host::detail::processor const on{200 * bytes, false, true};
+      host::detail::processor const on{200 * bytes, cut == 1, true};
       pipeline_results<T> got{c};
       lined_tensor<T> y_got{shape}, dx_got{shape};
       auto const how = host::stores::streaming;
@@ -387,6 +387,9 @@ TEST_CASE("blocks that do not fit the cache of a core twice are shared by as few
   CHECK(shares({32, 1, 3136}, 2, 2) == 2);
   CHECK(shares({32, 1, 3136}, 1, 2) == 1);
   CHECK(shares({32, 1, 12'544}, 2, 8) == 4);
+  on = {1280 * kb, true, true};
+  CHECK(shares({32, 1, 3136}, 1, 2) == 2); // twice in more than half of it
+  CHECK(shares({32, 1, 784}, 1, 2) == 1);
 }
 
 TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits of separate passes", T, float,
@@ -455,7 +458,8 @@ TEST_CASE_TEMPLATE("a part mapped while the part after it is summed has the bits
       };
       constexpr std::int64_t cache = std::int64_t{1} << 20;
       using host::detail::processor;
-      for (auto const& on : {processor{cache, false}, processor{cache, true}, processor{cache, false, true}}) {
+      for (auto const& on : {processor{cache, false}, processor{cache, true}, processor{cache, false, true},
+                             processor{cache, true, true}}) {
         check(host::serial_executor{}, host::stores::streaming, on);
         check(host::serial_executor{}, host::stores::cached, on);
         check(test::shuffling_executor{2}, host::stores::streaming, on);

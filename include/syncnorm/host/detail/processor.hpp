@@ -20,14 +20,17 @@ struct processor {
   /// Whether a core goes on fetching ahead by itself where a loop ends and another begins, on the next row or on what is written.
   /// AMD's (Zen 4 and 5) begin anew: they follow the stride of each instruction that reads.
   bool foresees = true;
-  /// Whether to sum rows and map others in one loop, a few vectors in turn, where it does not. AMD's Zen 5 had better.
+  /// Whether to sum rows and map others in one loop, a few vectors in turn. AMD's Zen 5 had better, and Intel's Ice Lake, of which a core
+  /// reads memory slowly and writes it meanwhile at no cost.
   bool interleaves_rows = false;
   /// Whether a core reads several tensors from memory at once as fast by itself as it does what is fetched, or faster. AMD's Zen 5 does.
   bool follows_streams = false;
 
   /// What two blocks of channels may take of the cache together and still be found there: less than all, since what else is read
-  /// and where pages lie takes some.
-  [[nodiscard]] std::int64_t room_for_blocks() const { return second_level / 8 * 5; }
+  /// and where pages lie takes some, of Intel's Ice Lake more.
+  [[nodiscard]] std::int64_t room_for_blocks() const {
+    return second_level / 8 * (foresees && interleaves_rows ? 4 : 5);
+  }
 
   /// The same of a block that is mapped and the next one, which is fetched meanwhile. What AMD's second level has no room for, the third
   /// takes, of which a core's part is 2 to 4 MB, and more while others rest.
@@ -63,7 +66,8 @@ struct processor {
 #if defined(__x86_64__) && defined(__GNUC__)
       __builtin_cpu_init();
       of.foresees = __builtin_cpu_is("amd") == 0;
-      of.interleaves_rows = of.follows_streams = !of.foresees && family() >= 0x1a;
+      of.follows_streams = !of.foresees && family() >= 0x1a;
+      of.interleaves_rows = of.follows_streams || __builtin_cpu_is("icelake-server") != 0;
 #endif
       return of;
     }();

@@ -63,8 +63,8 @@ using group_sums = std::array<double, Rows::sum_count* static_cast<std::size_t>(
 /// that the block before is done with when as much of the next as fits beside it has been read. `Rows` has what `moment_rows`
 /// has, `Map` is an `elementwise_map`, `Parts` are the groups of pieces, masked ones perhaps.
 ///
-/// On a processor that would lose what it foresees by such turns, sums a block, and maps it while it fetches the next; or, if it had
-/// better, takes turns of a few vectors, in one loop.
+/// On a processor that would lose what it foresees by such turns, sums a block, and maps it while it fetches the next. One that had
+/// better takes turns of a few vectors, in one loop, where the map can.
 template <class T, class Rows, class Map, class Parts>
 class row_pipeline {
 public:
