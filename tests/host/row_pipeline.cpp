@@ -194,10 +194,11 @@ namespace {
 template <class T>
 class lined_tensor {
 public:
-  explicit lined_tensor(test::extents const& of)
-      : of_{of}, memory_(static_cast<std::size_t>(of.n * of.c * of.s + 4 * line), T(untouched)) {
+  /// Begins `past` elements after a line of the cache does.
+  explicit lined_tensor(test::extents const& of, std::int64_t past = 0)
+      : of_{of}, memory_(static_cast<std::size_t>(of.n * of.c * of.s + 5 * line), T(untouched)) {
     auto const past_line = reinterpret_cast<std::uintptr_t>(memory_.data()) % detail::cache_line / sizeof(T);
-    begin_ = 2 * line - static_cast<std::int64_t>(past_line);
+    begin_ = 2 * line - static_cast<std::int64_t>(past_line) + past;
   }
 
   [[nodiscard]] tensor_view<T> view() { return nchw<T>(memory_.data() + begin_, of_.n, of_.c, of_.s); }
@@ -227,23 +228,27 @@ TEST_CASE_TEMPLATE(
     "vectors of a block mapped between those that are summed of the next give the bits of separate passes", T, float,
     double, bfloat16) {
   // Rows of one line more than fours of any vectors, of fours, of several pieces, of a last piece of a line, in one group and many; groups that
-  // are read side by side, two of them with one left over, two with a shorter one after them, and of pieces that do not match.
-  for (auto const& shape : {test::extents{9, 7, 336},
-                            {5, 4, 576},
-                            {3, 5, 2112},
-                            {130, 3, 272},
-                            {2, 3, 4160},
-                            {24, 3, 1040},
-                            {11, 3, 2112},
-                            {7, 3, 4160}}) {
+  // are read side by side, two of them with one left over, two with a shorter one after them, and of pieces that do not match. Then such whose
+  // lines begin in the midst of a piece, or outputs that begin in the midst of a line.
+  struct {
+    test::extents shape;
+    std::int64_t past;
+  } const cases[] = {{{9, 7, 336}, 0},   {{5, 4, 576}, 0},   {{3, 5, 2112}, 0},  {{130, 3, 272}, 0}, {{2, 3, 4160}, 0},
+                     {{24, 3, 1040}, 0}, {{11, 3, 2112}, 0}, {{7, 3, 4160}, 0},  {{9, 7, 333}, 0},   {{5, 4, 583}, 0},
+                     {{3, 5, 2119}, 1},  {{130, 3, 257}, 0}, {{24, 3, 1041}, 7}, {{11, 3, 2117}, 0}, {{7, 3, 4161}, 0},
+                     {{2, 3, 4160}, 3},  {{24, 3, 1040}, 8}};
+  for (auto const& each : cases) {
+    auto const& shape = each.shape;
+    std::int64_t const past = each.past;
     std::int64_t const n = shape.n, c = shape.c, s = shape.s;
     CAPTURE(test::name_of(shape));
+    CAPTURE(past);
     auto const ch = static_cast<std::size_t>(c);
     test::tensor<T> x{test::arrangement::nchw, n, c, s, test::deviates<T>(n, c, s, 1), 1},
         dy{test::arrangement::nchw, n, c, s, test::deviates<T>(n, c, s, 2)};
     // A channel whose first piece is far off the others' mean, so that its pivot moves.
     for (std::int64_t i = 0; i < s; ++i) x.view()(0, 1, i) = T(static_cast<accumulate_t<T>>(x.view()(0, 1, i)) + 5000);
-    lined_tensor<T> y{shape}, dx{shape};
+    lined_tensor<T> y{shape, past}, dx{shape, past};
     pipeline_case<T> passes{x.view(), dy.view(), std::vector<T>(ch, T(1.5)), std::vector<T>(ch, T(-0.25)), n * s};
     pipeline_results<T> whole{c};
     passes.separate(whole, y.view(), dx.view());
@@ -251,12 +256,14 @@ TEST_CASE_TEMPLATE(
     whole.dx = dx.values();
 
     auto const bytes = static_cast<std::int64_t>(sizeof(T)) * n * s;
+    bool foresees = false; // which takes turns of whole lines alone
     auto const check = [&](auto const& exec, std::int64_t block, std::int64_t second_level) {
       CAPTURE(block);
       CAPTURE(second_level);
-      passes.on = {second_level, block == 2, true};
+      CAPTURE(foresees);
+      passes.on = {second_level, foresees, true};
       pipeline_results<T> got{c};
-      lined_tensor<T> y_got{shape}, dx_got{shape};
+      lined_tensor<T> y_got{shape, past}, dx_got{shape, past};
       passes.forward(exec, block, got, y_got.view(), host::stores::streaming);
       passes.backward(exec, block, got, dx_got.view(), host::stores::streaming);
       got.y = y_got.values();
@@ -265,14 +272,17 @@ TEST_CASE_TEMPLATE(
       CHECK(y_got.intact());
       CHECK(dx_got.intact());
     };
-    check(host::serial_executor{}, 1, 100 * bytes);
-    check(host::serial_executor{}, 2, 100 * bytes); // the last block of three channels, the others of two
-    check(test::shuffling_executor{2}, 1, 100 * bytes);
-    check(host::serial_executor{}, 1, bytes); // no room for one block
-    // Room for one forward, or for two that two threads share, as far as blocks have groups.
-    check(host::serial_executor{}, 1, 2 * bytes);
-    check(test::shuffling_executor{2}, 1, 2 * bytes);
-    check(test::lone_executor{2}, 1, 2 * bytes);
+    for (bool const does : {false, true}) {
+      foresees = does;
+      check(host::serial_executor{}, 1, 100 * bytes);
+      check(host::serial_executor{}, 2, 100 * bytes); // the last block of three channels, the others of two
+      check(test::shuffling_executor{2}, 1, 100 * bytes);
+      check(host::serial_executor{}, 1, bytes); // no room for one block
+      // Room for one forward, or for two that two threads share, as far as blocks have groups.
+      check(host::serial_executor{}, 1, 2 * bytes);
+      check(test::shuffling_executor{2}, 1, 2 * bytes);
+      check(test::lone_executor{2}, 1, 2 * bytes);
+    }
 
     // A part of the channels, and then the others.
     for (std::int64_t const cut : {std::int64_t{1}, c - 1}) {
@@ -280,7 +290,7 @@ TEST_CASE_TEMPLATE(
       host::serial_executor const exec;
       host::detail::processor const on{200 * bytes, cut == 1, true};
       pipeline_results<T> got{c};
-      lined_tensor<T> y_got{shape}, dx_got{shape};
+      lined_tensor<T> y_got{shape, past}, dx_got{shape, past};
       auto const how = host::stores::streaming;
       auto const part = [&](auto const& of) { return of.channel_range(0, cut); };
       auto const others = [&](auto const& of) { return of.channel_range(cut, c - cut); };
@@ -327,8 +337,8 @@ TEST_CASE_TEMPLATE("a piece mapped four vectors at a time has the bits of its ro
   auto const streaming = host::stores::streaming;
   host::detail::row_cut const cut{s, host::detail::row_cut::longest<T>};
   auto const can_interleave = [&](tensor_view<T> to, host::stores how, std::type_identity_t<tensor_view<T const>> from,
-                                  host::detail::row_cut const& of) {
-    return host::detail::can_interleave<T>(std::array{from}, std::array{to}, nullptr, how, of);
+                                  host::detail::row_cut const& of, bool lines = true) {
+    return host::detail::can_interleave<T>(std::array{from}, std::array{to}, nullptr, how, of, lines);
   };
   auto const map = map_to(y.view(), streaming, x.view());
   REQUIRE(can_interleave(y.view(), streaming, x.view(), cut) == host::detail::can_stream<T>);
@@ -339,27 +349,36 @@ TEST_CASE_TEMPLATE("a piece mapped four vectors at a time has the bits of its ro
       auto between = map.interleaved(j);
       between.move_to(i, 0, s);
       for (std::int64_t at = 0; at + four <= s; at += four) between(at);
-      between.finish();
+      between.finish(s);
     }
   host::detail::stream_fence();
   map_to(whole.view(), host::stores::cached, x.view())({0, c, 0, n, 0, s});
   CHECK(test::same_bits(y.values(), whole.values()));
   CHECK(y.intact());
 
-  // Where an output is not streamed, or lines have parts of two pieces, it is not.
-  CHECK(!can_interleave(y.view(), host::stores::cached, x.view(), cut));
-  CHECK(!can_interleave(y.view(), streaming, y.view(), cut));
+  // Where an output is not streamed it is not, nor, unless that is wanted, where lines have parts of two pieces.
+  for (bool const lines : {false, true}) {
+    CHECK(!can_interleave(y.view(), host::stores::cached, x.view(), cut, lines));
+    CHECK(!can_interleave(y.view(), streaming, y.view(), cut, lines));
+  }
   auto elsewhere = y.view();
   ++elsewhere.data;
   CHECK(!can_interleave(elsewhere, streaming, x.view(), cut));
+  CHECK(can_interleave(elsewhere, streaming, x.view(), cut, false));
   auto apart = y.view();
   apart.stride_n += 1;
   CHECK(!can_interleave(apart, streaming, x.view(), cut));
+  CHECK(can_interleave(apart, streaming, x.view(), cut, false));
   auto shorter = y.view();
   shorter.spatial = s - 1;
   tensor_view<T const> from = x.view();
   from.spatial = s - 1;
   CHECK(!can_interleave(shorter, streaming, from, {s - 1, host::detail::row_cut::longest<T>}));
+  CHECK(can_interleave(shorter, streaming, from, {s - 1, host::detail::row_cut::longest<T>}, false));
+  // Not where the last piece of a row is short, nor outputs of which lines begin elsewhere.
+  CHECK(!can_interleave(shorter, streaming, from, {s - 1, 64}, false));
+  CHECK(!host::detail::can_interleave<T>(std::array<tensor_view<T const>, 1>{x.view()}, std::array{y.view(), elsewhere},
+                                         nullptr, streaming, cut, false));
 }
 
 TEST_CASE("blocks that do not fit the cache of a core twice are shared by as few threads as have room for them") {

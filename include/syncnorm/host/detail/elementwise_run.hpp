@@ -29,12 +29,18 @@ public:
   using distances = std::array<std::int64_t, inputs>;
   using per_output = std::array<bool, outputs>;
 
+  /// Where of `n` elements the first whole line of the cache begins and the last ends.
+  [[nodiscard, gnu::always_inline]] static std::array<std::int64_t, 2> whole_lines(T const* out, std::int64_t n) {
+    std::int64_t const before = elements_since_line(out), first = before == 0 ? 0 : line_elements<T> - before;
+    return {first, n - (n - first) % line_elements<T>};
+  }
+
   elementwise_run(Op const& op, per_output const& streams) : op_{op}, streams_{streams} {}
 
   [[nodiscard]] Op const& op() const { return op_; }
 
-  /// Pieces of a channel, whose outputs are whole lines of the cache and all streamed, as another loop goes through as many elements:
-  /// four vectors between its own.
+  /// The whole lines of the cache in pieces of a channel, whose outputs are all streamed and alike in where lines begin, as another loop goes
+  /// through as many elements: four vectors between its own.
   template <class K>
   class interleaved {
   public:
@@ -43,30 +49,30 @@ public:
                                        std::array<std::int64_t, outputs> const& out_rows, K const& k)
         : op_{op}, channel_in_{in}, in_rows_{in_rows}, channel_out_{out}, out_rows_{out_rows}, k_{k} {}
 
-    /// Goes on with `n` elements of a row, from position `begin` on.
+    /// Goes on with `n` elements of a row, two lines at least, from position `begin` on.
     [[gnu::always_inline]] void move_to(std::int64_t row, std::int64_t begin, std::int64_t n) {
+      auto const [first, last] = whole_lines(channel_out_[0] + row * out_rows_[0] + begin, n);
 #pragma GCC unroll 8
-      for (std::size_t j = 0; j < inputs; ++j) in_[j] = channel_in_[j] + row * in_rows_[j] + begin;
+      for (std::size_t j = 0; j < inputs; ++j) in_[j] = channel_in_[j] + row * in_rows_[j] + begin + first;
 #pragma GCC unroll 8
-      for (std::size_t j = 0; j < outputs; ++j) out_[j] = channel_out_[j] + row * out_rows_[j] + begin;
-      n_ = n;
+      for (std::size_t j = 0; j < outputs; ++j) out_[j] = channel_out_[j] + row * out_rows_[j] + begin + first;
+      n_ = last - first;
     }
 
-    /// The four vectors at element `i`, a multiple of as many.
+    /// The four vectors after those of the other loop at element `i`, a multiple of as many.
     [[gnu::always_inline]] void operator()(std::int64_t i) const {
       pair(i);
       pair(i + 2 * L);
     }
     /// Two of them.
-    [[gnu::always_inline]] void pair(std::int64_t i) const { put_two(op_, in_, out_, i, k_, all_streamed); }
+    [[gnu::always_inline]] void pair(std::int64_t i) const {
+      if (i + 2 * L <= n_) put_two(op_, in_, out_, i, k_, all_streamed);
+    }
 
-    /// What is left after the last four.
-    [[gnu::always_inline]] void finish() const {
-      std::int64_t i = n_ / (4 * L) * (4 * L);
-      if (i + 2 * L <= n_) {
-        put_two(op_, in_, out_, i, k_, all_streamed);
-        i += 2 * L;
-      }
+    /// What is left after the last four of the `n` elements.
+    [[gnu::always_inline]] void finish(std::int64_t n) const {
+      std::int64_t i = std::min(n / (4 * L) * (4 * L), n_ / (2 * L) * (2 * L));
+      for (; i + 2 * L <= n_; i += 2 * L) put_two(op_, in_, out_, i, k_, all_streamed);
       if constexpr (line_elements<T> < 2 * L)
         if (i < n_) put(out_, i, compute(op_, in_, i, k_), all_streamed);
     }
@@ -84,7 +90,7 @@ public:
     targets channel_out_;
     std::array<std::int64_t, outputs> out_rows_;
     K k_;
-    pointers in_{};
+    pointers in_{}; ///< and out_: from the first line on that begins in the piece
     targets out_{};
     std::int64_t n_ = 0;
   };

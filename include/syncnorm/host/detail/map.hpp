@@ -65,18 +65,29 @@ template <class T, std::size_t Inputs, std::size_t Outputs>
   return streamed;
 }
 
-/// Whether pieces of contiguous rows can be mapped between the vectors of another loop: where all outputs are streamed, and none of
-/// their lines has parts of two pieces.
+/// Whether no line of the cache has parts of two pieces of contiguous rows.
+template <class T, std::size_t Outputs>
+[[nodiscard]] bool are_in_lines(std::array<tensor_view<T>, Outputs> const& out, row_cut const& cut) {
+  auto const in_lines = [](std::int64_t elements) { return elements % line_elements<T> == 0; };
+  return in_lines(cut.length) && in_lines(cut.spatial) && std::ranges::all_of(out, [&](auto const& y) {
+           return elements_since_line(y.data) == 0 && in_lines(y.stride_c) && in_lines(y.stride_n);
+         });
+}
+
+/// Whether pieces of contiguous rows can be mapped between the vectors of another loop: where all outputs are streamed, and lines of the
+/// cache begin at the same places of each. `lines`: only where pieces `are_in_lines`.
 template <class T, std::size_t Inputs, std::size_t Outputs>
 [[nodiscard]] bool can_interleave(std::array<tensor_view<T const>, Inputs> const& in,
                                   std::array<tensor_view<T>, Outputs> const& out, prepared_mask const* mask, stores how,
-                                  row_cut const& cut) {
-  auto const in_lines = [](std::int64_t elements) { return elements % line_elements<T> == 0; };
-  return mask == nullptr && in_lines(cut.length) && in_lines(cut.spatial) &&
-         std::ranges::all_of(streamed_outputs<T>(in, out, how), std::identity{}) &&
-         std::ranges::all_of(out, [&](auto const& y) {
-           return elements_since_line(y.data) == 0 && in_lines(y.stride_c) && in_lines(y.stride_n);
-         });
+                                  row_cut const& cut, bool lines) {
+  auto const lines_between = [](std::int64_t a, std::int64_t b) { return (a - b) % line_elements<T> == 0; };
+  auto const is_alike = [&](auto const& y) {
+    return elements_since_line(y.data) == elements_since_line(out[0].data) &&
+           lines_between(y.stride_c, out[0].stride_c) && lines_between(y.stride_n, out[0].stride_n);
+  };
+  bool const no_short_piece = cut.pieces != 0 && cut.size(cut.pieces - 1) >= row_cut::unit;
+  return mask == nullptr && std::ranges::all_of(streamed_outputs<T>(in, out, how), std::identity{}) &&
+         (are_in_lines(out, cut) || (!lines && no_short_piece && std::ranges::all_of(out, is_alike)));
 }
 
 /// Elementwise `out… = op(in…, coefficients of the channel, lanes that count)`. Outputs without data are left out. `Op` has
@@ -167,7 +178,8 @@ public:
     });
   }
 
-  /// Pieces of channel `c`, where they `can_interleave`, which the caller has to compute. `stream_fence` must follow.
+  /// The whole lines of the cache of pieces of channel `c`, where they `can_interleave`, which the caller has to compute. `stream_fence`
+  /// must follow.
   [[nodiscard, gnu::always_inline]] auto interleaved(std::int64_t c) const {
     using coefficients_type = constant<false>;
     std::array<std::int64_t, outputs> out_rows;
@@ -175,6 +187,23 @@ public:
     return typename run_type::template interleaved<coefficients_type>{
         run_.op(),   from(0, c, 0), further({0, 1, 0}),
         to(0, c, 0), out_rows,      coefficients_type{table_ + c, step_, nullptr}};
+  }
+  /// Whether these leave nothing.
+  [[nodiscard]] bool are_in_lines(row_cut const& cut) const { return detail::are_in_lines(out_, cut); }
+  /// Computes what they leave of a piece.
+  [[gnu::noinline]] void ends(row_piece const& piece) const {
+    pointers const in = from(piece.sample, piece.channel, piece.begin);
+    targets const out = to(piece.sample, piece.channel, piece.begin);
+    constant<false> const k{table_ + piece.channel, step_, nullptr};
+    std::int64_t const n = piece.end - piece.begin;
+    auto const [first, last] = run_type::whole_lines(out[0], n);
+    if (first != 0) {
+      if (std::int64_t const before = line_elements<T> - first; takes_line<false>(piece, before))
+        first_line<false>(piece, in, out, before, k, nullptr);
+      else
+        run_(in, out, n, k, {}, false, 0, first);
+    }
+    if (last != n && !leaves_line<false>(piece, n - last)) run_(in, out, n, k, {}, false, last, n);
   }
 
 private:
@@ -361,27 +390,45 @@ private:
     return dense_ && (!Masked || before % native_lanes<A> != 0);
   }
 
+  /// Whether a piece is to begin with what is `before` it in its first line of the cache.
+  template <bool Masked>
+  [[nodiscard, gnu::always_inline]] bool takes_line(row_piece const& piece, std::int64_t before) const {
+    return before != 0 && piece.follows && (piece.begin != 0 || joins_rows<Masked>(before));
+  }
+  /// Whether the `left` elements in its last line come with the next piece.
+  template <bool Masked>
+  [[nodiscard, gnu::always_inline]] bool leaves_line(row_piece const& piece, std::int64_t left) const {
+    return piece.is_followed && (piece.end != in_[0].spatial || joins_rows<Masked>(left));
+  }
+  /// Streams the line in which a piece begins, `before` elements after that does.
+  template <bool Masked>
+  [[gnu::always_inline]] void first_line(row_piece const& piece, pointers const& in, targets const& out,
+                                         std::int64_t before, constant<Masked> const& k,
+                                         std::uint8_t const* mask) const {
+    if (piece.begin != 0)
+      run_.line(in, out, -before, k);
+    else
+      run_.line(in, out, -before, seam<Masked>{table_ + piece.channel - 1, step_, k, mask, in_[0].spatial});
+  }
+
   /// A piece of a row. Streams the lines of the cache that end in it: what is before the piece in the first of them is computed once
   /// more, and what is left in the last comes with the next piece. A line that is written in two parts takes several times as long.
   template <bool Masked>
   [[gnu::always_inline]] void row(row_piece const& piece, pointers const& in, targets const& out,
                                   distances const& further, bool fetch) const {
-    auto const [sample, channel, begin, end, follows, is_followed] = piece;
-    std::uint8_t const* const mask = Masked ? mask_->row(sample) : nullptr;
-    constant<Masked> const k{table_ + channel, step_, Masked ? mask + begin : nullptr};
-    std::int64_t first = 0, last = end - begin;
+    std::uint8_t const* const mask = Masked ? mask_->row(piece.sample) : nullptr;
+    constant<Masked> const k{table_ + piece.channel, step_, Masked ? mask + piece.begin : nullptr};
+    std::int64_t const n = piece.end - piece.begin;
+    std::int64_t first = 0, last = n;
     if (std::int64_t const before = run_.since_line(out); before >= 0) {
-      if (before != 0 && follows && (begin != 0 || joins_rows<Masked>(before))) {
-        if (begin != 0)
-          run_.line(in, out, -before, k);
-        else
-          run_.line(in, out, -before, seam<Masked>{table_ + channel - 1, step_, k, mask, in_[0].spatial});
+      if (takes_line<Masked>(piece, before)) {
+        first_line<Masked>(piece, in, out, before, k, mask);
         first = line_elements<T> - before;
       }
-      std::int64_t const left = (before + last) % line_elements<T>;
-      if (is_followed && (end != in_[0].spatial || joins_rows<Masked>(left))) last -= left;
+      std::int64_t const left = (before + n) % line_elements<T>;
+      if (leaves_line<Masked>(piece, left)) last -= left;
     }
-    run_(in, out, end - begin, k, further, fetch, first, last);
+    run_(in, out, n, k, further, fetch, first, last);
   }
 
   run_type run_;
@@ -415,8 +462,8 @@ public:
             table};
   }
 
-  [[nodiscard]] bool can_interleave(row_cut const& cut) const {
-    return detail::can_interleave<T>(in_, out_, mask_, how_, cut);
+  [[nodiscard]] bool can_interleave(row_cut const& cut, bool lines) const {
+    return detail::can_interleave<T>(in_, out_, mask_, how_, cut, lines);
   }
 
 private:

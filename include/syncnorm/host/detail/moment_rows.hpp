@@ -278,7 +278,7 @@ public:
           Between here = between; // a copy, which stays in registers
           here.move_to(now.sample, now.begin, now.length);
           sums.add_vectors(from, now.length, later.distance(x, now), 1, all_count{}, here);
-          here.finish();
+          here.finish(now.length);
           if (!begun) settle_pivot(sums, now.length, [&](pivoted_sums<A>& to) { to.add(from, now.length, 0, 0); });
           begun = true;
         });
@@ -304,8 +304,8 @@ public:
           here.move_to(now.sample, now.begin, now.length);
           there.move_to(then.sample, then.begin, now.length);
           pivoted_sums<A>::add_two(now.length, elements_ahead_of_two<T>, of_first, from, here, of_second, other, there);
-          here.finish();
-          there.finish();
+          here.finish(now.length);
+          there.finish(now.length);
           if (!begun) {
             settle_pivot(of_first, now.length, [&](pivoted_sums<A>& to) { to.add(from, now.length, 0, 0); });
             settle_pivot(of_second, now.length, [&](pivoted_sums<A>& to) { to.add(other, now.length, 0, 0); });

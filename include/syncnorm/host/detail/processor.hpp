@@ -49,6 +49,9 @@ struct processor {
   /// meets; others hide that, and what is fetched with a page takes them more.
   [[nodiscard]] bool finds_pages_ahead() const { return !foresees; }
 
+  /// Whether to interleave only rows that are whole lines of the cache. Others are not measured on AMD's.
+  [[nodiscard]] bool interleaves_lines() const { return !foresees; }
+
   /// Whether a map had better fetch what it reads next, of so many tensors that have so many bytes together: not from memory, where that
   /// is followed, but what may be in the third level.
   [[nodiscard]] bool fetches_streams(std::int64_t tensors, std::int64_t bytes) const {

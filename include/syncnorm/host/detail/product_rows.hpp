@@ -243,7 +243,7 @@ public:
           Between here = between; // a copy, which stays in registers
           here.move_to(now.sample, now.begin, now.length);
           add_to(all, piece.sum_interleaved(terms, k, here));
-          here.finish();
+          here.finish(now.length);
         });
     sums_[i] = all;
   }
@@ -271,8 +271,8 @@ public:
           auto const [a, b] = piece_type::sum_two_interleaved(terms, k, piece_at(now), here, piece_at(then), there);
           add_to(of_first, a);
           add_to(of_second, b);
-          here.finish();
-          there.finish();
+          here.finish(now.length);
+          there.finish(now.length);
         });
     put(of_first, c, first);
     put(of_second, c, second);

@@ -94,8 +94,7 @@ public:
       return map(boxes::box{0, channels, of.sample, of.samples_end - of.sample, 0, parts_.cut.spatial});
     for (std::int64_t g = of.group; g < of.groups_end; ++g)
       parts_.for_each_piece(g, [&](groups::piece const& now) {
-        for (std::int64_t c = 0; c < channels; ++c)
-          map(row_piece{now.sample, c, now.begin, now.begin + now.length, false, false}, std::nullopt);
+        for (std::int64_t c = 0; c < channels; ++c) map(of_row(now, c, channels), std::nullopt);
       });
   }
 
@@ -148,15 +147,26 @@ private:
       std::int64_t const both = std::min(length, mapped);
       auto const of = share_of(share);
       auto const to = [&](std::int64_t g) { return sums_of_group<Rows::sum_count>(sums, length, g); };
+      bool const in_lines = map.are_in_lines(parts_.cut);
+      auto const map_ends = [&](std::int64_t c, std::int64_t g) {
+        if (!in_lines)
+          parts_.for_each_piece(g, [&](groups::piece const& of_group) { map.ends(of_row(of_group, c, both)); });
+      };
       for (std::int64_t g = of.group; g < of.groups_end; ++g) {
         if constexpr (Rows::reads_side_by_side)
           if (length <= mapped && g + 1 < of.groups_end && suit_side_by_side<T>(parts_, g, Map::inputs)) {
-            for (std::int64_t c = 0; c < length; ++c)
+            for (std::int64_t c = 0; c < length; ++c) {
               rows.sum_two_interleaved(c, parts_, g, map.interleaved(c), to(g), to(g + 1));
+              map_ends(c, g);
+              map_ends(c, g + 1);
+            }
             ++g;
             continue;
           }
-        for (std::int64_t c = 0; c < both; ++c) rows.add_interleaved(c, parts_, g, map.interleaved(c));
+        for (std::int64_t c = 0; c < both; ++c) {
+          rows.add_interleaved(c, parts_, g, map.interleaved(c));
+          map_ends(c, g);
+        }
         bool begun = false;
         if (both < length)
           for_each_piece_read(parts_, g, length, fetching{1, 1},
@@ -206,6 +216,11 @@ private:
     return {{first / cut.pieces, cut.begin(of_row), cut.size(of_row)}, 1};
   }
 
+  /// A piece of channel `c` of so many.
+  [[nodiscard]] row_piece of_row(groups::piece const& piece, std::int64_t c, std::int64_t channels) const {
+    return part_of_row<T>(parts_.cut, piece.sample, c, channels, piece.begin / parts_.cut.length);
+  }
+
   /// The piece at place `i` in the order of mapping a share, of channel `c` of so many.
   [[nodiscard]] row_piece piece_to_map(part const& of, std::int64_t i, std::int64_t c, std::int64_t channels) const {
     auto const& cut = parts_.cut;
@@ -236,11 +251,12 @@ private:
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
 
-/// Whether a pipeline had better take turns of a few vectors, if its map can: not of shorter pieces of 16-bit elements.
+/// Whether a pipeline had better take turns of a few vectors, if its map can: not, on AMD's processors, of shorter pieces of 16-bit elements.
 template <class T>
 [[nodiscard]] constexpr bool suits_turns_of_vectors(groups const& parts, pipeline_reading const& reading,
                                                     processor const& on) {
-  bool const of_some_length = sizeof(T) >= 4 || parts.cut.length * static_cast<std::int64_t>(sizeof(T)) >= 3 << 10;
+  bool const of_some_length =
+      on.foresees || sizeof(T) >= 4 || parts.cut.length * static_cast<std::int64_t>(sizeof(T)) >= 3 << 10;
   return on.interleaves_rows && of_some_length && reading.summed <= 2 && reading.fetched != map_fetches::next_piece;
 }
 
@@ -262,8 +278,8 @@ template <class T, class Rows, class Terms, std::size_t Inputs>
   using map_type = elementwise_map<T, linear_op<Inputs>>;
   groups const parts{out};
   pipeline_reading const reading{Inputs, Inputs > 1 ? map_fetches::next_sums : map_fetches::nothing};
-  bool const interleaves =
-      suits_turns_of_vectors<T>(parts, reading, on) && can_interleave<T>(in, std::array{out}, nullptr, how, parts.cut);
+  bool const interleaves = suits_turns_of_vectors<T>(parts, reading, on) &&
+                           can_interleave<T>(in, std::array{out}, nullptr, how, parts.cut, on.interleaves_lines());
   row_pipeline<T, Rows, map_type, groups> const pipeline{in[0], parts, reading, interleaves, 1, on};
   if (!pipeline.maps_later()) return false;
   scratch_lease<accumulate_t<T>> table{map_type::table_size(out)};
@@ -291,7 +307,8 @@ void reduce_and_map_rows(executor_ref exec, channel_blocks const& blocks, tensor
   using shares_type = std::bitset<static_cast<std::size_t>(block_team::most_shares)>;
   bool interleaves = false;
   if constexpr (std::is_same_v<Parts, groups>)
-    interleaves = suits_turns_of_vectors<T>(parts, reading, on) && make_map.can_interleave(parts.cut);
+    interleaves =
+        suits_turns_of_vectors<T>(parts, reading, on) && make_map.can_interleave(parts.cut, on.interleaves_lines());
   std::int64_t const shares = shares_of_block(x, blocks.length, reading.summed, exec.concurrency(), interleaves, on);
   row_pipeline<T, Rows, map_type, Parts> const pipeline{
       x.channel_range(0, blocks.length), parts, reading, interleaves, shares, on};
