@@ -92,13 +92,14 @@ struct pivoted_sums {
   }
 
   /// Adds `n` elements, at least a vector's, to each of two sums, which are read side by side and fetched so many elements ahead; of both
-  /// between.pair(i) after each two vectors.
+  /// between.pair(i) after each two vectors, or, where these are less than a line of the cache, between(i) after each four.
   template <class T, class Between>
   [[gnu::always_inline]] static void add_two(std::int64_t n, std::int64_t ahead, pivoted_sums& a, T const* x,
                                              Between const& between_x, pivoted_sums& b, T const* y,
                                              Between const& between_y) {
     vector const p = splat<A, lanes>(a.pivot), q = splat<A, lanes>(b.pivot);
     all_count const all;
+    constexpr bool pairs = 2 * lanes >= line_elements<T>;
     for (std::int64_t i = 0; i < n;) {
       partial_sums of_x, of_y;
       std::int64_t const end = std::min(n, i + stretch);
@@ -110,8 +111,14 @@ struct pivoted_sums {
           of_x.add_pair(to, x, at, p, all);
           prefetch<2 * lanes, 1>(y, at + ahead);
           of_y.add_pair(to, y, at, q, all);
-          between_x.pair(at);
-          between_y.pair(at);
+          if constexpr (pairs) {
+            between_x.pair(at);
+            between_y.pair(at);
+          }
+        }
+        if constexpr (!pairs) {
+          between_x(i);
+          between_y(i);
         }
       }
       of_x.add_last(x, i, end, p, all);

@@ -251,13 +251,17 @@ private:
   std::int64_t lead_; ///< how many pieces of a block may be summed until the block before has to be mapped
 };
 
-/// Whether a pipeline had better take turns of a few vectors, if its map can: not, on AMD's processors, of shorter pieces of 16-bit elements.
+/// Whether a pipeline had better take turns of a few vectors, if its map can: not, on AMD's processors, of shorter pieces of 16-bit elements;
+/// on others, not where these vectors are less than a line of the cache, of which half would be written at a time, nor of several tensors of
+/// 16-bit elements in registers of 32 bytes, which are too few for that.
 template <class T>
 [[nodiscard]] constexpr bool suits_turns_of_vectors(groups const& parts, pipeline_reading const& reading,
                                                     processor const& on) {
-  bool const of_some_length =
-      on.foresees || sizeof(T) >= 4 || parts.cut.length * static_cast<std::int64_t>(sizeof(T)) >= 3 << 10;
-  return on.interleaves_rows && of_some_length && reading.summed <= 2 && reading.fetched != map_fetches::next_piece;
+  constexpr bool of_lines = 4 * native_lanes<accumulate_t<T>> >= line_elements<T>;
+  bool const suits_registers = sizeof(T) >= 4 || simd_bytes > 32 || reading.summed == 1;
+  bool const of_some_length = sizeof(T) >= 4 || parts.cut.length * static_cast<std::int64_t>(sizeof(T)) >= 3 << 10;
+  return on.interleaves_rows && (on.foresees ? of_lines && suits_registers : of_some_length) && reading.summed <= 2 &&
+         reading.fetched != map_fetches::next_piece;
 }
 
 /// Whether `map_and_sum_rows` may be worth a try on `out` and, after it, `next_channels` more channels.
