@@ -256,24 +256,23 @@ TEST_CASE_TEMPLATE(
     whole.dx = dx.values();
 
     auto const bytes = static_cast<std::int64_t>(sizeof(T)) * n * s;
-    bool foresees = false; // which takes turns of whole lines alone
-    auto const check = [&](auto const& exec, std::int64_t block, std::int64_t second_level) {
-      CAPTURE(block);
-      CAPTURE(second_level);
+    // One that does not foresee takes turns where pieces are whole lines alone.
+    for (bool const foresees : {false, true}) {
       CAPTURE(foresees);
-      passes.on = {second_level, foresees, true};
-      pipeline_results<T> got{c};
-      lined_tensor<T> y_got{shape, past}, dx_got{shape, past};
-      passes.forward(exec, block, got, y_got.view(), host::stores::streaming);
-      passes.backward(exec, block, got, dx_got.view(), host::stores::streaming);
-      got.y = y_got.values();
-      got.dx = dx_got.values();
-      check_same(got, whole);
-      CHECK(y_got.intact());
-      CHECK(dx_got.intact());
-    };
-    for (bool const does : {false, true}) {
-      foresees = does;
+      auto const check = [&](auto const& exec, std::int64_t block, std::int64_t second_level) {
+        CAPTURE(block);
+        CAPTURE(second_level);
+        passes.on = {second_level, foresees, true};
+        pipeline_results<T> got{c};
+        lined_tensor<T> y_got{shape, past}, dx_got{shape, past};
+        passes.forward(exec, block, got, y_got.view(), host::stores::streaming);
+        passes.backward(exec, block, got, dx_got.view(), host::stores::streaming);
+        got.y = y_got.values();
+        got.dx = dx_got.values();
+        check_same(got, whole);
+        CHECK(y_got.intact());
+        CHECK(dx_got.intact());
+      };
       check(host::serial_executor{}, 1, 100 * bytes);
       check(host::serial_executor{}, 2, 100 * bytes); // the last block of three channels, the others of two
       check(test::shuffling_executor{2}, 1, 100 * bytes);
